@@ -1,4 +1,4 @@
-"""The `llmc` command: thin typer commands over the library; imports torch only after parsing."""
+"""The `llmc` command: thin typer commands over the library. Imports torch only after parsing."""
 
 if __name__ != "llmc.cli":
     raise ImportError(

@@ -1,7 +1,7 @@
-"""An answer on a terminal while it streams: Markdown, block by block, with words kept whole.
+"""Show an answer on a terminal while it streams: Markdown, block by block, without breaking words.
 
-Blocks that are complete (up to a blank line outside of a code fence) are printed for good. The one
-that still grows is drawn anew below them with each piece of text.
+Complete blocks (up to a blank line outside a code fence) are printed permanently. The block that
+is still growing is redrawn below them with each piece of text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FENCES = ("```", "~~~")
 
 
 class AnswerView:
-    """A context manager. `markdown` False: the text as it is, wrapped."""
+    """A context manager. With `markdown` False, text is shown unrendered, but wrapped."""
 
     def __init__(self, console: Console, *, markdown: bool = True) -> None:
         self._console = console
@@ -59,7 +59,7 @@ class AnswerView:
         return as_markdown(text) if self._markdown else Text(text.strip("\n"))
 
     def _tail(self) -> RenderableType:
-        """The last lines of the block that grows: more than a screen can't be drawn anew."""
+        """The last lines of the growing block: only what fits on the screen can be redrawn."""
         lines = self._console.render_lines(self._render(self._growing), pad=False)
         shown = lines[-max(1, self._console.height - 2) :]
         text = Text()
@@ -73,7 +73,7 @@ class AnswerView:
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """What ends in a blank line outside of a code fence, and the rest."""
+    """Split after the last blank line outside a code fence: (complete blocks, the rest)."""
     fence: str | None = None
     end = position = 0
     for line in text.splitlines(keepends=True):
@@ -87,7 +87,7 @@ def split_blocks(text: str) -> tuple[str, str]:
 
 
 def as_markdown(text: str) -> Markdown:
-    """Line breaks stay, and so does HTML, as text: a model's answer is shown whole."""
+    """Render Markdown, keeping line breaks and showing HTML as text, so nothing is hidden."""
     parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
     shown = Markdown("")
     shown.parsed = [_with_breaks(token) for token in parser.parse(text)]

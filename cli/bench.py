@@ -39,7 +39,7 @@ app = typer.Typer(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What to send, as the user described it."""
+    """The requests to send, as described by the user."""
 
     num_prompts: int
     input_len: int | None
@@ -51,7 +51,7 @@ class Workload:
 
     @property
     def is_text(self) -> bool:
-        """Nothing was said of the prompts, so they are real text."""
+        """Whether to use real text, because no flag describes the prompts."""
         return self.dataset is None and self.input_len is None and self.prefix_len == 0
 
     @property
@@ -65,7 +65,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Where the result goes."""
+    """Where and how to report the result."""
 
     json: Path | None
     plot: Path | None
@@ -96,7 +96,7 @@ def throughput(
         int,
         option(
             "--num-warmups",
-            help="Requests sent before, not measured.",
+            help="Requests to send before measuring.",
             metavar="REQUESTS",
             panel="Workload",
         ),
@@ -106,7 +106,7 @@ def throughput(
     output_json: OutputJson = None,
     plot: Plot = None,
 ) -> None:
-    """Send all requests at once and measure how many tokens come out a second."""
+    """Send all requests at once and measure how many tokens are generated per second."""
     from llmc.cli.bench_run import run_throughput
 
     workload = Workload(
@@ -135,7 +135,7 @@ def latency(
     config: EngineConfig,
     batch_size: Annotated[
         int,
-        option("--batch-size", help="Requests in a batch.", metavar="REQUESTS", panel="Workload"),
+        option("--batch-size", help="Requests per batch.", metavar="REQUESTS", panel="Workload"),
     ] = 8,
     input_len: InputLen = None,
     output_len: Annotated[
@@ -148,7 +148,7 @@ def latency(
         int,
         option(
             "--num-iters-warmup",
-            help="Batches before, not measured.",
+            help="Batches to run before measuring.",
             metavar="BATCHES",
             panel="Workload",
         ),
@@ -187,7 +187,7 @@ def explain(
         int,
         option(
             "--batch-size",
-            help="Requests of the decode step.",
+            help="Requests in the decode step.",
             metavar="REQUESTS",
             panel="Workload",
         ),
@@ -196,20 +196,20 @@ def explain(
         int,
         option(
             "--context-len",
-            help="Tokens that each of them has.",
+            help="Context length of each of them.",
             metavar="TOKENS",
             panel="Workload",
         ),
     ] = 512,
     input_len: Annotated[
         int,
-        option("--input-len", help="Tokens of the prompt.", metavar="TOKENS", panel="Workload"),
+        option("--input-len", help="Prompt length.", metavar="TOKENS", panel="Workload"),
     ] = 512,
     num_iters: Annotated[
         int,
         option(
             "--num-iters",
-            help="Decode steps to measure, and prompts.",
+            help="Number of decode steps, and of prompts, to measure.",
             metavar="STEPS",
             panel="Workload",
         ),
@@ -217,14 +217,14 @@ def explain(
     output_json: OutputJson = None,
     plot: Annotated[
         Path | None,
-        option("--plot", help="Draw the time of each op into this PNG file.", panel=RESULT),
+        option("--plot", help="Plot the time of each op to this PNG file.", panel=RESULT),
     ] = None,
 ) -> None:
-    """Show what bounds a step: for each op its time, its bytes and operations, and the share of the
+    """Show what bounds a step: the time, bytes and operations of each op, and the share of the
     machine's limits that it reaches.
 
-    Of a decode step and of a prompt, as this engine computes them: an op alone takes a little
-    longer than within the step.
+    Covers a decode step and a prompt, as this engine computes them. An op timed alone takes
+    slightly longer than within the step.
     """
     from llmc.cli.bench_explain import run_explain
 
@@ -242,10 +242,12 @@ def explain(
 def serve(
     base_url: Annotated[
         str | None,
-        option("--base-url", help="URL of the server; instead of host and port.", panel=SERVER),
+        option("--base-url", help="Server URL, instead of host and port.", panel=SERVER),
     ] = None,
-    host: Annotated[str, option("--host", help="Its host.", panel=SERVER)] = "127.0.0.1",
-    port: Annotated[int, option("--port", help="Its port.", metavar="PORT", panel=SERVER)] = 8000,
+    host: Annotated[str, option("--host", help="Server host.", panel=SERVER)] = "127.0.0.1",
+    port: Annotated[
+        int, option("--port", help="Server port.", metavar="PORT", panel=SERVER)
+    ] = 8000,
     backend: Annotated[
         str,
         option(
@@ -260,14 +262,14 @@ def serve(
     ] = None,
     model: Annotated[
         str | None,
-        option("--model", help="Model to ask for. The server's first when absent.", panel=SERVER),
+        option("--model", help="Model to request. Default: the server's first.", panel=SERVER),
     ] = None,
     tokenizer: Annotated[
         str | None,
         option(
             "--tokenizer",
-            help="Directory of the model's tokenizer. When absent, random prompts come from the "
-            "server's /tokenize, or are random words.",
+            help="Directory of the model's tokenizer. Without it, random prompts are made with the "
+            "server's /tokenize, or from random words.",
             panel=SERVER,
         ),
     ] = None,
@@ -284,7 +286,7 @@ def serve(
         float,
         option(
             "--ready-check-timeout-sec",
-            help="Wait at most this long for the server.",
+            help="Maximum time to wait for the server to become ready.",
             metavar="SECONDS",
             panel=SERVER,
         ),
@@ -299,7 +301,7 @@ def serve(
         int,
         option(
             "--seed",
-            help="Seed of prompts and arrival times.",
+            help="Seed for prompts and arrival times.",
             metavar="INTEGER",
             panel="Workload",
         ),
@@ -307,7 +309,7 @@ def serve(
     temperature: Temperature = 0.0,
     ignore_eos: Annotated[
         bool,
-        option("--ignore-eos", help="Ask for the full output length.", panel="Workload"),
+        option("--ignore-eos", help="Request the full output length.", panel="Workload"),
     ] = False,
     extra_body: Annotated[
         str | None,
@@ -317,7 +319,7 @@ def serve(
         float,
         option(
             "--request-rate",
-            help="Requests per second; inf: all at once.",
+            help="Requests per second; inf sends all at once.",
             metavar="RATE",
             panel=LOAD,
         ),
@@ -327,7 +329,7 @@ def serve(
         option(
             "--burstiness",
             metavar="FACTOR",
-            help="Shape of the gaps (gamma): 1 is Poisson, less is burstier.",
+            help="Shape of the gamma distribution of the gaps: 1 is Poisson, lower is burstier.",
             panel=LOAD,
         ),
     ] = 1.0,
@@ -335,7 +337,7 @@ def serve(
         int | None,
         option(
             "--max-concurrency",
-            help="Most requests in flight.",
+            help="Maximum number of requests in flight.",
             metavar="REQUESTS",
             panel=LOAD,
         ),
@@ -344,7 +346,7 @@ def serve(
         int,
         option(
             "--num-warmups",
-            help="Requests sent before, not measured.",
+            help="Requests to send before measuring.",
             metavar="REQUESTS",
             panel=LOAD,
         ),
@@ -358,18 +360,18 @@ def serve(
         list[str] | None,
         option(
             "--goodput",
-            help="Limits in ms that a good request meets: ttft:200,tpot:50,e2el:2000.",
+            help="Latency limits in ms for a good request: ttft:200,tpot:50,e2el:2000.",
             panel=RESULT,
         ),
     ] = None,
     save_detailed: Annotated[
         bool,
-        option("--save-detailed", help="Times and texts of each request too.", panel=RESULT),
+        option("--save-detailed", help="Save each request's times and texts too.", panel=RESULT),
     ] = False,
     output_json: OutputJson = None,
     plot: Plot = None,
 ) -> None:
-    """Send a load to a running server over HTTP and time what it streams back."""
+    """Send load to a running server over HTTP and time its streamed responses."""
     from llmc.cli.bench_serve import ServeRun, run_serve
 
     run_serve(

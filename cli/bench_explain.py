@@ -35,15 +35,15 @@ def run_explain(
     if batch_size > config.max_num_seqs:
         raise ConfigError(
             f"--batch-size {batch_size} exceeds --max-num-seqs {config.max_num_seqs}: "
-            "the batch would not run at once"
+            "the batch would not run in one step"
         )
     if config.speculative_config is not None:
         raise ConfigError(
-            "steps without draft tokens are explained: leave out --speculative-config"
+            "only steps without draft tokens can be explained: remove --speculative-config"
         )
     started = load_engine(config, stderr_console())
     if started.upgrade is not None and not started.upgrade.wait():
-        raise LlmcError(f"the step could not be compiled: {started.upgrade.error}")
+        raise LlmcError(f"compiling the step failed: {started.upgrade.error}")
     info = started.info
 
     def limits() -> Limits:

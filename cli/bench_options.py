@@ -1,4 +1,4 @@
-"""Flags that several benchmarks share, written once. Names follow `vllm bench`."""
+"""Flags shared by several benchmarks. Names follow `vllm bench`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ InputLen = Annotated[
     option(
         "--random-input-len",
         "--input-len",
-        help="Mean tokens of random prompts. "
-        "When absent: paragraphs of Python's documentation, as long as they are.",
+        help="Mean length of random prompts. "
+        "Default: paragraphs of Python's documentation, at their own lengths.",
         metavar="TOKENS",
         panel=WORKLOAD,
     ),
@@ -30,8 +30,8 @@ OutputLen = Annotated[
         "--random-output-len",
         "--output-len",
         metavar="TOKENS",
-        help="Mean output tokens; overrides the lengths of a dataset. "
-        "128 for random prompts when absent.",
+        help="Mean output length; overrides the lengths of a dataset. "
+        "Default for random prompts: 128.",
         panel=WORKLOAD,
     ),
 ]
@@ -40,7 +40,7 @@ RangeRatio = Annotated[
     option(
         "--random-range-ratio",
         metavar="SHARE",
-        help="Lengths are uniform over mean * (1 - r) to mean * (1 + r).",
+        help="Lengths are uniform from mean * (1 - r) to mean * (1 + r).",
         panel=WORKLOAD,
     ),
 ]
@@ -49,7 +49,7 @@ PrefixLen = Annotated[
     option(
         "--random-prefix-len",
         metavar="TOKENS",
-        help="Tokens that all prompts begin with, on top of their length.",
+        help="Length of a common prefix, added to the length of every prompt.",
         panel=WORKLOAD,
     ),
 ]
@@ -58,7 +58,7 @@ DatasetPath = Annotated[
     option(
         "--dataset-path",
         "--dataset",
-        help="Requests from this file instead: JSONL with `prompt` and `output_len`, "
+        help="Read requests from this file: JSONL with `prompt` and `output_len`, "
         "or ShareGPT JSON.",
         panel=WORKLOAD,
     ),
@@ -70,13 +70,13 @@ OutputJson = Annotated[
     Path | None,
     option(
         "--output-json",
-        help="Write the result with versions, machine and command to this file.",
+        help="Write the result, with versions, machine and command, to this file.",
         panel=RESULT,
     ),
 ]
 Plot = Annotated[
     Path | None,
-    option("--plot", help="Draw the latency distributions into this PNG file.", panel=RESULT),
+    option("--plot", help="Plot the latency distributions to this PNG file.", panel=RESULT),
 ]
 Percentiles = Annotated[
     str,
@@ -86,7 +86,7 @@ Bandwidth = Annotated[
     bool,
     option(
         "--bandwidth/--no-bandwidth",
-        help="Measure the machine's read bandwidth and the share that decoding reached.",
+        help="Measure the machine's read bandwidth and the share of it that decoding reached.",
         panel=RESULT,
     ),
 ]

@@ -106,7 +106,7 @@ def run_latency(
     if workload.num_prompts > config.max_num_seqs:
         raise ConfigError(
             f"--batch-size {workload.num_prompts} exceeds --max-num-seqs {config.max_num_seqs}: "
-            "the batch would not run at once"
+            "the batch would not run in one step"
         )
     started = load_engine(config, stderr_console())
     runs: list[OfflineRun] = []
@@ -158,7 +158,7 @@ def _latency_keys(traces: Sequence[RequestTrace], seconds: float) -> dict[str, f
 
 
 def check_before_loading(output: Output, **counts: int) -> None:
-    """What can be known to be wrong without a model."""
+    """Reject invalid options before loading the model."""
     for name, count in counts.items():
         if count < 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 0, got {count}")
@@ -208,12 +208,12 @@ def _cut_to_fit(request: BenchRequest, ids: list[int], limit: int) -> BenchReque
 
 
 def _lazy_encoder(config: EngineConfig, info: ModelInfo) -> Callable[[str], list[int]]:
-    """Text -> ids; the tokenizer is loaded at the first text, which a dataset may not have."""
+    """Text -> ids. Loads the tokenizer at the first text, since a dataset may not have any."""
 
     @functools.cache
     def tokenizer() -> Tokenizer:
         if info.tokenizer_path is None:
-            raise ConfigError(f"{info.name} has no tokenizer, which a dataset of text needs")
+            raise ConfigError(f"{info.name} has no tokenizer, which a text dataset needs")
         from llmc.text.tokenizer import Tokenizer
 
         return Tokenizer.load(info.tokenizer_path, trust_remote_code=config.trust_remote_code)
@@ -224,7 +224,7 @@ def _lazy_encoder(config: EngineConfig, info: ModelInfo) -> Callable[[str], list
 def _warmups(
     requests: Sequence[BenchRequest], info: ModelInfo, count: int, seed: int
 ) -> list[BenchRequest]:
-    """Requests as long as the first `count` but with other tokens, against the prefix cache."""
+    """Requests as long as the first `count`, with other tokens to avoid prefix cache hits."""
     allowed = np.asarray(usable_token_ids(info))
     rng = np.random.default_rng(seed + 1)
     return [
@@ -259,7 +259,7 @@ def _memory() -> dict[str, int | None]:
 
 
 def _read_bandwidth(output: Output, info: ModelInfo) -> float | None:
-    """Measured last: its buffer must not count as memory of the engine."""
+    """Measure the bandwidth; call this last, so its buffer is not counted as engine memory."""
     return machine.measure_read_bandwidth(info.device) if output.bandwidth else None
 
 
@@ -295,7 +295,7 @@ def _speculation_rows(config: EngineConfig, counts: Mapping[str, int]) -> list[r
     length = 1 + accepted / max(1, counts["num_drafts"])
     return [
         ("Draft tokens:", str(drafted)),
-        ("Of those accepted (%):", f"{accepted / max(1, drafted) * 100:.1f}"),
+        ("Accepted draft tokens (%):", f"{accepted / max(1, drafted) * 100:.1f}"),
         ("Mean acceptance length (tokens per step with draft tokens):", f"{length:.2f}"),
     ]
 

@@ -1,4 +1,4 @@
-"""`llmc bench serve` after its flags: prompts, the run, the block on screen, the files."""
+"""`llmc bench serve` after flag parsing: prompts, the run, the printed block, the files."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def _measure(
 
 
 async def _prompts(run: ServeRun, workload: Workload, target: Target) -> list[BenchRequest]:
-    """The measured requests, then others for warming up (a prompt sent twice would be cached)."""
+    """The measured requests, then different ones for warm-up (a repeated prompt hits the cache)."""
     tokenizer = _load_tokenizer(run.tokenizer)
     wanted = workload.num_prompts + run.num_warmups
     if workload.dataset is not None:

@@ -1,4 +1,4 @@
-"""What benchmarks share on screen and on disk: a progress bar, the JSON and the plot."""
+"""Output shared by the benchmarks: a progress bar, the JSON and the plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmc.load_test.metrics import RequestTrace
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Yields a function to call once per item done. Nothing is drawn off a terminal."""
+    """Yield a function to call once per finished item. Draws nothing if not on a terminal."""
     console = stderr_console()
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

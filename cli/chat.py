@@ -1,4 +1,4 @@
-"""`llmc chat`: talk to a model on the terminal, or ask one question.
+"""`llmc chat`: chat with a model on the terminal, or ask one question.
 
 words, stdin, --quick --> one answer on stdout            chat_terminal --> conversation
 a terminal            --> the interactive loop                 |
@@ -28,7 +28,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What the user wants said: `question` None is the interactive chat."""
+    """What the user asked for; `question` None means an interactive chat."""
 
     question: str | None
     system: str | None
@@ -39,7 +39,7 @@ class Ask:
 
 
 def is_model_word(word: str) -> bool:
-    """Whether a bare word is a model: a directory, a path, a .gguf file, a hub id, the default."""
+    """Whether a bare word is a model: a directory, path, .gguf file, hub id or the default."""
     if word == default_model().name or word.startswith(("./", "../", "/", "~")):
         return True
     if os.path.isdir(word) or word.endswith(".gguf"):
@@ -48,7 +48,7 @@ def is_model_word(word: str) -> bool:
 
 
 def read_piped_stdin() -> str:
-    """All of stdin where it is a file or a pipe; empty where it is neither."""
+    """All of stdin if it is a file or a pipe; otherwise an empty string."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError, AttributeError):  # closed, or replaced by a test
@@ -57,7 +57,7 @@ def read_piped_stdin() -> str:
 
 
 def find_question(words: list[str], quick: str | None) -> str | None:
-    """The question of the command line and of stdin together; None when there is none."""
+    """The question, joined from the command line and stdin; None if there is none."""
     parts = [" ".join(words), quick or ""]
     if not sys.stdin.isatty():
         parts.append(read_piped_stdin().strip())
@@ -68,7 +68,7 @@ def find_question(words: list[str], quick: str | None) -> str | None:
         raise ConfigError("--quick needs a question")
     if not sys.stdin.isatty():
         raise ConfigError(
-            "there is no question: write it on the command line or pipe it in "
+            "no question was given: write it on the command line or pipe it in "
             "(an interactive chat needs a terminal)"
         )
     return None
@@ -81,8 +81,8 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL] QUESTION",
-            help="A question to answer and leave. A first word that is a directory, a path or a "
-            "hub id (owner/name) is the model.",
+            help="A question to answer before exiting. If the first word is a directory, a path "
+            "or a hub id (owner/name), it is the model.",
             show_default=False,
         ),
     ] = None,
@@ -91,7 +91,7 @@ def command(
         option(
             "--quick",
             "-q",
-            help="Ask this one question and leave.",
+            help="Ask this one question and exit.",
             metavar="QUESTION",
             panel=CHAT_PANEL,
         ),
@@ -104,8 +104,8 @@ def command(
         bool | None,
         option(
             "--stats/--no-stats",
-            help="Speed and token counts after each answer. "
-            "When absent: shown in the interactive chat only.",
+            help="Show speed and token counts after each answer. "
+            "Default: only in the interactive chat.",
             panel=CHAT_PANEL,
         ),
     ] = None,
@@ -113,7 +113,7 @@ def command(
         bool,
         option(
             "--markdown/--no-markdown",
-            help="Draw answers as Markdown on a terminal; else as the text that they are.",
+            help="Render answers as Markdown on a terminal, or show them as plain text.",
             panel=CHAT_PANEL,
         ),
     ] = True,
@@ -122,7 +122,7 @@ def command(
         option(
             "--certificate/--no-certificate",
             help="In an interactive chat, compare a small model of this architecture with "
-            "transformers, once for each version.",
+            "transformers in the background, once per version.",
             panel=CHAT_PANEL,
         ),
     ] = True,
@@ -130,8 +130,8 @@ def command(
         str | None,
         option(
             "--url",
-            help="Chat with this OpenAI-compatible server instead; --model chooses among its "
-            "models, other engine options do not matter.",
+            help="Chat with this OpenAI-compatible server instead. --model selects one of its "
+            "models; other engine options are ignored.",
             panel=CHAT_PANEL,
         ),
     ] = None,
@@ -146,7 +146,7 @@ def command(
         float | None,
         option(
             "--top-p",
-            help="Sample from the likeliest tokens that together have this probability.",
+            help="Sample from the most likely tokens that together have this probability.",
             metavar="SHARE",
             panel=SAMPLING_PANEL,
         ),
@@ -155,7 +155,7 @@ def command(
         int | None,
         option(
             "--top-k",
-            help="Sample from the k likeliest tokens.",
+            help="Sample from the k most likely tokens.",
             metavar="TOKENS",
             panel=SAMPLING_PANEL,
         ),
@@ -174,7 +174,7 @@ def command(
         option(
             "--max-tokens",
             metavar="TOKENS",
-            help="Most tokens of an answer. As many as fit when absent.",
+            help="Maximum number of tokens in an answer. Default: as many as fit.",
             panel=SAMPLING_PANEL,
         ),
     ] = None,
@@ -182,7 +182,7 @@ def command(
         str | None, option("--stop", help="Text that ends an answer.", panel=SAMPLING_PANEL)
     ] = None,
 ) -> int:
-    """Chat with a model: interactively, or one question from the command line or stdin.
+    """Chat with a model interactively, or ask one question from the command line or stdin.
 
     In the chat, /help lists the commands.
     """
@@ -207,13 +207,13 @@ def command(
     )
     from llmc.cli.conversation import check_settings
 
-    check_settings(ask.settings)  # before a model is loaded for nothing
+    check_settings(ask.settings)  # before spending time on loading a model
     from llmc.cli.chat_session import chat_with_engine, chat_with_server
 
     if url is not None:
-        import asyncio  # here, since it is a tenth of the time that --help takes
+        import asyncio  # here, since importing it takes a tenth of the time of --help
 
         return asyncio.run(chat_with_server(url, config.model, api_key, ask))
-    if config.max_num_seqs == EngineConfig().max_num_seqs:  # one person asks, one request at a time
+    if config.max_num_seqs == EngineConfig().max_num_seqs:  # a chat sends one request at a time
         config = dataclasses.replace(config, max_num_seqs=1)
     return chat_with_engine(config, ask)

@@ -1,6 +1,6 @@
-"""Who answers a chat: the engine in this process, or an OpenAI-compatible server.
+"""Chat backends: the engine in this process, or an OpenAI-compatible server.
 
-Both stream text as it comes. Closing the stream early aborts the answer at its source.
+Both stream text as it is generated. Closing the stream early aborts the request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Messages = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A delta of an answer: new text, and counts so far where they are known."""
+    """A delta of an answer: new text, and the counts so far where known."""
 
     text: str = ""
     prompt_tokens: int | None = None
@@ -30,14 +30,14 @@ class Chunk:
     completion_tokens: int | None = None
     finish_reason: str | None = None
     error: str | None = None
-    tokens: Sequence[ShownToken] = ()  # where `logprobs` are asked for
+    tokens: Sequence[ShownToken] = ()  # if `logprobs` were requested
 
 
 class Backend(Protocol):
     model: str
     context_limit: int | None
-    defaults: Mapping[str, Any]  # of the settings, where they are known
-    models: Sequence[str]  # that `model` may be set to; empty: it is the only one
+    defaults: Mapping[str, Any]  # of the settings, where known
+    models: Sequence[str]  # that `model` can be set to; empty: it is the only one
 
     def answer(
         self, messages: Messages, settings: Mapping[str, Any]
@@ -47,7 +47,7 @@ class Backend(Protocol):
 
 
 class ServerBackend:
-    """A server with /v1/chat/completions; made by `connect`."""
+    """A server with /v1/chat/completions; create it with `connect`."""
 
     def __init__(
         self, client: httpx.AsyncClient, model: str, context_limit: int | None = None
@@ -88,7 +88,7 @@ class ServerBackend:
             ) from error
         if response.status_code != 200:
             await client.aclose()
-            raise ConfigError(f"{base} refused: {_error_text(response)}")
+            raise ConfigError(f"{base} rejected the request: {_error_text(response)}")
         offered = response.json().get("data") or []
         chosen = next((m for m in offered if model in (None, m.get("id"))), None)
         if chosen is None:
@@ -125,7 +125,7 @@ class ServerBackend:
                     if chunk is not None:
                         yield chunk
         except httpx.HTTPError as error:
-            raise LlmcError(f"the connection to the server broke: {error!r}") from error
+            raise LlmcError(f"lost the connection to the server: {error!r}") from error
 
     async def close(self) -> None:
         await self._client.aclose()

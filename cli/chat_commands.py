@@ -1,4 +1,4 @@
-"""Slash commands of the chat: each takes the conversation and an argument, and replies in text.
+"""Slash commands of the chat: each takes the conversation and an argument and returns a reply.
 
 Errors are replies too: a typo must not end a chat.
 """
@@ -28,15 +28,15 @@ from llmc.errors import InvalidRequestError
 
 MAX_FILE_BYTES = 1024 * 1024
 _PATH = re.compile(r'(?:"(?P<quoted>[^"]+)"|(?P<plain>\S+))(?P<rest>.*)', re.DOTALL)
-MAX_TOKENS = 200  # that /tokens shows
+MAX_TOKENS = 200  # shown by /tokens
 
 
 class Action(Enum):
-    """What the caller does after a command."""
+    """What the caller must do after a command."""
 
     STAY = "stay"
-    ANSWER = "answer"  # generate an answer to the messages as they are now
-    EDIT = "edit"  # the text is for the next prompt, to be changed there
+    ANSWER = "answer"  # generate an answer to the current messages
+    EDIT = "edit"  # put the text into the next prompt for editing
     MODEL = "model"  # the chat's model has changed
     EXIT = "exit"
 
@@ -53,7 +53,7 @@ def is_command(line: str) -> bool:
 
 
 def run_command(chat: Conversation, line: str) -> Reply:
-    """Run one line for which `is_command` holds."""
+    """Run one line that `is_command` accepts."""
     name, _, argument = line.strip().removeprefix("/").partition(" ")
     command = _COMMANDS.get(name.lower())
     if command is None:
@@ -64,7 +64,7 @@ def run_command(chat: Conversation, line: str) -> Reply:
 def _unknown(name: str) -> str:
     nearest = difflib.get_close_matches(name, _COMMANDS, n=1)
     hint = f"did you mean /{nearest[0]}? " if nearest else ""
-    return f"There is no command /{name}; {hint}/help lists them, // sends a leading slash."
+    return f"There is no command /{name}; {hint}/help lists commands, // sends a leading slash."
 
 
 def _help(chat: Conversation, argument: str) -> Reply:
@@ -76,7 +76,7 @@ def _help(chat: Conversation, argument: str) -> Reply:
 def _reset(chat: Conversation, argument: str) -> Reply:
     chat.turns.clear()
     chat.context_tokens = 0
-    kept = " The system prompt stays." if chat.system else ""
+    kept = " The system prompt is kept." if chat.system else ""
     return Reply(text="The conversation starts over." + kept)
 
 
@@ -85,9 +85,9 @@ def _system(chat: Conversation, argument: str) -> Reply:
         return Reply(text=f"System prompt: {chat.system}" if chat.system else "No system prompt.")
     if argument == "none":
         chat.system = None
-        return Reply(text="The system prompt is gone.")
+        return Reply(text="The system prompt was removed.")
     chat.system = message_text(argument)
-    return Reply(text="The system prompt is set and counts from the next answer on.")
+    return Reply(text="The system prompt is set; it applies from the next answer on.")
 
 
 def _set(chat: Conversation, argument: str) -> Reply:
@@ -98,7 +98,7 @@ def _set(chat: Conversation, argument: str) -> Reply:
     if name not in SETTINGS:
         nearest = difflib.get_close_matches(name, SETTINGS, n=1)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
-        return Reply(text=f"There is no setting {name!r}; {hint}They are {', '.join(SETTINGS)}.")
+        return Reply(text=f"Unknown setting {name!r}; {hint}Settings: {', '.join(SETTINGS)}.")
     if not value:
         return Reply(text=f"{name} = {chat.in_force(name)}")
     if value in ("default", "none"):
@@ -143,7 +143,7 @@ def _stats(chat: Conversation, argument: str) -> Reply:
 
 def _save(chat: Conversation, argument: str) -> Reply:
     if not chat.turns:
-        return Reply(text="There is nothing to save yet.")
+        return Reply(text="Nothing to save yet.")
     name = argument or f"chat-{datetime.now():%Y%m%d-%H%M%S}.json"
     path = Path(name).expanduser()
     saved = {"model": chat.model, "settings": chat.settings, "messages": chat.messages}
@@ -160,7 +160,7 @@ def _save(chat: Conversation, argument: str) -> Reply:
 
 def _load(chat: Conversation, argument: str) -> Reply:
     if not argument:
-        return Reply(text="Write /load FILE, with a file that /save made.")
+        return Reply(text="Write /load FILE, with a file written by /save.")
     path = Path(argument).expanduser()
     try:
         messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
@@ -168,7 +168,7 @@ def _load(chat: Conversation, argument: str) -> Reply:
     except OSError as error:
         return Reply(text=f"Not loaded: {path}: {error.strerror}.")
     except (ValueError, KeyError, TypeError):
-        return Reply(text=f"Not loaded: {path} is not a file that /save made.")
+        return Reply(text=f"Not loaded: {path} was not written by /save.")
     system = [turn["content"] for turn in turns if turn["role"] == "system"]
     chat.system = system[0] if system else None
     chat.turns = [turn for turn in turns if turn["role"] != "system"]
@@ -178,11 +178,11 @@ def _load(chat: Conversation, argument: str) -> Reply:
 
 def _undo(chat: Conversation, argument: str) -> Reply:
     if not any(turn["role"] == "user" for turn in chat.turns):
-        return Reply(text="There is nothing to take back.")
+        return Reply(text="Nothing to undo.")
     while chat.turns.pop()["role"] != "user":
         pass
     chat.context_tokens = 0
-    return Reply(text="The last question and its answer are gone.")
+    return Reply(text="The last question and its answer were removed.")
 
 
 def _regen(chat: Conversation, argument: str) -> Reply:
@@ -205,21 +205,21 @@ def _edit(chat: Conversation, argument: str) -> Reply:
 def _file(chat: Conversation, argument: str) -> Reply:
     found = _PATH.match(argument)
     if found is None:
-        return Reply(text='Write /file PATH, or /file PATH QUESTION; "quote a path" with blanks.')
+        return Reply(text='Write /file PATH, or /file PATH QUESTION; "quote a path" with spaces.')
     name, question = found["quoted"] or found["plain"], found["rest"].strip()
     path = Path(name).expanduser()
     try:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
-            return Reply(text=f"Not read: {path} has {size} bytes, at most {MAX_FILE_BYTES} go.")
+            return Reply(text=f"Not read: {path} has {size} bytes; the limit is {MAX_FILE_BYTES}.")
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         return Reply(text=f"Not read: {path}: {error.strerror}.")
     except UnicodeDecodeError:
-        return Reply(text=f"Not read: {path} is no text in UTF-8.")
+        return Reply(text=f"Not read: {path} is not UTF-8 text.")
     chat.attachments.append(f"{path.name}:\n```\n{text.rstrip()}\n```")
     if not question:
         lines = text.count("\n") + 1
-        return Reply(text=f"{path} ({lines} lines) goes before your next message.")
+        return Reply(text=f"{path} ({lines} lines) will be sent with your next message.")
     chat.ask(question)
     return Reply(action=Action.ANSWER)
 
@@ -227,15 +227,15 @@ def _file(chat: Conversation, argument: str) -> Reply:
 def _model(chat: Conversation, argument: str) -> Reply:
     if not argument:
         others = [name for name in chat.models if name != chat.model]
-        more = f"; there is also {', '.join(others)}" if others else ""
+        more = f"; also available: {', '.join(others)}" if others else ""
         return Reply(text=f"Model: {chat.model}{more}.")
     if argument in chat.models:
         chat.model = argument
-        return Reply(text=f"{argument} answers from now on.", action=Action.MODEL)
+        return Reply(text=f"Now chatting with {argument}.", action=Action.MODEL)
     if not chat.models:
         return Reply(
-            text=f"This chat runs {chat.model} itself. Leave it and start `llmc chat MODEL` for "
-            "another one; /save keeps the conversation."
+            text=f"This chat runs {chat.model} in its own process. For another model, exit and "
+            "start `llmc chat MODEL`; /save keeps the conversation."
         )
     return Reply(text=f"The server has no model {argument!r}; it has {', '.join(chat.models)}.")
 
@@ -243,11 +243,11 @@ def _model(chat: Conversation, argument: str) -> Reply:
 def _tokens(chat: Conversation, argument: str) -> Reply:
     if argument in ("on", "off"):
         chat.keeps_tokens = argument == "on"
-        return Reply(text=f"Probabilities of the tokens of answers are {argument}.")
+        return Reply(text=f"Recording of token probabilities is {argument}.")
     if argument:
         return Reply(text="Write /tokens, /tokens on or /tokens off.")
     if not chat.tokens:
-        return Reply(text="/tokens on keeps the tokens of the next answer; /tokens shows them.")
+        return Reply(text="/tokens on records the tokens of the next answer; /tokens shows them.")
     lines = []
     for token in chat.tokens[:MAX_TOKENS]:
         others = [(text, p) for text, p in token.alternatives if text != token.text]
@@ -263,21 +263,21 @@ def _exit(chat: Conversation, argument: str) -> Reply:
 
 _HELP = (
     ("/help", "this list"),
-    ("/reset", "start over; the system prompt stays (also /clear)"),
+    ("/reset", "start over; keeps the system prompt (also /clear)"),
     ("/system [TEXT]", "show the system prompt or set it; `none` removes it"),
     ("/set [NAME VALUE]", "list the sampling settings or set one, e.g. /set temperature 0.7"),
     ("/show", "the model, the system prompt and all settings"),
-    ("/stats [on|off]", "speed and token counts; on and off: after each answer"),
-    ("/undo", "take back the last question and answer"),
+    ("/stats [on|off]", "show speed and token counts, or turn them on or off after answers"),
+    ("/undo", "remove the last question and answer"),
     ("/regen", "answer the last question again (also /retry)"),
-    ("/edit", "take the last question back to the prompt, to change it"),
-    ("/file PATH [QUESTION]", "put a text file before the question, or before the next one"),
-    ("/model [NAME]", "the model, and with --url which of the server's answers"),
-    ("/tokens [on|off]", "the tokens of the last answer with their probabilities"),
+    ("/edit", "move the last question back to the prompt for editing"),
+    ("/file PATH [QUESTION]", "put a text file before this question, or before the next one"),
+    ("/model [NAME]", "show the model; with --url, switch to another one of the server"),
+    ("/tokens [on|off]", "show the last answer's tokens with their probabilities"),
     ("/save [FILE]", "save the conversation as JSON"),
-    ("/load FILE", "go on with a saved conversation"),
-    ("/exit", "leave (also /bye, Ctrl-D)"),
-    (BLOCK, "begins and ends a message of several lines; Alt-Enter breaks a line"),
+    ("/load FILE", "continue a saved conversation"),
+    ("/exit", "exit (also /bye, Ctrl-D)"),
+    (BLOCK, "begins and ends a multi-line message; Alt-Enter inserts a line break"),
     ("Ctrl-C", "stops the answer, not the program"),
 )
 _COMMANDS: Mapping[str, Callable[[Conversation, str], Reply]] = {

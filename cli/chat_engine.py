@@ -1,4 +1,4 @@
-"""The engine of this process as a chat backend."""
+"""The engine in this process as a chat backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class EngineBackend:
-    """Answers with an AsyncLLM, in its event loop."""
+    """Answers with an AsyncLLM, on its event loop."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self.model = llm.info.name
@@ -32,7 +32,7 @@ class EngineBackend:
 
     @property
     def has_template(self) -> bool:
-        """Without a chat template the model just continues the text of the conversation."""
+        """Whether the model has a chat template; without one it just continues the text."""
         tokenizer = self._llm.tokenizer
         return tokenizer is None or tokenizer.chat_template is not None
 
@@ -68,7 +68,7 @@ class EngineBackend:
 
     @staticmethod
     def _tokens(completion: CompletionOutput) -> list[ShownToken]:
-        """The tokens so far, where log-probabilities were asked for."""
+        """The tokens so far, if log-probabilities were requested."""
         return [
             ShownToken(
                 text=place[token].decoded_token or "",

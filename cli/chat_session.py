@@ -22,7 +22,7 @@ from llmc.config import EngineConfig
 from llmc.model_info import ModelInfo
 from llmc.startup.architecture_certificate import ArchitectureCertificate
 
-# Of a chat, where the model's files have no parameters of their own.
+# For models whose files recommend no sampling parameters.
 _USUAL_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
 
 
@@ -37,7 +37,7 @@ def chat_with_engine(config: EngineConfig, ask: Ask) -> int:
         note(console, about_model(llm.info))
     if not backend.has_template:
         note(console, "This model has no chat template: it continues what you write.", "yellow")
-    if not ask.certificate or ask.question is not None:  # too short for a check beside it
+    if not ask.certificate or ask.question is not None:  # too short for a background check
         return asyncio.run(_chat(backend, ask, console))
     found: list[ArchitectureCertificate] = []
     with BackgroundCheck(config, llm.info, found.append):
@@ -74,9 +74,9 @@ async def _chat(backend: Backend, ask: Ask, console: Console) -> int:
         if ask.question is not None:
             await _answer_once(backend, chat, ask, console)
         else:
-            # The chat's own words go where the answers go: both are on the terminal.
+            # Notes go to stdout, like the answers: both are on the terminal.
             screen = Console(highlight=False)
-            note(screen, "/help lists the commands, Ctrl-D leaves.")
+            note(screen, "/help lists the commands, Ctrl-D exits.")
             await Terminal(backend, chat, screen, markdown=ask.markdown).run()
     finally:
         await backend.close()

@@ -1,8 +1,8 @@
-"""The chat on a terminal: reads with prompt_toolkit, streams answers, keeps Ctrl-C for answers.
+"""The chat on a terminal: reads input with prompt_toolkit and streams answers.
 
-All on one event loop. While an answer streams, Ctrl-C cancels that task alone; at the prompt it
-clears the line, and twice on an empty line it leaves. prompt_toolkit restores the terminal on
-every way out, SIGTERM included, since that too becomes a cancelled task.
+Everything runs on one event loop. While an answer streams, Ctrl-C cancels only that task; at the
+prompt it clears the line, and pressed twice on an empty line it exits. prompt_toolkit restores the
+terminal on every exit path, including SIGTERM, which is turned into a task cancellation.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def history_path() -> Path:
 
 
 def visible(text: str) -> str:
-    """Text of a model without the control characters that could drive the terminal."""
+    """Remove control characters, with which a model could control the terminal."""
     return "".join(c for c in text if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f"))
 
 
@@ -64,10 +64,10 @@ def write_stdout(text: str) -> None:
 async def stream_answer(
     backend: Backend, chat: Conversation, write: Write
 ) -> tuple[str, TurnStats]:
-    """Write an answer to the open question as it comes, and add it to the conversation.
+    """Stream the answer to the open question and add it to the conversation.
 
-    When cancelled, what was said so far stays as the answer (with nothing said, the question is
-    dropped), and CancelledError goes on. When refused, the question is dropped.
+    When cancelled, the text so far is kept as the answer (if there is none, the question is
+    dropped) and CancelledError propagates. If the request is rejected, the question is dropped.
     """
     started_s = time.perf_counter()
     first_s: float | None = None
@@ -127,7 +127,7 @@ class Terminal:
         self._console = console
 
     async def run(self) -> None:
-        """Until the user leaves. A signal that ends the program exits as a shell would say it."""
+        """Run until the user exits. On a signal, exit with the code that a shell would report."""
         try:
             await self._loop()
         except asyncio.CancelledError:
@@ -147,14 +147,14 @@ class Terminal:
                     interrupts += 1
                     if interrupts == 2:
                         return
-                    self._note("Ctrl-C again, Ctrl-D or /exit leaves.")
+                    self._note("Press Ctrl-C again, Ctrl-D or enter /exit to exit.")
                     continue
                 interrupts = 0
                 if not await self._handle(entered):
                     return
 
     async def _handle(self, entered: str) -> bool:
-        """One line that was entered; False ends the chat."""
+        """Handle one entered line; returns False to end the chat."""
         if not entered.strip():
             return True
         if is_command(entered.strip()):
@@ -189,18 +189,18 @@ class Terminal:
             with unechoed(), view, _interrupt_cancels(task):
                 _, stats = await task
         except asyncio.CancelledError:
-            if not task.cancelled():  # not the answer but the whole chat is cancelled
+            if not task.cancelled():  # the whole chat was cancelled, not only the answer
                 task.cancel()
                 raise
             waiting.stop()
-            self._note("(stopped; /regen answers again, /undo takes it back)")
+            self._note("(stopped; /regen answers again, /undo removes it)")
         except InvalidRequestError as error:
             waiting.stop()
-            reason = f"Not asked (the Up key brings it back): {error}."
+            reason = f"Not sent (press Up to edit it): {error}."
             full = error.code == "context_length_exceeded"
             self._warn(context_full(reason) if full else reason)
         except EngineDeadError:
-            raise  # nothing will ever answer again
+            raise  # no further answers are possible
         except LlmcError as error:
             waiting.stop()
             self._warn(str(error))
@@ -240,12 +240,12 @@ def _make_session(chat: Conversation) -> PromptSession[str]:
 
 
 def _continuation(width: int, line: int, is_wrapped: int) -> str:
-    """Before the further lines of a message; those that are only wrapped are not marked."""
+    """Prefix of a message's further lines; lines that are only wrapped get none."""
     return " " * width if is_wrapped else "... "
 
 
 def _open_history() -> History:
-    """History in a private file; in memory where the home directory can't be written."""
+    """Keep history in a private file, or in memory if the home directory is not writable."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     path = history_path()
@@ -276,7 +276,7 @@ def _key_bindings() -> KeyBindings:
     @bindings.add("c-c")
     def _(event: KeyPressEvent) -> None:
         if event.current_buffer.text:
-            event.app.exit(result="")  # as a shell does: the line stays in view, a new one begins
+            event.app.exit(result="")  # like a shell: the line stays visible, a new one starts
         else:
             event.app.exit(exception=KeyboardInterrupt)
 
@@ -285,7 +285,7 @@ def _key_bindings() -> KeyBindings:
 
 @contextlib.contextmanager
 def _interrupt_cancels(task: asyncio.Task[object]) -> Iterator[None]:
-    """Inside, Ctrl-C cancels the task and nothing else."""
+    """While active, Ctrl-C cancels the task and nothing else."""
     previous = signal.getsignal(signal.SIGINT)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, task.cancel)
@@ -298,7 +298,7 @@ def _interrupt_cancels(task: asyncio.Task[object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _terminate_by_cancelling() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP unwind the chat, so that the terminal is put right."""
+    """While active, SIGTERM and SIGHUP unwind the chat, so that the terminal is restored."""
     task = asyncio.current_task()
     assert task is not None, "runs in a task"
     loop = asyncio.get_running_loop()

@@ -26,7 +26,7 @@ def command(
         option(
             "--longest-prompt",
             metavar="TOKENS",
-            help="Length of the longest prompt; more than a model's window to test the window.",
+            help="Length of the longest prompt; exceed a model's window to test the window.",
             panel=CHECK_PANEL,
         ),
     ] = None,
@@ -34,7 +34,7 @@ def command(
         bool,
         option(
             "--disable-culprit",
-            help="Certify the model without the pass that makes a difference; print the switch.",
+            help="Certify the model without the pass that causes a difference; print the flag.",
             panel=CHECK_PANEL,
         ),
     ] = False,
@@ -43,8 +43,8 @@ def command(
         option(
             "--lora",
             metavar="DIR",
-            help="LoRA adapter to check the model with, in PEFT's format; may be repeated. Some of "
-            "the requests are then of an adapter, the others of the model alone.",
+            help="LoRA adapter to check the model with, in PEFT format; can be repeated. Some "
+            "requests then use an adapter, and the others the base model.",
             panel=CHECK_PANEL,
         ),
     ] = None,
@@ -57,8 +57,8 @@ def command(
 
     Runs transformers' unmodified module and llmc's step on the same tokens, in packed batches,
     chunked prompts and decode steps, and compares hidden states and logits. A difference is
-    traced to the pass that makes it. The certificate is kept for `llmc serve --verify`. Exit
-    code 0: certified, 1: not.
+    traced to the pass that causes it. The certificate is saved for `llmc serve --verify`. Exit
+    code 0: certified, 1: not certified.
     """
     if longest_prompt is not None and longest_prompt < 1:
         raise ConfigError(f"--longest-prompt must be a positive integer, got {longest_prompt}")
@@ -94,7 +94,7 @@ def command(
 def with_lora(
     config: EngineConfig, folders: Sequence[str]
 ) -> tuple[EngineConfig, list[LoRARequest]]:
-    """Options with a slot for each adapter."""
+    """Return the config with a slot for each adapter, and the adapters' requests."""
     if not folders:
         return config, []
     if len(folders) > MOST_ADAPTERS:

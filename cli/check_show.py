@@ -1,4 +1,4 @@
-"""A certificate on screen: the verdict, the numbers behind it, and what to do when it failed."""
+"""Print a certificate: the verdict, the numbers behind it, and what to do if it failed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmc.cli.console import plain_table, print_table, stdout_console
 if TYPE_CHECKING:
     from llmc.check.certificate import Certificate, LayerResult
 
-_MAX_LAYERS = 12  # more are shown by the worst ones
+_MAX_LAYERS = 12  # of more, only the worst are shown
 
 
 def show(certificate: Certificate) -> None:
@@ -36,7 +36,7 @@ def show(certificate: Certificate) -> None:
     )
     if certificate.adapters:
         names = ", ".join(adapter.split()[0] for adapter in certificate.adapters)
-        console.print(Text(f"  in turn with the LoRA adapters {names}, and with none", style="dim"))
+        console.print(Text(f"  with each of the LoRA adapters {names}, and with none", style="dim"))
     console.print()
     print_table(console, _measurements(certificate))
     if certificate.layers:
@@ -112,7 +112,7 @@ def _layers(layers: tuple[LayerResult, ...]) -> Table:
         shown = tuple(sorted(worst, key=lambda x: x.layer))
     for layer in shown:
         table.add_row(
-            f"behind layer {layer.layer}",
+            f"after layer {layer.layer}",
             Text(f"{layer.relative:.1e}", style="green" if layer.is_good else "bold red"),
             f"{layer.limit:.1e}",
             f"{layer.max_abs:.1e}",
@@ -142,9 +142,9 @@ def _way_out(console: Console, certificate: Certificate) -> None:
         console.print(Text(f"  cause: {culprit}", style="bold red"))
     switches = " ".join(certificate.switches)
     if certificate.is_fixable and switches:
-        console.print(Text(f"  without it the model is right; use it with {switches}"))
+        console.print(Text(f"  without it the model is correct; run it with {switches}"))
     elif not certificate.is_fixable:
-        console.print(Text("  no switch makes it right: please report this model"))
+        console.print(Text("  no flag fixes it: please report this model"))
 
 
 def _where(console: Console, certificate: Certificate) -> None:
@@ -152,8 +152,8 @@ def _where(console: Console, certificate: Certificate) -> None:
 
     path = certificate_path(certificate)
     kept = (
-        f"kept in {path}"
+        f"saved in {path}"
         if path
-        else "not kept: the code of one of your passes can't be found to identify it"
+        else "not saved: the source of one of your passes was not found, so it can't be identified"
     )
     console.print(Text(f"  {kept}", style="dim"))

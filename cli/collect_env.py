@@ -1,4 +1,4 @@
-"""`llmc collect-env`: what a bug report needs, as plain text."""
+"""`llmc collect-env`: print the information for a bug report as plain text."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`--config FILE` of `llmc serve`: options in YAML, written as the words of a command line.
+"""`--config FILE` of `llmc serve`: options in YAML, expanded into command-line words.
 
-As in vLLM: keys are options with or without their dashes, `model` is the model, and a switch is
-true or false. What the command line says comes later and wins.
+As in vLLM, keys are options with or without their dashes, `model` is the model, and switches are
+true or false. Options on the command line come later and take precedence.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _MOST_BYTES = 1 << 20
 
 
 def expand(words: Sequence[str], opposites: Container[str]) -> list[str]:
-    """`words` with the options of the file that `--config` names, before all others.
+    """Replace `--config FILE` in `words` with the options of the file, before all others.
 
     `opposites`: the options that turn a switch off, such as --no-access-log.
-    Raises ConfigError for a file that can't be read or is no mapping of options.
+    Raises ConfigError if the file can't be read or is not a mapping of options.
     """
     rest: list[str] = []
     path: str | None = None
@@ -44,23 +44,23 @@ def expand(words: Sequence[str], opposites: Container[str]) -> list[str]:
 
 
 def _read(path: Path, opposites: Container[str]) -> tuple[str | None, list[str]]:
-    """The model that the file names, and its options as words."""
+    """Return the model named in the file, and its options as words."""
     import yaml
 
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise ConfigError(f"--config {path}: the file has more than {_MOST_BYTES} bytes")
+            raise ConfigError(f"--config {path}: the file is larger than {_MOST_BYTES} bytes")
         found: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: can't be read: {error}") from None
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"--config {path}: is no YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise ConfigError(f"--config {path}: must be lines of `option: value`")
     options = {key.lstrip("-").replace("_", "-"): value for key, value in found.items()}
     model = options.pop("model", options.pop("model-tag", None))
     if model is not None and not isinstance(model, str):
-        raise ConfigError(f"--config {path}: model must be a text, got {model!r}")
+        raise ConfigError(f"--config {path}: model must be a string, got {model!r}")
     words: list[str] = []
     for key, value in options.items():
         off = f"--no-{key}"
@@ -69,7 +69,7 @@ def _read(path: Path, opposites: Container[str]) -> tuple[str | None, list[str]]
 
 
 def _words(flag: str, value: Any) -> list[str]:
-    """An option as words: a switch by itself or not at all, a list as the option once for each."""
+    """An option as words: a switch is present or absent; a list repeats the option."""
     if value is None or value is False:
         return []
     if value is True:

@@ -1,6 +1,6 @@
-"""What commands print about themselves, on stderr: start phases, notes, banners.
+"""Messages that commands print on stderr: startup phases, notes, banners.
 
-Rich decides about colour: none when stderr is not a terminal or NO_COLOR is set. Off a
+Rich decides about color: none when stderr is not a terminal or NO_COLOR is set. Without a
 terminal, phases are plain lines without a spinner, so that logs stay readable.
 """
 
@@ -24,20 +24,20 @@ NAME_WIDTH = 20
 
 
 def stderr_console() -> Console:
-    """On a terminal words are kept whole; elsewhere lines are, for programs that read them."""
+    """Wrap at words on a terminal; elsewhere keep lines whole, for programs that read them."""
     return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
 
 
 def stdout_console() -> Console:
-    """For results. Off a terminal, tables are as wide as they need to be."""
+    """For results. Without a terminal, tables are as wide as needed."""
     console = Console(highlight=False, soft_wrap=True)
     return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=120)
 
 
 def plain_table(*heads: str, left: int = 1) -> Table:
-    """A table without lines: the first `left` columns are text, others numbers.
+    """A table without lines: the first `left` columns are text, the others numbers.
 
-    Text is folded where the terminal is narrow, numbers never.
+    On a narrow terminal, text is folded, but numbers never are.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for i, head in enumerate(heads):
@@ -52,7 +52,7 @@ def plain_table(*heads: str, left: int = 1) -> Table:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Set in by two; into a file or a pipe without the blanks that pad its cells."""
+    """Print indented by two; to a file or a pipe, without trailing blanks."""
     padded = Padding(table, (0, 0, 0, 2), expand=False)
     if console.is_terminal:
         console.print(padded)
@@ -65,7 +65,7 @@ def print_table(console: Console, table: Table) -> None:
 
 @contextmanager
 def phases(console: Console, *, quiet: bool = False) -> Iterator[Callable[[Phase], None]]:
-    """Gives the `on_phase` callback of an engine start; one line each, a spinner between."""
+    """Yield the `on_phase` callback of an engine start: a line per phase, a spinner between."""
     if quiet:
         yield lambda phase: None
         return
@@ -91,7 +91,7 @@ def phases(console: Console, *, quiet: bool = False) -> Iterator[Callable[[Phase
 
 
 def spinner(console: Console, text: str) -> AbstractContextManager[object]:
-    """Something that moves where somebody watches."""
+    """A spinner on a terminal; elsewhere nothing."""
     return console.status(text, spinner="dots") if console.is_terminal else nullcontext()
 
 
@@ -100,12 +100,12 @@ def _phase_line(phase: Phase) -> str:
 
 
 def note(console: Console, text: str, style: str = "dim") -> None:
-    """Text of ours or of a model: never read as markup."""
+    """Print text without interpreting markup, since it can come from a model."""
     console.print(text, style=style, markup=False)
 
 
 def banner(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """One title and aligned (name, value) lines; plain text off a terminal."""
+    """Print a title and aligned (name, value) lines; plain text without a terminal."""
     if not console.is_terminal:
         console.print(title, markup=False)
         for name, value in rows:
@@ -121,7 +121,7 @@ def banner(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> Non
 
 
 def about_model(info: ModelInfo) -> str:
-    """A model's name, size and limits in a line."""
+    """A model's name, size and limits on one line."""
     size = f"{info.weight_bytes / 2**20:,.0f} MiB of weights"
     line = f"{info.name}: {size}, {info.dtype} on {info.device}, {info.max_model_len:,} tokens"
     return f"{line}. Small: often wrong about facts" if info.is_default else line
@@ -136,7 +136,7 @@ def _task(pooling: PoolingInfo) -> str:
 
 
 def model_rows(info: ModelInfo) -> list[tuple[str, str]]:
-    """What a user wants to know of a loaded model."""
+    """The banner rows for a loaded model."""
     concurrency = info.num_blocks / info.blocks_per_request
     pooling = info.pooling
     return [

@@ -1,6 +1,7 @@
 """State of a chat, without a terminal: messages, settings, token counts and times.
 
-`chat_commands` change it, `chat_terminal` shows it, `chat_backends` answer it; none is known here.
+`chat_commands` changes it, `chat_terminal` shows it, `chat_backends` answers it. This module
+depends on none of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from llmc.sampling_params import SamplingParams
 
 Message = dict[str, str]
 BLOCK = '"""'
-ALTERNATIVES = 3  # of a token that are shown
+ALTERNATIVES = 3  # shown per token
 SETTINGS: Mapping[str, type] = {
     "temperature": float,
     "top_p": float,
@@ -42,7 +43,7 @@ class TurnStats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of decoding: the first token's wait is not in it."""
+        """Decode speed, excluding the time to the first token."""
         decode_s = self.total_s - self.ttft_s
         return (self.completion_tokens - 1) / decode_s if decode_s > 0 else 0.0
 
@@ -55,7 +56,7 @@ class TurnStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownToken:
-    """A token of an answer with its log-probability, and the likeliest ones at its place."""
+    """A token of an answer with its log-probability, and the most likely ones at its position."""
 
     text: str
     logprob: float
@@ -64,7 +65,7 @@ class ShownToken:
 
 @dataclass(slots=True, kw_only=True)
 class Conversation:
-    """The messages so far, how the next answer is sampled, and what the last ones cost."""
+    """The messages so far, the sampling settings, and the statistics of past answers."""
 
     model: str
     context_limit: int | None = None
@@ -73,11 +74,11 @@ class Conversation:
     turns: list[Message] = field(default_factory=list)
     history: list[TurnStats] = field(default_factory=list)
     show_stats: bool = True
-    context_tokens: int = 0  # of the prompt and answer of the last turn, as far as known
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of settings, where they are known
-    models: Sequence[str] = ()  # to choose among; empty: there is one
-    attachments: list[str] = field(default_factory=list)  # go before the next question
-    keeps_tokens: bool = False  # ask for the tokens of answers, with their probabilities
+    context_tokens: int = 0  # prompt and answer of the last turn, as far as known
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of settings, where known
+    models: Sequence[str] = ()  # to choose from; empty: there is only one
+    attachments: list[str] = field(default_factory=list)  # sent before the next question
+    keeps_tokens: bool = False  # request the tokens of answers, with their probabilities
     tokens: list[ShownToken] = field(default_factory=list)  # of the last answer
 
     def __post_init__(self) -> None:
@@ -85,11 +86,11 @@ class Conversation:
 
     @property
     def asked_settings(self) -> dict[str, Any]:
-        """What a backend is given: the settings, and how many alternatives of each token."""
+        """Settings for the backend, including the number of alternatives per token."""
         return {**self.settings, **({"logprobs": ALTERNATIVES} if self.keeps_tokens else {})}
 
     def in_force(self, name: str) -> str:
-        """A setting's value as it counts for the next answer, and whose it is."""
+        """The value of a setting for the next answer, and whether it is a default."""
         if name in self.settings:
             return str(self.settings[name])
         if name not in self.defaults:
@@ -113,7 +114,7 @@ class Conversation:
         self.context_tokens = stats.context_tokens or 0
 
     def drop_question(self) -> str:
-        """Take back a question that got no answer, and return it."""
+        """Remove a question that got no answer, and return it."""
         assert self.turns and self.turns[-1]["role"] == "user", "no open question"
         return self.turns.pop()["content"]
 
@@ -130,12 +131,12 @@ class Conversation:
 
 
 def is_open_block(text: str) -> bool:
-    """Whether the text began with three quotes that are not closed yet."""
+    """Whether the text begins with three quotes that are not closed yet."""
     return text.lstrip().startswith(BLOCK) and text.count(BLOCK) % 2 == 1
 
 
 def message_text(entered: str) -> str:
-    """What is sent of what was typed: without the quotes of a block, `//` as `/`."""
+    """The message for the typed text: without a block's quotes, and with `//` as `/`."""
     text = entered.strip()
     if text.startswith(BLOCK):
         return text.removeprefix(BLOCK).removesuffix(BLOCK).strip("\n")
@@ -143,12 +144,12 @@ def message_text(entered: str) -> str:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """InvalidRequestError (which names the value and the rule) unless they can be sampled with."""
+    """Raise InvalidRequestError (naming the value and the rule) if a setting is invalid."""
     SamplingParams(**dict(settings))
 
 
 def read_setting(name: str, value: str) -> Any:
-    """The value of `/set NAME VALUE`, of the right type and inside its range."""
+    """Parse the value of `/set NAME VALUE` and check its range."""
     kind = SETTINGS[name]
     try:
         parsed = kind(value)
@@ -174,7 +175,7 @@ def stats_line(stats: TurnStats, context_limit: int | None) -> str:
 
 
 def why_it_ended(stats: TurnStats, chat: Conversation) -> str | None:
-    """The message for an answer that was cut off, with what to do about it."""
+    """The message for an answer that was cut off, with advice; None if it was not."""
     if stats.finish_reason != "length":
         return None
     used, limit = stats.context_tokens, chat.context_limit
@@ -182,12 +183,12 @@ def why_it_ended(stats: TurnStats, chat: Conversation) -> str | None:
         return context_full(f"The answer stopped: the context of {limit} tokens is full.")
     return (
         f"The answer stopped at {stats.completion_tokens} tokens; "
-        "`/set max_tokens NUMBER` allows more (`/set max_tokens default` as many as fit)."
+        "`/set max_tokens NUMBER` allows more (`/set max_tokens default`: as many as fit)."
     )
 
 
 def context_full(reason: str) -> str:
     return (
-        f"{reason}\n/undo takes back the last question and answer, /reset starts over; "
-        "a larger context needs a restart with a higher --max-model-len."
+        f"{reason}\n/undo removes the last question and answer, /reset starts over. "
+        "For a larger context, restart with a higher --max-model-len."
     )

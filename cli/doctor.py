@@ -1,4 +1,4 @@
-"""`llmc doctor`: what of this machine is used, what is missing, and what to do about it."""
+"""`llmc doctor`: report what llmc uses on this machine, what is missing, and how to fix it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from llmc.cli.console import stdout_console
 
 
 def command() -> int:
-    """Say what of this machine llmc uses, and what is missing.
+    """Report what llmc uses on this machine, and what is missing.
 
-    The exit code is 1 where something is missing that llmc can't run without.
+    The exit code is 1 if something is missing that llmc can't run without.
     """
     from llmc.load_test.doctor import examine
 

@@ -1,4 +1,4 @@
-"""What the user sees when a command fails: `error: ...`, perhaps `hint: ...`, and an exit code.
+"""Report a failed command: `error: ...`, possibly `hint: ...`, and an exit code.
 
 2: the user can fix it (a flag, a model, a request); 1: llmc or the machine failed; 130: Ctrl-C.
 """
@@ -18,7 +18,7 @@ from llmc.cli.options import say_flag
 from llmc.errors import ConfigError, EngineDeadError, LlmcError
 from llmc.frontend.ported_options import say_left_out
 
-TYPO = 0.75  # how alike two options must be for one to be a misspelling of the other
+TYPO = 0.75  # similarity at which an option counts as a misspelling of another
 _MISSING_OPTION = re.compile(r"[Nn]o such option:? *'?(-[-\w]*)'?")
 
 
@@ -27,9 +27,9 @@ def wants_traceback(argv: list[str]) -> bool:
 
 
 def report(error: BaseException, *, debug: bool, argv: Sequence[str] = ()) -> int:
-    """Print the error on stderr and return the exit code. `argv`: the words of the command line."""
+    """Print the error on stderr and return the exit code. `argv`: the command-line words."""
     if isinstance(error, BrokenPipeError):
-        # The reader of our output went away (`| head`). Python would complain once more at exit.
+        # The reader of our output is gone (`| head`). Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     if type(error).__name__ == "NoArgsIsHelpError":  # a bare `llmc` or `llmc bench`
@@ -47,7 +47,7 @@ def report(error: BaseException, *, debug: bool, argv: Sequence[str] = ()) -> in
 
 def describe(error: BaseException, argv: Sequence[str] = ()) -> tuple[str, str | None, int]:
     """(one-line message, hint or None, exit code) of an error."""
-    if hasattr(error, "format_message"):  # typer's own, whose classes moved between versions
+    if hasattr(error, "format_message"):  # typer's errors, whose classes moved between versions
         return _describe_usage(error, argv)
     hint = getattr(error, "hint", None)
     if isinstance(error, ConfigError):
@@ -56,7 +56,7 @@ def describe(error: BaseException, argv: Sequence[str] = ()) -> tuple[str, str |
         return _one_line(str(error)), hint, 1
     if isinstance(error, LlmcError | ValueError):
         if hint is None and not isinstance(error, LlmcError):
-            hint = "run again with --debug to see where this came from"
+            hint = "run again with --debug to see the traceback"
         return _one_line(str(error)), hint, 2
     if isinstance(error, OSError) and error.errno is not None:
         name = f": {error.filename}" if error.filename else ""
@@ -87,13 +87,13 @@ def _describe_usage(error: BaseException, argv: Sequence[str]) -> tuple[str, str
 
 
 def _as_written(name: str, argv: Sequence[str]) -> str:
-    """typer names the first letter of `-tp`, which it reads as several short options."""
+    """The option as written: typer reports `-t` for `-tp`, which it reads as short options."""
     words = (word.partition("=")[0] for word in argv)
     return next((word for word in words if word.startswith(name) and word[:2] != "--"), name)
 
 
 def note_left_out(flags: Mapping[str, str]) -> None:
-    """One warning for all flags that were left out."""
+    """Print one warning for all flags that were ignored."""
     _write(f"warning: {say_left_out(flags)}", None)
 
 

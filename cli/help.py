@@ -1,7 +1,7 @@
 """`--help` in plain text, with the options in their panels.
 
-typer's panels need rich and cut flag names short on a terminal of 80 columns; its plain help knows
-no panels. This one is the plain help with one section for each panel.
+typer's panels need rich and truncate flag names on an 80-column terminal, and its plain help has
+no panels. This is the plain help with one section per panel.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`llmc pull`, `llmc ls`, `llmc rm`: checkpoints in the hub's cache, by huggingface_hub itself.
+"""`llmc pull`, `llmc ls`, `llmc rm`: manage checkpoints in the cache of huggingface_hub.
 
-A download that was cut goes on where it stopped, and what is there already is not fetched again.
+Interrupted downloads resume, and files that are already cached are not downloaded again.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def pull(
     ],
     revision: Annotated[
         str | None,
-        option("--revision", help="A branch, tag or commit; the main branch when absent."),
+        option("--revision", help="Branch, tag or commit. Default: the main branch."),
     ] = None,
 ) -> None:
-    """Download a model's checkpoint into the hub's cache, or go on with a download."""
+    """Download a model's checkpoint into the hub's cache, or resume a download."""
     from llmc.startup.model_files import download, is_hub_id
 
     if not is_hub_id(model):
-        raise ConfigError(f"{model!r} is no hub id; write owner/name")
+        raise ConfigError(f"{model!r} is not a hub id; write owner/name")
     path = download(EngineConfig(model=model, revision=revision))
     found = next((repo for repo in _cached() if repo.repo_id == model), None)
     size = "" if found is None else f" ({_size(found.size_on_disk)})"
@@ -47,7 +47,7 @@ def ls() -> None:
     repos = sorted(_cached(), key=lambda repo: repo.repo_id.lower())
     console = stdout_console()
     if not repos:
-        note(stderr_console(), "There are no models yet; `llmc pull owner/name` downloads one.")
+        note(stderr_console(), "No models yet; `llmc pull owner/name` downloads one.")
         return
     table = plain_table("model", "size", "versions", "used")
     for repo in repos:
@@ -56,7 +56,7 @@ def ls() -> None:
         table.add_row(*row)
     print_table(console, table)
     total = sum(repo.size_on_disk for repo in repos)
-    note(console, f"  {_size(total)} in all")
+    note(console, f"  {_size(total)} in total")
 
 
 def rm(
@@ -64,19 +64,19 @@ def rm(
         list[str],
         typer.Argument(metavar="MODEL...", help="Hub ids, owner/name.", show_default=False),
     ],
-    yes: Annotated[bool, option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
     """Remove models from the hub's cache."""
     from huggingface_hub import scan_cache_dir
 
     repos = {repo.repo_id: repo for repo in _cached()}
     if unknown := [model for model in models if model not in repos]:
-        raise ConfigError(f"not in the cache: {', '.join(unknown)}; `llmc ls` lists what is")
+        raise ConfigError(f"not in the cache: {', '.join(unknown)}; see `llmc ls`")
     chosen = [repos[model] for model in dict.fromkeys(models)]
     size = _size(sum(repo.size_on_disk for repo in chosen))
     if not yes:
         if not sys.stdin.isatty():
-            raise ConfigError("nobody can be asked here; add --yes to remove them")
+            raise ConfigError("can't ask for confirmation without a terminal; add --yes to remove")
         names = ", ".join(repo.repo_id for repo in chosen)
         if not typer.confirm(f"Remove {names} ({size})?"):
             return

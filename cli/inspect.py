@@ -1,4 +1,4 @@
-"""`llmc inspect`: flags only; `inspect_show` prints what was found."""
+"""`llmc inspect`: flags only; `inspect_show` prints the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def command(
         str | None,
         option(
             "--memory",
-            help="Memory to fit into: 24GiB. That of this machine when absent.",
+            help="Memory to fit into, such as 24GiB. Default: this machine's.",
             metavar="BYTES",
             panel=INSPECT_PANEL,
         ),
@@ -28,7 +28,7 @@ def command(
         float | None,
         option(
             "--bandwidth",
-            help="Memory bandwidth to assume. Measured on this machine when absent.",
+            help="Memory bandwidth to assume. Default: measured on this machine.",
             metavar="GB/s",
             panel=INSPECT_PANEL,
         ),
@@ -37,7 +37,7 @@ def command(
         Path | None,
         option(
             "--graph",
-            help="Write a page that shows the graph before and after each pass.",
+            help="Write an HTML page that shows the graph before and after each pass.",
             metavar="FILE.html",
             panel=INSPECT_PANEL,
         ),
@@ -46,7 +46,7 @@ def command(
         bool,
         option(
             "--all-layers",
-            help="Show every layer, not one of each kind; takes longer.",
+            help="Capture every layer, not one of each kind; takes longer.",
             panel=INSPECT_PANEL,
         ),
     ] = False,
@@ -54,17 +54,16 @@ def command(
         bool, option("--json", help="Print everything as JSON.", panel=INSPECT_PANEL, envvar=None)
     ] = False,
 ) -> None:
-    """Show what llmc makes of a model, from its config.json alone.
+    """Show how llmc would run a model, from its config.json alone.
 
-    Layers, parameters, bytes of the cache, what fits in memory and how fast it can decode, what
-    each pass matches, which kernels run. Loads no weights and needs no GPU, also to ask about
-    one: --device cuda.
+    Prints layers, parameters, cache sizes, what fits in memory, how fast it can decode, what each
+    pass matches, and which kernels run. Loads no weights and needs no GPU, even with --device cuda.
     """
     if bandwidth is not None and not bandwidth > 0:
         raise ConfigError(f"--bandwidth must be above 0 GB/s, got {bandwidth}")
     memory_bytes = None if memory is None else parse_size(memory, "--memory")
     if graph is not None and not graph.absolute().parent.is_dir():
-        raise ConfigError(f"--graph: there is no folder {str(graph.parent)!r} to write into")
+        raise ConfigError(f"--graph: the folder {str(graph.parent)!r} does not exist")
     from llmc.startup.resolve import check_paths
 
     check_paths(config)  # before torch is imported

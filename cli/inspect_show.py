@@ -31,7 +31,7 @@ def show(inspection: Inspection, machine: Machine) -> None:
     rows = fit(inspection.sizes, machine.memory_bytes, machine.bandwidth)
     _section(console, _fit_title(inspection, machine), _fit(rows, machine))
     if machine.bandwidth is not None:
-        text = "x8 is 8 requests together; the most that reading weights and cache allows"
+        text = "x8: 8 requests at a time; upper bounds set by reading weights and cache"
         console.print(Text(f"  {text}", style="dim"))
     _section(console, "passes", _passes(inspection))
     _section(console, "kernels", _kernels(inspection))
@@ -44,7 +44,7 @@ def show(inspection: Inspection, machine: Machine) -> None:
 
 
 def _of_rank(inspection: Inspection, machine: Machine) -> Machine:
-    """What each rank has of the machine: on CPU they share it, and GPUs they have one each."""
+    """The machine as one rank sees it: CPU ranks share it, GPU ranks have a GPU each."""
     size = inspection.tensor_parallel_size
     if size == 1 or inspection.device != "cpu":
         return machine
@@ -60,7 +60,7 @@ def _head(console: Console, inspection: Inspection) -> None:
     sizes = inspection.sizes
     active = ""
     if inspection.num_active_parameters != inspection.num_parameters:
-        active = f", {say_count(inspection.num_active_parameters)} of them for one token"
+        active = f", {say_count(inspection.num_active_parameters)} active per token"
     console.print()
     console.print(
         Text(f"  {inspection.model}", style="bold") + Text(f"  {inspection.architecture}")
@@ -68,11 +68,11 @@ def _head(console: Console, inspection: Inspection) -> None:
     table = Table.grid(padding=(0, 2))
     cache = [f"{say_bytes(sizes.kv_bytes_per_token)} a token"] if sizes.kv_bytes_per_token else []
     if sizes.state_bytes:
-        cache.append(f"{say_bytes(sizes.state_bytes)} of state a request, however long")
+        cache.append(f"{say_bytes(sizes.state_bytes)} of state per request, at any length")
     ranks = []
     if inspection.tensor_parallel_size > 1:
         each = f"{inspection.tensor_parallel_size}, each with these weights and this cache"
-        ranks = [("ranks", f"{each}; {inspection.num_collectives} collectives a step")]
+        ranks = [("ranks", f"{each}; {inspection.num_collectives} collectives per step")]
     for name, value in (
         ("parameters", f"{say_count(inspection.num_parameters)}{active}"),
         (
@@ -111,7 +111,7 @@ def _layers(inspection: Inspection) -> Table:
         groups.setdefault(facts, []).append(number)
     has_state = any(f.state_bytes for f in groups)
     if has_state:
-        table.add_column("state a request", justify="right", no_wrap=True)
+        table.add_column("state/request", justify="right", no_wrap=True)
     for facts, numbers in groups.items():
         cells = [
             ranges(numbers, inspection.num_layers),
@@ -146,9 +146,9 @@ def _layer_cells(facts: LayerFacts, *, is_layer: bool) -> list[str]:
 
 
 def ranges(numbers: Iterable[int], num_layers: int) -> str:
-    """`0-4, 6-10`; -1 is `before`, the number of layers `behind`."""
+    """`0-4, 6-10`; -1 is `before`, the number of layers is `after`."""
     found: list[list[int]] = []
-    words = {-1: "before", num_layers: "behind"}
+    words = {-1: "before", num_layers: "after"}
     parts = []
     for number in numbers:
         if number in words:
@@ -181,7 +181,7 @@ def _fit_title(inspection: Inspection, machine: Machine) -> str:
 def _fit(rows: Sequence[Row], machine: Machine) -> Table:
     from llmc.inspect.fit import BATCHES
 
-    heads = ["context", "a request"]
+    heads = ["context", "per request"]
     if machine.memory_bytes is not None:
         heads.append("at once")
     if machine.bandwidth is not None:

@@ -1,4 +1,4 @@
-"""EngineConfig -> a loaded engine, with its phases on screen. The first place that loads torch."""
+"""EngineConfig -> a loaded engine, printing its phases. The first module that loads torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load_async_llm(config: EngineConfig, console: Console, *, quiet: bool = Fals
 
 
 def load_engine(config: EngineConfig, console: Console) -> Started:
-    """An engine without the text side, for benchmarks of generation."""
+    """Load an engine without tokenizer and detokenizer, for generation benchmarks."""
     with phases(console) as on_phase:
         from llmc.frontend.engine_options import refuse_several
         from llmc.startup.start import start_engine
@@ -39,7 +39,7 @@ def load_engine(config: EngineConfig, console: Console) -> Started:
         started = start_engine(refuse_several(config), on_phase)
     if started.info.pooling is not None:
         raise ConfigError(
-            f"{started.info.name} is served for its vectors, and this measures the generation of "
-            "text; ask for that with --task generate"
+            f"{started.info.name} is served for its vectors, but this benchmark measures text "
+            "generation; request that with --task generate"
         )
     return started

@@ -1,7 +1,7 @@
-"""The `llmc` command: `serve`, `run-batch`, `chat`, `bench` ... Parses, then hands over.
+"""The `llmc` command: parses `serve`, `run-batch`, `chat`, `bench` ... and dispatches.
 
-Nothing here or in the modules imported here loads torch, transformers or the web framework
-before a command runs, so `--help` and every usage error are instant.
+Neither this module nor the modules it imports load torch, transformers or the web framework
+before a command runs, so `--help` and usage errors are instant.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from llmc.cli.ported_flags import port
 
 app = typer.Typer(
     name="llmc",
-    help="Serve any Hugging Face causal language model from its own code, by compiling it.",
+    help="Serve any Hugging Face causal language model by compiling its own code.",
     epilog=EPILOG,
     rich_markup_mode=None,
     no_args_is_help=True,
@@ -68,16 +68,16 @@ def _root(
         bool,
         typer.Option(
             "--debug",
-            help="Show the traceback of an error (anywhere on the line).",
+            help="Show the traceback of an error (accepted anywhere on the command line).",
             envvar="LLMC_DEBUG",
         ),
     ] = False,
 ) -> None:
-    """Options of `llmc` itself; `main` reads --debug before typer does."""
+    """Declare the options of `llmc` itself; `main` reads --debug before typer does."""
 
 
 class _Opposites:
-    """The options of `llmc serve` that turn a switch off; asked for a config file alone."""
+    """The options of `llmc serve` that turn a switch off; queried only for a config file."""
 
     def __contains__(self, name: object) -> bool:
         serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     given = sys.argv[1:] if argv is None else argv
     debug = errors.wants_traceback(given)
-    # --debug is taken out first so that it may stand anywhere, also after the command's name.
+    # Remove --debug first, so that it is accepted anywhere, even after the command's name.
     words = [word for word in given if word != "--debug"]
     try:
         if words[:1] == ["serve"]:

@@ -1,7 +1,7 @@
 """Command-line flags of an engine, one table for all commands: `EngineConfig` field -> flag.
 
-A command takes `config: EngineConfig`; the decorator `engine_options` replaces that parameter by
-the flags of the table and builds the config from what was given. Names are those of `vllm serve`,
+A command takes `config: EngineConfig`; the decorator `engine_options` replaces that parameter
+with the flags of the table and builds the config from the parsed values. Names follow `vllm serve`,
 and every flag `--some-name` can be set with the environment variable `LLMC_SOME_NAME`.
 Types and defaults come from the dataclass; a test checks that every field has a row.
 """
@@ -61,17 +61,17 @@ def parse_buckets(text: str) -> tuple[int, ...]:
 
 
 def parse_limits(text: str) -> dict[str, int]:
-    """Counts from `{"image": 4}`, or as older servers take them from `image=4`."""
+    """Counts from `{"image": 4}`, or from `image=4`, the form that older servers accept."""
     try:
         if "=" in text and "{" not in text:
             return {k: int(v) for k, _, v in (one.partition("=") for one in text.split(","))}
         found = json.loads(text)
     except ValueError as exc:
         raise ConfigError(
-            f'--limit-mm-per-prompt must be such as {{"image": 4}}, got {text!r}'
+            f'--limit-mm-per-prompt must look like {{"image": 4}}, got {text!r}'
         ) from exc
     if not isinstance(found, dict):
-        raise ConfigError(f'--limit-mm-per-prompt must be such as {{"image": 4}}, got {text!r}')
+        raise ConfigError(f'--limit-mm-per-prompt must look like {{"image": 4}}, got {text!r}')
     return found
 
 
@@ -80,8 +80,8 @@ def option(*flags: str, help: str, panel: str | None = None, **settings: Any) ->
     name = next(flag for flag in flags if flag.startswith("--")).split("/")[0]
     envvar = "LLMC_" + name.removeprefix("--").replace("-", "_").upper()
     settings.setdefault("envvar", envvar)
-    settings.setdefault("metavar", "TEXT")  # not shown for flags that take no value
-    settings.setdefault("show_envvar", False)  # --help explains the rule once, at its end
+    settings.setdefault("metavar", "TEXT")  # not shown for flags without a value
+    settings.setdefault("show_envvar", False)  # --help explains the rule once, at the end
     return typer.Option(*flags, help=help, rich_help_panel=panel, **settings)
 
 
@@ -95,7 +95,7 @@ class EngineOption:
     field: str
     help: str
     panel: str
-    flags: tuple[str, ...] = ()  # () is `--` and the field's name with dashes
+    flags: tuple[str, ...] = ()  # (): `--` and the field's name with dashes
     metavar: str | None = None
     read: Callable[[Any], Any] | None = None
     default: Any = inspect.Parameter.empty  # empty: the field's own default
@@ -138,25 +138,25 @@ ENGINE_OPTIONS = (
         field="model",
         panel=MODEL_PANEL,
         metavar="MODEL",
-        help="Directory, GGUF file or hub id of the model. The default one when absent.",
+        help="Directory, GGUF file or hub id of the model. Default: a small model.",
     ),
     EngineOption(
         field="tokenizer",
         panel=MODEL_PANEL,
-        help="Directory or hub id of the tokenizer. The model's own when absent.",
+        help="Directory or hub id of the tokenizer. Default: the model's own.",
     ),
     EngineOption(
         field="chat_template",
         panel=MODEL_PANEL,
-        help="Jinja file with a chat template, or its text. The model's own when absent.",
+        help="Jinja file with a chat template, or the template itself. Default: the model's own.",
     ),
     EngineOption(
         field="tool_format",
         panel=MODEL_PANEL,
         metavar="FORMAT",
-        help="How the model writes calls of tools, where its chat template tells it wrongly: auto "
-        "learns it from there, generic describes tools in the system message; else a JSON object "
-        "or a file with one.",
+        help="How the model writes tool calls. auto infers it from the chat template; generic "
+        "describes the tools in the system message; otherwise a JSON object, or a file with one, "
+        "for models whose template is wrong about it.",
     ),
     EngineOption(
         field="revision",
@@ -167,14 +167,14 @@ ENGINE_OPTIONS = (
         field="dtype",
         panel=MODEL_PANEL,
         metavar=_choices(DTYPES),
-        help="Type of weights and activations (half, bf16 and their like too); auto follows the "
-        "checkpoint.",
+        help="Type of weights and activations (short forms such as half and bf16 also work); auto "
+        "follows the checkpoint.",
     ),
     EngineOption(
         field="device",
         panel=MODEL_PANEL,
         metavar=_choices(DEVICES),
-        help="Where to run; auto takes the GPU when there is one.",
+        help="Where to run; auto uses the GPU if there is one.",
     ),
     EngineOption(
         field="load_format",
@@ -187,17 +187,17 @@ ENGINE_OPTIONS = (
         panel=MODEL_PANEL,
         flags=("--quantization", "-q"),
         metavar=_choices(QUANTIZATIONS),
-        help="Keep the weights of linear layers in 8 or 4 bits, quantized while they load. When "
-        "absent, quantized checkpoints stay as they are stored; none widens them to the model's "
+        help="Quantize the weights of linear layers to 8 or 4 bits while loading. By default, "
+        "quantized checkpoints keep their stored format; none dequantizes them to the model's "
         "dtype.",
     ),
     EngineOption(
         field="activation_bits",
         panel=MODEL_PANEL,
-        metavar="8|16|32",
-        help="Bits of the inputs of linears whose weights are integers of 4 or 8 bits, on x86 "
-        "CPUs: 16 changes logits by 0.02 %; 8, for weights of 4 bits, by 2 %, and is faster; 32 "
-        "leaves them as they are.",
+        metavar="[8|16|32]",
+        help="Bits of the inputs of linear layers with 4- or 8-bit integer weights, on x86 CPUs. "
+        "16 changes logits by 0.02 %; 8, for 4-bit weights, changes them by 2 % and is faster; 32 "
+        "does not quantize inputs.",
     ),
     EngineOption(
         field="trust_remote_code",
@@ -209,53 +209,53 @@ ENGINE_OPTIONS = (
         field="task",
         panel=MODEL_PANEL,
         metavar="TASK",  # their names are wider than a line
-        help=f"What the model is served for: {', '.join(TASKS)} (text, embeddings of its hidden "
-        "states, or a classifier's scores; token_: those of each token). auto: what its files say.",
+        help=f"Task to serve the model for: {', '.join(TASKS)} (text, embeddings from hidden "
+        "states, or a classifier's scores; token_: one per token). auto follows the model's files.",
     ),
     EngineOption(
         field="pooling",
         panel=MODEL_PANEL,
         metavar=_choices(POOLINGS),
-        help="Tokens that an embedding is made of. auto: as the model's files say, else the last "
-        "of a decoder, and the mean of an encoder.",
+        help="Which tokens an embedding is computed from. auto follows the model's files, else "
+        "uses the last token of a decoder and the mean over the tokens of an encoder.",
     ),
     EngineOption(
         field="normalize",
         panel=MODEL_PANEL,
         flags=("--normalize/--no-normalize",),
-        help="Give embeddings the length 1. When absent: as the model's files say.",
+        help="Scale embeddings to length 1. Default: follow the model's files.",
     ),
     EngineOption(
         field="max_model_len",
         panel=BATCH_PANEL,
         metavar="TOKENS",
-        help="Context length in tokens. The model's own when absent.",
+        help="Context length in tokens. Default: the model's own.",
     ),
     EngineOption(
         field="max_num_seqs",
         panel=BATCH_PANEL,
         metavar="SEQUENCES",
-        help="Sequences that run at the same time.",
+        help="Maximum number of sequences that run at the same time.",
     ),
     EngineOption(
         field="max_num_batched_tokens",
         panel=BATCH_PANEL,
         metavar="TOKENS",
-        help="Tokens computed in one step, over all sequences.",
+        help="Maximum number of tokens computed in one step, over all sequences.",
     ),
     EngineOption(
         field="max_num_queued",
         panel=BATCH_PANEL,
         metavar="REQUESTS",
         flags=("--max-queue", "--max-num-queued-reqs"),
-        help="Requests that may wait; more are refused. "
-        "When absent: 4 times --max-num-seqs for a server, no limit otherwise.",
+        help="Maximum number of waiting requests; further requests are rejected. "
+        "Default: 4 times --max-num-seqs for a server, otherwise no limit.",
     ),
     EngineOption(
         field="block_size",
         panel=BATCH_PANEL,
         metavar="TOKENS",
-        help="Tokens in one block of the KV cache; a power of two.",
+        help="Tokens per KV cache block; a power of two.",
     ),
     EngineOption(
         field="kv_cache_dtype",
@@ -269,8 +269,8 @@ ENGINE_OPTIONS = (
         metavar="BYTES",
         read=parse_size,
         flags=("--kv-cache-memory", "--kv-cache-memory-bytes"),
-        help="Memory of the KV cache and of snapshots of recurrent states: 512M, 2G. Chosen from "
-        "free memory when absent.",
+        help="Memory for the KV cache and snapshots of recurrent states, such as 512M or 2G. "
+        "Default: chosen from the free memory.",
     ),
     EngineOption(
         field="swap_space",
@@ -278,53 +278,53 @@ ENGINE_OPTIONS = (
         metavar="BYTES",
         read=lambda text: parse_size(text, "--swap-space"),
         default="0",
-        help="Host memory for the KV cache of preempted requests, such as 4G. They are recomputed "
-        "where that was measured to be faster.",
+        help="Host memory for the KV cache of preempted requests, such as 4G. A request is "
+        "recomputed instead when that was measured to be faster.",
     ),
     EngineOption(
         field="gpu_memory_utilization",
         panel=BATCH_PANEL,
         metavar="SHARE",
-        help="Share of the GPU's memory to use, weights included.",
+        help="Fraction of GPU memory to use, including the weights.",
     ),
     EngineOption(
         field="tensor_parallel_size",
         panel=BATCH_PANEL,
         metavar="RANKS",
-        help="Processes that compute a part of every layer each, on this machine: a GPU each, or "
-        "the CPU's cores shared out. Memory of the KV cache is that of each.",
+        help="Number of processes that each compute a part of every layer, on this machine: one "
+        "GPU each, or an equal share of the CPU cores. --kv-cache-memory is per process.",
     ),
     EngineOption(
         field="distributed_executor_backend",
         panel=BATCH_PANEL,
         metavar=_choices(EXECUTOR_BACKENDS),
-        help="Where the ranks are: processes of this machine, or actors of Ray, across its nodes.",
+        help="Where ranks run: mp, processes on this machine; ray, Ray actors across its nodes.",
     ),
     EngineOption(
         field="data_parallel_size",
         panel=BATCH_PANEL,
         metavar="ENGINES",
-        help="Engines of llmc serve, each with the whole model and an equal share of this machine; "
-        "a request goes to one of them.",
+        help="Number of engines in llmc serve, each with the whole model and an equal share of "
+        "this machine; each request goes to one of them.",
     ),
     EngineOption(
         field="enable_prefix_caching",
         panel=BATCH_PANEL,
         flags=("--enable-prefix-caching/--no-enable-prefix-caching",),
-        help="Reuse the KV cache of common prompt prefixes, and recurrent states where they end.",
+        help="Reuse the KV cache of common prompt prefixes, and the recurrent states at their end.",
     ),
     EngineOption(
         field="async_scheduling",
         panel=BATCH_PANEL,
         flags=("--async-scheduling/--no-async-scheduling",),
         help="Start the next step before the host has the tokens of the previous one. "
-        "When absent: on a GPU.",
+        "Default: on for GPUs.",
     ),
     EngineOption(
         field="scheduling_policy",
         panel=BATCH_PANEL,
         metavar=_choices(SCHEDULING_POLICIES),
-        help="Order of service: fcfs by arrival; priority by the requests' `priority` (lower "
+        help="Scheduling order: fcfs, by arrival; priority, by each request's `priority` (lower "
         "first), then by arrival.",
     ),
     EngineOption(
@@ -334,58 +334,58 @@ ENGINE_OPTIONS = (
         read=SpeculativeConfig.parse,
         help="Draft several tokens and verify them in one step: "
         '{"method":"ngram","num_speculative_tokens":4,"prompt_lookup_max":4,"prompt_lookup_min":2} '
-        "drafts what followed the last 4 to 2 tokens at their earlier occurrence; "
-        '{"method":"draft_model","model":"DIR"} takes the tokens of a smaller model with the same '
-        'vocabulary; {"method":"eagle3","model":"DIR"} those of an EAGLE-3 head that was trained '
-        'for the model; {"method":"mtp"} those of the layer for that in its own checkpoint. The '
-        "answers stay the same.",
+        "drafts the tokens that followed an earlier occurrence of the last 4 to 2 tokens; "
+        '{"method":"draft_model","model":"DIR"} uses a smaller model with the same vocabulary; '
+        '{"method":"eagle3","model":"DIR"} an EAGLE-3 head trained for the model; '
+        '{"method":"mtp"} the multi-token prediction layer in its own checkpoint. Answers do not '
+        "change.",
     ),
     EngineOption(
         field="limit_mm_per_prompt",
         panel=BATCH_PANEL,
         metavar="JSON",
         read=parse_limits,
-        help=f'Most images of a prompt: {{"image": 4}}; {DEFAULT_IMAGES} when absent. With '
-        '{"image": 0} what reads images is not loaded.',
+        help=f'Maximum number of images in a prompt: {{"image": 4}}. Default: {DEFAULT_IMAGES}. '
+        'With {"image": 0} the vision tower is not loaded.',
     ),
     EngineOption(
         field="enable_lora",
         panel=BATCH_PANEL,
         flags=("--enable-lora/--no-enable-lora",),
-        help="Serve LoRA adapters beside the model, each request its own.",
+        help="Serve LoRA adapters alongside the model; each request can choose one.",
     ),
     EngineOption(
         field="max_loras",
         panel=BATCH_PANEL,
         metavar="ADAPTERS",
-        help="Adapters that one step can use; requests of others wait for a slot.",
+        help="Maximum number of adapters in one step; requests for others wait for a slot.",
     ),
     EngineOption(
         field="max_lora_rank",
         panel=BATCH_PANEL,
         metavar="RANK",
-        help="Largest rank of an adapter. Slots take memory for it, and steps compute it.",
+        help="Largest adapter rank. Every slot reserves memory for it, and every step computes it.",
     ),
     EngineOption(
         field="max_lora_expert_rank",
         panel=BATCH_PANEL,
         metavar="RANK",
-        help="Largest rank of an adapter on routed experts, each of which takes memory for it in "
-        "every slot. 0: such adapters are refused.",
+        help="Largest rank of an adapter on routed experts; every slot reserves memory for it for "
+        "each expert. 0 rejects such adapters.",
     ),
     EngineOption(
         field="max_cpu_loras",
         panel=BATCH_PANEL,
         metavar="ADAPTERS",
-        help="Adapters kept in host memory. When absent: as many as --max-loras.",
+        help="Number of adapters kept in host memory. Default: --max-loras.",
     ),
     EngineOption(
         field="opt_level",
         panel=COMPILER_PANEL,
         flags=("--opt-level", "--optimization-level", "-O"),
         metavar="0..3",
-        help="-O0 runs the rewritten graph as it is and starts at once, -O1 compiles it, "
-        "-O2 adds CUDA graphs, -O3 autotuning. Chosen for the device when absent.",
+        help="-O0 runs the rewritten graph uncompiled and starts fastest, -O1 compiles it, "
+        "-O2 adds CUDA graphs, -O3 adds autotuning. Default: depends on the device.",
     ),
     EngineOption(
         field="cuda_graph_buckets",
@@ -393,7 +393,7 @@ ENGINE_OPTIONS = (
         metavar="N,N,...",
         read=parse_buckets,
         help="Batch sizes whose decode step is captured as a CUDA graph, such as 1,2,4,8. "
-        "Chosen up to --max-num-seqs when absent.",
+        "Default: chosen up to --max-num-seqs.",
     ),
     EngineOption(
         field="passes",
@@ -402,7 +402,7 @@ ENGINE_OPTIONS = (
         metavar="NAME",
         read=_disabled,
         default=(),
-        help="Leave out this graph pass; may be repeated.",
+        help="Disable this graph pass; can be repeated.",
     ),
     EngineOption(
         field="extra_passes",
@@ -411,7 +411,7 @@ ENGINE_OPTIONS = (
         metavar="MODULE:PASS",
         read=tuple,
         default=(),
-        help="Add your own graph pass, from a module or a file.py; may be repeated.",
+        help="Add your own graph pass, from a module or a file.py; can be repeated.",
     ),
     EngineOption(
         field="logits_processors",
@@ -420,7 +420,7 @@ ENGINE_OPTIONS = (
         metavar="MODULE:CLASS",
         read=tuple,
         default=(),
-        help="Add your own logits processor, from a module or a file.py; may be repeated.",
+        help="Add your own logits processor, from a module or a file.py; can be repeated.",
     ),
     EngineOption(
         field="seed",
@@ -455,7 +455,7 @@ def _parameter(entry: EngineOption, taken: Collection[str]) -> inspect.Parameter
 
 
 def build_config(given: Mapping[str, Any]) -> EngineConfig:
-    """The config from parsed flags; ConfigError for a value outside its range."""
+    """Build the config from parsed flags; ConfigError for a value outside its range."""
     values = {}
     for entry in ENGINE_OPTIONS:
         value = given[entry.field]
@@ -464,48 +464,48 @@ def build_config(given: Mapping[str, Any]) -> EngineConfig:
 
 
 def say_flag(message: str) -> str:
-    """The message with the flag in place of a field that it begins with.
+    """Replace a field name at the start of the message with its flag.
 
-    Only at the beginning: further on, a value of the user may look like a field.
+    Only at the start: later in the message, a user's value could look like a field name.
     """
     name = _FIELD_NAME.match(message)
     return message if name is None else FLAG_OF_FIELD[name[1]] + message[name.end() :]
 
 
 def changed(config: EngineConfig, options: Mapping[str, Any]) -> EngineConfig:
-    """`config` with these options, by the names of flags or fields; ConfigError for a wrong one."""
+    """`config` with these options, named as flags or fields; ConfigError if one is invalid."""
     rows = {entry.flag.removeprefix("--").replace("-", "_"): entry for entry in ENGINE_OPTIONS}
     rows |= {entry.field: entry for entry in ENGINE_OPTIONS}
     values = {}
     for name, value in options.items():
         entry = rows.get(name.removeprefix("--").replace("-", "_"))
         if entry is None:
-            raise ConfigError(f"{name!r:.80} is no option of a model")
+            raise ConfigError(f"{name!r:.80} is not an option of a model")
         is_text = isinstance(value, str) or (entry.default == () and isinstance(value, list))
         values[entry.field] = entry.read(value) if entry.read and is_text else value
     try:
         return replace(config, **values)
-    except TypeError as error:  # a text where a number belongs
+    except TypeError as error:  # a string where a number is expected
         raise ConfigError(f"{dict(options)!r:.200}: {error}") from None
 
 
 def engine_options(
     *, positional_model: bool = True, several_models: bool = False
 ) -> Callable[[Any], Any]:
-    """Decorator: the command's `config: EngineConfig` parameter becomes the flags of the table.
+    """Decorator: replace the command's `config: EngineConfig` parameter with the table's flags.
 
-    With `positional_model` the model may also be given as the command's first word. With
-    `several_models` there may be more, which the command takes as `more_models`.
+    With `positional_model` the model can also be given as the command's first word. With
+    `several_models` more words can follow; the command gets them as `more_models`.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(command, eval_str=True)
         taken_apart = ("config", "more_models")
         own = [p for p in signature.parameters.values() if p.name not in taken_apart]
-        # Keyword-only: typer calls by name, and defaults may then stand in any order.
+        # Keyword-only: typer calls by name, and parameters with defaults can be in any order.
         own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
         first = [_model_argument(several_models)] if positional_model else []
-        taken = {flag for p in own for flag in _flags(p)}  # -q is --quick where a command has that
+        taken = {flag for p in own for flag in _flags(p)}  # e.g. a command's own -q, for --quick
         parameters = [*first, *own, *(_parameter(entry, taken) for entry in ENGINE_OPTIONS)]
 
         @functools.wraps(command)
@@ -529,7 +529,7 @@ def engine_options(
 
 def _flags(parameter: inspect.Parameter) -> list[str]:
     info = get_args(parameter.annotation)[-1]
-    # Inside Annotated, typer keeps the first spelling where a default would otherwise be.
+    # Inside Annotated, typer stores the first spelling in `default`.
     declared = (getattr(info, "default", None), *(getattr(info, "param_decls", None) or ()))
     return [word for word in declared if isinstance(word, str) and word.startswith("-")]
 
@@ -537,8 +537,8 @@ def _flags(parameter: inspect.Parameter) -> list[str]:
 def _model_argument(several: bool) -> inspect.Parameter:
     declared = typer.Argument(
         metavar="MODEL" if several else "[MODEL]",
-        help="Directory, GGUF file or hub id of the model. The default one when absent."
-        + (" Several are loaded as they are asked for." if several else ""),
+        help="Directory, GGUF file or hub id of the model. Default: a small model."
+        + (" Several models are loaded on demand." if several else ""),
         show_default=False,
     )
     return inspect.Parameter(

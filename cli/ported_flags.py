@@ -1,7 +1,7 @@
-"""Flags of `vllm serve` on the command line of `llmc serve`: taken, written as ours, or refused.
+"""`vllm serve` flags on the command line of `llmc serve`: accepted, translated or rejected.
 
-A command line that worked elsewhere should start, or say everything that it can't have at once. A
-flag that asks for what is there anyway is left out with one warning for all of these.
+A command line that worked with vLLM should either start, or report all unsupported flags at once.
+Flags that request what llmc always does are ignored, with one warning for all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from llmc.frontend.ported_options import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ported:
-    """`words` of a command line of ours, and what was left out, with the reason."""
+    """`words` of an llmc command line, and the flags that were ignored, with the reasons."""
 
     words: list[str]
     left_out: dict[str, str]
@@ -38,7 +38,7 @@ class Ported:
 def _quantization(value: str, left_out: dict[str, str]) -> list[str]:
     if value not in STORED:
         return ["--quantization", value]
-    left_out["--quantization"] = "a quantized checkpoint is served as it is stored"
+    left_out["--quantization"] = "a quantized checkpoint is served in its stored format"
     return []
 
 
@@ -47,7 +47,7 @@ def _kv_cache_dtype(value: str, left_out: dict[str, str]) -> list[str]:
 
 
 def _swap_space(value: str, left_out: dict[str, str]) -> list[str]:
-    """In GiB there, in bytes here: no swap space has fewer than 1024 of these."""
+    """vLLM counts GiB, llmc counts bytes: small numbers must be GiB."""
     is_gib = re.fullmatch(r"\d+(\.\d+)?", value) and float(value) < MOST_GIB
     return ["--swap-space", f"{value}G" if is_gib else value]
 
@@ -58,7 +58,7 @@ def _allowed_origins(value: str, left_out: dict[str, str]) -> list[str]:
     except ValueError:
         origins = None
     if not isinstance(origins, list) or not all(isinstance(one, str) for one in origins):
-        raise ConfigError(f"--allowed-origins must be a JSON list of texts, got {value!r:.80}")
+        raise ConfigError(f"--allowed-origins must be a JSON list of strings, got {value!r:.80}")
     return [word for origin in origins for word in ("--allowed-origin", origin)]
 
 
@@ -66,7 +66,7 @@ def _task(flag: str) -> Callable[[str, dict[str, str]], list[str]]:
     def words(value: str, left_out: dict[str, str]) -> list[str]:
         task = task_of(flag, value)
         if task is None:
-            left_out[flag] = "the checkpoint's files say it"
+            left_out[flag] = "the checkpoint's files specify it"
             return []
         return ["--task", task]
 
@@ -88,13 +88,13 @@ _SEVERAL = (
     "--served-model-name",
     "--api-key",
     "--lora-modules",
-)  # values in a row, behind a first word MODEL
+)  # accept several values in a row if the first word is MODEL
 
 
 def port(words: Sequence[str]) -> Ported:
-    """Words of `llmc serve`, in which vLLM's flags may stand, as ours alone.
+    """Translate `llmc serve` words that may contain vLLM flags into llmc's own flags.
 
-    Raises ConfigError that names every flag that can't be had, and what to do.
+    Raises ConfigError naming every unsupported flag, and what to do instead.
     """
     out: list[str] = []
     left_out: dict[str, str] = {}
@@ -108,7 +108,7 @@ def port(words: Sequence[str]) -> Ported:
         elif name in NOT_NEEDED:
             left_out[name] = NOT_NEEDED[name]
         elif name in _SEVERAL and has_model:
-            out += [name, *rest[:1]]  # the first one whatever it is, and none is typer's to refuse
+            out += [name, *rest[:1]]  # the first value, whatever it is; typer reports a missing one
             del rest[:1]
             while rest and not rest[0].startswith("-"):
                 out += [name, rest.pop(0)]
@@ -133,17 +133,17 @@ def port(words: Sequence[str]) -> Ported:
             else:
                 refused[f"{name} {value}"] = VALUES[name][1]
     if refused:
-        raise ConfigError(f"llmc serve can't have {listed(refused)}")
+        raise ConfigError(f"llmc serve does not support {listed(refused)}")
     return Ported(words=out, left_out=left_out)
 
 
 def _split(word: str) -> list[str]:
-    """`--a_b=c` as `--a-b`, `c`, where a table has that flag: vLLM takes both spellings."""
+    """`--a_b=c` as `--a-b`, `c` if a table has that flag: vLLM accepts both spellings."""
     name, equals, value = word.partition("=")
     if not name.startswith("-"):
         return [word]
     known = name.replace("_", "-")
-    if known in _SEVERAL:  # with `=` there is one value, which may begin with a dash
+    if known in _SEVERAL:  # with `=` there is one value, which can begin with a dash
         return [known + equals + value]
     if known not in _KNOWN:
         return [word]
@@ -151,7 +151,7 @@ def _split(word: str) -> list[str]:
 
 
 def hint(name: str) -> str | None:
-    """What to do about a flag that another command has no option for."""
+    """Advice for a vLLM flag given to a command without that option."""
     if name in RENAMED:
         return f"the option is called {RENAMED[name]}"
     if name in WRITTEN:
@@ -162,5 +162,5 @@ def hint(name: str) -> str | None:
         return VALUES[name][1]
     for table in (NOT_NEEDED, NOT_NEEDED_WITH_VALUE):
         if name in table:
-            return f"{table[name]}; leave the option out"
+            return f"{table[name]}; remove the option"
     return REFUSED.get(name)

@@ -1,4 +1,4 @@
-"""`llmc run-batch`: requests of a file, answered by the server's own routes without a server."""
+"""`llmc run-batch`: answer the requests in a file with the server's routes, without a server."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def command(
             "--output-file",
             "-o",
             metavar="FILE",
-            help="The answers, one line each; written when all are there.",
+            help="Output file, one line per answer; written when all are finished.",
             panel=BATCH_RUN_PANEL,
         ),
     ],
 ) -> None:
-    """Answer the requests of a file in OpenAI's batch format.
+    """Answer the requests in a file in OpenAI's batch format.
 
-    A request that fails gets a line with its error, and the others are answered.
+    A failed request gets a line with its error; the others are still answered.
     """
     source, target = Path(input_file), Path(output_file)
     if not source.is_file():
-        raise ConfigError(f"--input-file {input_file!r} is no file")
+        raise ConfigError(f"--input-file {input_file!r} is not a file")
     if not target.parent.is_dir():
-        raise ConfigError(f"--output-file {output_file!r} is in no folder that is there")
+        raise ConfigError(f"--output-file {output_file!r}: its folder does not exist")
     if target.is_dir():
         raise ConfigError(f"--output-file {output_file!r} is a folder")
     if target.exists() and target.samefile(source):
-        raise ConfigError("--output-file must be another file than --input-file")
+        raise ConfigError("--output-file must differ from --input-file")
     from llmc.cli.run_batch_run import run
 
     run(config, source, target)

@@ -1,4 +1,4 @@
-"""`llmc run-batch` after its flags: load, answer every line, rename the finished output."""
+"""`llmc run-batch` after flag parsing: load, answer every line, rename the finished output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llmc.server.settings import ServerSettings
 
 
 def run(config: EngineConfig, source: Path, target: Path) -> None:
-    """Raises ConfigError where the files can't be read or written."""
+    """Run the batch; raises ConfigError if the files can't be read or written."""
     try:
         with source.open("rb") as file:
             total = sum(1 for line in file if line.strip())
@@ -38,7 +38,7 @@ def run(config: EngineConfig, source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _written_whole(target: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `target` once the block has ended well."""
+    """Yield a temporary file that replaces `target` if the block succeeds."""
     with tempfile.NamedTemporaryFile(
         dir=target.parent, prefix=f".{target.name}.", delete=False
     ) as out:
@@ -56,7 +56,7 @@ def _written_whole(target: Path) -> Iterator[IO[bytes]]:
 
 
 async def _answer(llm: AsyncLLM, source: Path, out: IO[bytes], total: int) -> int:
-    """-> how many requests failed."""
+    """Answer all lines; returns how many requests failed."""
     failed = done = 0
     app = create_app(llm, ServerSettings(access_log=False, ui=False))
     with source.open("rb") as file, GenerationProgress(total) as bar:
@@ -77,7 +77,7 @@ async def _answer(llm: AsyncLLM, source: Path, out: IO[bytes], total: int) -> in
 
 
 def _lines(file: IO[bytes], on_row: Callable[[Row], None]) -> Iterator[BatchLine]:
-    """Those that are requests; the others get their rows here."""
+    """Yield the valid requests; for other lines, write error rows."""
     for number, raw in enumerate(file, start=1):
         if not raw.strip():
             continue

@@ -25,7 +25,7 @@ def command(
         option(
             "--models",
             help='Models by the names to serve them under, each with its options: {"small": '
-            '{"model": "DIR", "max-model-len": 4096}}. Options beside it are for all.',
+            '{"model": "DIR", "max-model-len": 4096}}. Other flags apply to all of them.',
             metavar="JSON",
             panel=SERVER_PANEL,
         ),
@@ -34,7 +34,7 @@ def command(
         float | None,
         option(
             "--model-idle-timeout",
-            help="With several models: unload one after so many seconds without a request.",
+            help="With several models: unload a model after this many seconds without a request.",
             metavar="SECONDS",
             panel=SERVER_PANEL,
         ),
@@ -43,8 +43,8 @@ def command(
         str | None,
         option(
             "--model-memory",
-            help="With several models: memory that they may take together, such as 16G. For one "
-            "more, those are unloaded that were idle for longest. No limit when absent.",
+            help="With several models: maximum total memory, such as 16G. To load another model, "
+            "the longest idle ones are unloaded. Default: no limit.",
             metavar="BYTES",
             panel=SERVER_PANEL,
         ),
@@ -53,7 +53,7 @@ def command(
         str,
         option(
             "--host",
-            help="Address to listen on; 0.0.0.0 lets other machines in (set an API key then).",
+            help="Address to listen on; 0.0.0.0 accepts other machines (then set an API key).",
             panel=SERVER_PANEL,
         ),
     ] = "127.0.0.1",
@@ -61,7 +61,7 @@ def command(
         int,
         option(
             "--port",
-            help="Port to listen on; 0 takes a free one.",
+            help="Port to listen on; 0 picks a free one.",
             metavar="PORT",
             panel=SERVER_PANEL,
         ),
@@ -88,7 +88,7 @@ def command(
         str | None,
         option(
             "--ssl-keyfile",
-            help="The certificate's key, a PEM file; absent: it is in the same file.",
+            help="The certificate's key, a PEM file. Default: in the certificate file.",
             metavar="FILE",
             panel=SERVER_PANEL,
         ),
@@ -97,7 +97,7 @@ def command(
         str | None,
         option(
             "--ssl-ca-certs",
-            help="Take only clients with a certificate signed by one of these, a PEM file.",
+            help="Accept only clients with a certificate signed by one of these CAs, a PEM file.",
             metavar="FILE",
             panel=SERVER_PANEL,
         ),
@@ -106,7 +106,7 @@ def command(
         str,
         option(
             "--root-path",
-            help="Path under which a proxy shows the server, such as /llm.",
+            help="Path prefix under which a proxy exposes the server, such as /llm.",
             metavar="PATH",
             panel=SERVER_PANEL,
         ),
@@ -115,7 +115,7 @@ def command(
         list[str] | None,
         option(
             "--served-model-name",
-            help="Name of the model in the API; may be repeated. The model's own when absent.",
+            help="Name of the model in the API; can be repeated. Default: the model's own.",
             metavar="NAME",
             panel=SERVER_PANEL,
         ),
@@ -124,7 +124,7 @@ def command(
         list[str] | None,
         option(
             "--lora-modules",
-            help="LoRA adapter to serve as the model NAME, in PEFT's format; may be repeated. "
+            help="LoRA adapter, in PEFT format, to serve as the model NAME; can be repeated. "
             "Needs --enable-lora.",
             metavar="NAME=DIR",
             panel=SERVER_PANEL,
@@ -134,8 +134,8 @@ def command(
         str | None,
         option(
             "--runtime-lora-dir",
-            help="Allow clients to load adapters from directories inside of this one, and to "
-            "unload them (/v1/load_lora_adapter). When absent nobody can.",
+            help="Allow clients to load adapters from directories inside this one, and to "
+            "unload them (/v1/load_lora_adapter). Default: not allowed.",
             metavar="DIR",
             panel=SERVER_PANEL,
         ),
@@ -144,8 +144,8 @@ def command(
         str | None,
         option(
             "--batch-dir",
-            help="Folder for the files and batches of clients (/v1/files, /v1/batches). When "
-            "absent there are none.",
+            help="Folder for clients' files and batches (/v1/files, /v1/batches). Without it, "
+            "these routes are disabled.",
             metavar="DIR",
             panel=SERVER_PANEL,
         ),
@@ -154,8 +154,8 @@ def command(
         list[str] | None,
         option(
             "--api-key",
-            help="Key that clients must send; may be repeated. Better given in LLMC_API_KEY, "
-            "since other users can see command lines.",
+            help="Key that clients must send; can be repeated. Prefer LLMC_API_KEY, since other "
+            "users can see command lines.",
             metavar="KEY",
             panel=SERVER_PANEL,
         ),
@@ -165,7 +165,7 @@ def command(
         option(
             "--admin-api-key",
             help="Key of the operator, for /load, /server_info, profiles, /reset_prefix_cache, "
-            "/abort_requests, /sleep and /wake_up. When absent nobody can use them.",
+            "/abort_requests, /sleep and /wake_up. Without it, these routes are disabled.",
             metavar="KEY",
             panel=SERVER_PANEL,
         ),
@@ -174,7 +174,7 @@ def command(
         str,
         option(
             "--profile-dir",
-            help="Where /stop_profile writes what it recorded.",
+            help="Where /stop_profile writes the profile.",
             metavar="DIR",
             panel=SERVER_PANEL,
         ),
@@ -183,8 +183,8 @@ def command(
         bool,
         option(
             "--salt-by-api-key/--no-salt-by-api-key",
-            help="Callers with different keys share no cached prefixes, so none can infer from "
-            "the time of an answer what others have asked.",
+            help="Keep cached prefixes separate for each API key, so that callers can't infer "
+            "from response times what others have sent.",
             panel=SERVER_PANEL,
         ),
     ] = False,
@@ -192,8 +192,8 @@ def command(
         list[str] | None,
         option(
             "--allowed-host",
-            help="Further name under which clients may reach a server without keys; "
-            "may be repeated.",
+            help="Additional host name under which clients can reach a server without keys; "
+            "can be repeated.",
             metavar="NAME",
             panel=SERVER_PANEL,
         ),
@@ -202,8 +202,8 @@ def command(
         list[str] | None,
         option(
             "--allowed-origin",
-            help="Origin of web pages that may call the server from a browser, such as "
-            "http://localhost:3000, or * for any; may be repeated.",
+            help="Origin of web pages that are allowed to call the server from a browser, such as "
+            "http://localhost:3000, or * for any; can be repeated.",
             metavar="ORIGIN",
             panel=SERVER_PANEL,
         ),
@@ -213,7 +213,7 @@ def command(
         option(
             "--shutdown-timeout",
             metavar="SECONDS",
-            help="Seconds that running requests get to end after Ctrl-C.",
+            help="Time that running requests have to finish after Ctrl-C.",
             panel=SERVER_PANEL,
         ),
     ] = 30.0,
@@ -222,7 +222,7 @@ def command(
         option(
             "--stream-interval",
             metavar="TOKENS",
-            help="Tokens between two events of a stream; the first one comes at once.",
+            help="Tokens per event of a stream; the first token is always sent at once.",
             panel=SERVER_PANEL,
         ),
     ] = 1,
@@ -231,7 +231,7 @@ def command(
         option(
             "--api-workers",
             metavar="PROCESSES",
-            help="Processes that answer HTTP, all on one engine; more for many short requests.",
+            help="Number of HTTP processes, all on one engine; use more for many short requests.",
             panel=SERVER_PANEL,
         ),
     ] = 1,
@@ -239,7 +239,7 @@ def command(
         bool,
         option(
             "--engine-process/--no-engine-process",
-            help="Run the engine in a separate process, which is restarted when it dies.",
+            help="Run the engine in a separate process, and restart it if it dies.",
             panel=SERVER_PANEL,
         ),
     ] = True,
@@ -247,7 +247,7 @@ def command(
         bool,
         option(
             "--ui/--no-ui",
-            help="Serve a page to chat and to watch the engine at /.",
+            help="Serve a web page at / for chatting and for monitoring the engine.",
             panel=SERVER_PANEL,
         ),
     ] = True,
@@ -255,7 +255,7 @@ def command(
         bool,
         option(
             "--verify",
-            help="Serve only a model whose rewrite is certified; see llmc check.",
+            help="Serve the model only if its rewritten graph is certified; see llmc check.",
             panel=SERVER_PANEL,
         ),
     ] = False,
@@ -263,8 +263,8 @@ def command(
         bool,
         option(
             "--certificate/--no-certificate",
-            help="Compare a small model of this architecture with transformers beside the server, "
-            "once for each version.",
+            help="Compare a small model of this architecture with transformers in the background, "
+            "once per version.",
             panel=SERVER_PANEL,
         ),
     ] = True,
@@ -272,7 +272,7 @@ def command(
         str,
         option(
             "--log-level",
-            help="What to log on stderr.",
+            help="Lowest level to log on stderr.",
             metavar="[" + "|".join(LOG_LEVELS) + "]",
             panel=SERVER_PANEL,
         ),
@@ -281,7 +281,7 @@ def command(
         str,
         option(
             "--log-format",
-            help="How log lines are written.",
+            help="Format of log lines.",
             metavar="[" + "|".join(FORMATS) + "]",
             panel=SERVER_PANEL,
         ),
@@ -290,7 +290,7 @@ def command(
         bool,
         option(
             "--vllm-metrics/--no-vllm-metrics",
-            help="Show metrics under vLLM's names too, for its dashboards.",
+            help="Also export metrics under vLLM's names, for its dashboards.",
             panel=SERVER_PANEL,
         ),
     ] = False,
@@ -298,8 +298,8 @@ def command(
         str | None,
         option(
             "--otlp-traces-endpoint",
-            help="Send a trace of each request to this URL, by OTLP over HTTP. Needs the extra "
-            "otel.",
+            help="Send a trace of each request to this URL, with OTLP over HTTP. Needs the extra "
+            "`otel`.",
             metavar="URL",
             panel=SERVER_PANEL,
         ),
@@ -308,14 +308,14 @@ def command(
         bool,
         option(
             "--access-log/--no-access-log",
-            help="One log line for each request.",
+            help="Log one line per request.",
             panel=SERVER_PANEL,
         ),
     ] = True,
 ) -> None:
-    """Serve a model over HTTP with the OpenAI API, or several.
+    """Serve one or several models over HTTP with the OpenAI API.
 
-    Without MODEL it serves the default one.
+    Without MODEL, serves the default model.
     """
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port must be from 0 to 65535, got {port}")
@@ -409,19 +409,19 @@ def command(
 def _several(
     config: EngineConfig, more_models: Sequence[str], models: str | None
 ) -> dict[str, EngineConfig]:
-    """Configs by the names of the models; empty where one model is served as ever."""
+    """Configs by model name; empty if a single model is served."""
     if models is None and not more_models:
         return {}
     found: dict[str, EngineConfig] = {}
     if models is not None:
         if config.model is not None:
-            raise ConfigError("models are given by --models or as MODEL ..., not both")
+            raise ConfigError("give models with --models or as MODEL ..., not both")
         try:
             given = json.loads(models)
         except ValueError as error:
             raise ConfigError(f"--models must be JSON: {error}") from None
         if not isinstance(given, dict) or not given:
-            raise ConfigError('--models must be like {"NAME": {"model": "DIR"}}')
+            raise ConfigError('--models must look like {"NAME": {"model": "DIR"}}')
         for name, options in given.items():
             if not name or not isinstance(options, dict) or not options.get("model"):
                 raise ConfigError(f"--models: {name!r:.80} must be an object with a model")
@@ -441,11 +441,11 @@ def _several(
 def _check_several(asked: dict[str, bool]) -> None:
     refused = [name for name, is_asked in asked.items() if is_asked]
     if refused:
-        raise ConfigError(f"with several models there can't be {', '.join(refused)}; leave it out")
+        raise ConfigError(f"{', '.join(refused)}: not supported with several models; remove it")
 
 
 def _lora_modules(words: Sequence[str]) -> dict[str, str]:
-    """Directories by name, of `name=dir` or {"name": ..., "path": ...}."""
+    """Directories by name, from `name=dir` or {"name": ..., "path": ...}."""
     found: dict[str, str] = {}
     for word in words:
         name, _, path = word.partition("=")

@@ -1,6 +1,6 @@
-"""`llmc serve` after its flags: take the port, load the model, print the address, serve.
+"""`llmc serve` after flag parsing: bind the port, load the model, print the address, serve.
 
-The port comes first, so that a taken port is an error at once and not after the model was loaded.
+The port is bound first, so that a port in use fails at once and not after loading the model.
 
     this process (HTTP, text) --ZeroMQ--> engine process     unless --no-engine-process
     more API processes -------ZeroMQ-->   (more of them)     with --api-workers
@@ -68,7 +68,7 @@ def run_server(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """What one call of `llmc serve` was given."""
+    """The arguments of one call of `llmc serve`."""
 
     config: EngineConfig
     settings: ServerSettings
@@ -113,7 +113,7 @@ def _log_certificate(found: ArchitectureCertificate) -> None:
 
 
 def _load_in_process(run: _Run, stack: contextlib.ExitStack) -> tuple[AsyncLLM, EngineProcesses]:
-    """The engines in separate processes, which end with `stack`."""
+    """Load the engines in separate processes, which end with `stack`."""
     from llmc.processes.engine_processes import EngineProcesses
 
     with phases(run.console) as on_phase:
@@ -126,7 +126,7 @@ def _load_in_process(run: _Run, stack: contextlib.ExitStack) -> tuple[AsyncLLM, 
             )
         )
         if run.settings.api_workers > 1:
-            # Before prometheus_client is imported, which reads it then.
+            # Must be set before prometheus_client is imported, since the import reads it.
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = engines.folder
         import llmc.server.app  # noqa: F401 - while the engine loads
         from llmc.text.tokenizer import preload
@@ -180,7 +180,7 @@ def where(settings: ServerSettings, sock: socket.socket) -> tuple[str, str]:
 
 
 def url_of(settings: ServerSettings, sock: socket.socket) -> str:
-    """Where a client on this machine finds the server; `sock` knows the port that 0 became."""
+    """The server's URL for a client on this machine; `sock` has the port chosen for 0."""
     host = settings.host
     shown = "localhost" if host in ANY_ADDRESS else f"[{host}]" if ":" in host else host
     return f"{settings.scheme}://{shown}:{sock.getsockname()[1]}"

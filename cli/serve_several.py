@@ -1,4 +1,4 @@
-"""`llmc serve` with several models: take the port, check their paths, serve; none is loaded yet."""
+"""`llmc serve` with several models: bind the port, check the paths, serve; loads no model yet."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def run_several(
     log_level: str,
     log_format: str,
 ) -> None:
-    """`configs` by the names of the models. ConfigError where none of them can be served."""
-    settings = replace(settings, certificate=False)  # no checks beside what comes and goes
+    """Serve `configs`, keyed by model name. ConfigError if none of them can be served."""
+    settings = replace(settings, certificate=False)  # no checks of models that come and go
     set_up_logging(log_level, log_format)
     console = stderr_console()
     check_certificates(settings)
@@ -52,7 +52,7 @@ def run_several(
 
 
 def _error(config: EngineConfig) -> str:
-    """What is wrong with a model's paths; nothing is loaded to find out."""
+    """The error in a model's paths, or ""; loads nothing."""
     try:
         check_paths(config)
     except LlmcError as error:

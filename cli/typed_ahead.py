@@ -1,4 +1,4 @@
-"""Keys that are typed while an answer streams: kept out of it, and there for the next prompt."""
+"""Keep keys that are typed while an answer streams out of it, and ready for the next prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def unechoed() -> Iterator[None]:
-    """Inside, the terminal shows no keys. They wait in its buffer; Ctrl-C works as ever."""
+    """While active, the terminal does not echo keys but buffers them; Ctrl-C works as usual."""
     try:
         import termios
     except ImportError:  # no POSIX terminal

@@ -1,4 +1,4 @@
-"""`llmc serve --verify`: no request is taken before the rewritten model is certified."""
+"""`llmc serve --verify`: accept no requests before the rewritten model is certified."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from llmc.errors import CompileError
 
 
 def require_certificate(config: EngineConfig) -> None:
-    """A small model of the architecture, which goes past every window, and then the real weights.
+    """Certify a small model of the architecture (past every attention window), then the weights.
 
-    Uses the certificates of earlier runs, or checks now; CompileError if one fails.
+    Uses certificates of earlier runs, or checks now; CompileError if one fails.
     """
     _certify_architecture(config)
     console = stderr_console()
@@ -27,9 +27,7 @@ def require_certificate(config: EngineConfig) -> None:
     causes = "; ".join(map(str, certificate.culprits)) or "no cause was found"
     error = CompileError(f"the rewritten model is not certified, so it is not served: {causes}")
     switches = " ".join(certificate.switches)
-    way = (
-        f"serve it with {switches}" if certificate.is_fixable and switches else "leave --verify out"
-    )
+    way = f"serve it with {switches}" if certificate.is_fixable and switches else "remove --verify"
     error.hint = f"{way}, or see `llmc check`"  # type: ignore[attr-defined]
     raise error
 
@@ -58,6 +56,6 @@ def _certify_architecture(config: EngineConfig) -> None:
         return
     error = CompileError(f"the rewritten model is not certified, so it is not served: {found}")
     switches = " ".join(f"--disable-pass {name}" for name in found.fixed_by)
-    way = f"serve it with {switches}" if switches else "leave --verify out"
+    way = f"serve it with {switches}" if switches else "remove --verify"
     error.hint = f"{way}, or see `llmc check`"  # type: ignore[attr-defined]
     raise error

@@ -1,7 +1,7 @@
-"""The tables in docs/: `python docs/tables.py` writes them from the flags and the step's inputs.
+"""Generate the tables in docs/ from the code: run `python docs/tables.py`.
 
-Each stands in its document between `<!-- table NAME -->` and `<!-- end -->`; tests/test_docs.py
-fails when one is out of date.
+Each table sits between `<!-- table NAME -->` and `<!-- end -->`. tests/test_docs.py fails when one
+is out of date.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TABLE = re.compile(r"(<!-- table ([\w -]+) -->\n)(.*?)(<!-- end -->)", re.DOTAL
 
 
 def commands() -> dict[str, list[Any]]:
-    """`llmc`, `llmc serve`, `llmc bench latency` ... -> typer's options of it, --help aside."""
+    """`llmc`, `llmc serve`, `llmc bench latency` ... -> its typer options, except --help."""
 
     def walk(command: Any, name: str) -> Iterator[tuple[str, list[Any]]]:
         if name == "llmc" or not hasattr(command, "commands"):
@@ -86,7 +86,7 @@ def _row(option: Any, default: Any, *extra: str) -> list[str]:
 
 
 def command_table(name: str) -> str:
-    """The flags of one command, without those that all engines share."""
+    """The flags of one command, without the engine flags, which have a table of their own."""
     options = commands()[name]
     if takes_engine_flags(options):
         options = [option for option in options if option.name not in ENGINE_FIELDS]
@@ -112,11 +112,11 @@ def step_table(inputs: Mapping[str, StepTensor]) -> str:
         notes = ", per group of layers" * spec.grouped + ", on the host" * spec.on_host
         shape, dtype = f"[{', '.join(spec.dims)}]", str(spec.dtype).removeprefix("torch.")
         rows.append([f"`{name}`{notes}", shape, dtype, spec.about])
-    return _table(("input", "shape", "dtype", "what it holds"), rows)
+    return _table(("input", "shape", "dtype", "description"), rows)
 
 
 def gguf_architectures() -> str:
-    """Decoders among those that transformers or rules.json map."""
+    """The decoders among the architectures that transformers or rules.json map."""
     from transformers import CONFIG_MAPPING
 
     from llmc.weights.gguf.rules import architectures, rules
@@ -170,7 +170,7 @@ def gguf_types() -> str:
         )
         bits = 8 * num_bytes / (16 * 256)
         rows.append([f"`{kind.name}`", to.format, "yes" if to.minimum else "no", f"{bits:g}"])
-    return _table(("type", "kept as", "with minimums", "bits a weight in memory"), rows)
+    return _table(("type", "kept as", "minimums", "bits per weight in memory"), rows)
 
 
 def tables() -> Mapping[str, Callable[[], str]]:
@@ -193,7 +193,7 @@ def table_names(text: str) -> list[str]:
 
 
 def written(text: str) -> str:
-    """The document with up-to-date tables; KeyError for a table of unknown name."""
+    """The document with up-to-date tables. KeyError for an unknown table name."""
     known = tables()
     return _TABLE.sub(lambda match: match[1] + known[match[2]]() + match[4], text)
 

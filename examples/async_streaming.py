@@ -1,4 +1,4 @@
-"""Many requests at once from asyncio, each streamed as its tokens come.
+"""Several concurrent requests from asyncio, each streamed token by token.
 
 python examples/async_streaming.py [MODEL]
 """

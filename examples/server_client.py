@@ -1,4 +1,4 @@
-"""A client of a running server, with nothing but HTTP: one chat, streamed.
+"""A client of a running server that uses plain HTTP: one streamed chat.
 
 llmc serve [MODEL] &
 python examples/server_client.py [URL]

@@ -1,4 +1,4 @@
-"""N-gram speculative decoding: the answers stay the same, in fewer steps where text repeats.
+"""N-gram speculative decoding: the same answers, in fewer steps where text repeats.
 
 python examples/speculation.py [MODEL]
 """

@@ -46,7 +46,7 @@ def tap(gm: fx.GraphModule, *, layer: int, into: Tensor) -> Notes:
 
 
 def steer_default() -> Pass:
-    """What `--extra-pass` calls: a pass with its options chosen."""
+    """Called by `--extra-pass`: returns the pass with its options chosen."""
     return steer(layer=1, vector=torch.full((1,), 0.05))  # the same number for every channel
 
 

@@ -1,6 +1,6 @@
-"""The ops of a step: one file an op with its schema and reference; fast ones in `cpu/`, `triton/`.
+"""The ops of a step: one file per op, with its schema and reference. Fast ones: `cpu/`, `triton/`.
 
-Knows torch and triton and nothing else of this project (but `llmc.errors`).
+Depends on torch and triton, and on nothing else in this project except `llmc.errors`.
 """
 
 if __name__ != "llmc.kernels":

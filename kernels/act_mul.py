@@ -23,7 +23,7 @@ def _shape(*, gate_up: Tensor, **others: object) -> Tensor:
 
 @op(shape=_shape)
 def act_mul(gate_up: Tensor, act: str) -> Tensor:
-    """gate_up [..., 2N] -> act(gate_up[..., :N]) * gate_up[..., N:], float32 inside.
+    """gate_up [..., 2N] -> act(gate_up[..., :N]) * gate_up[..., N:], computed in float32.
 
     act: "silu", "gelu" or "gelu_tanh".
     """

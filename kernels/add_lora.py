@@ -1,6 +1,6 @@
-"""`add_lora`: each row of a linear's output gets the low-rank part of the adapter that it picked.
+"""`add_lora`: add each row's LoRA adapter output to the output of a linear.
 
-Of routed experts, each row picks an expert of its adapter too.
+For routed experts, each row also selects an expert of its adapter.
 
 LoRA: Hu et al., 2021, https://arxiv.org/abs/2106.09685. Rows of many adapters in one product:
 Chen et al., Punica, 2023, https://arxiv.org/abs/2310.18547.
@@ -26,18 +26,18 @@ def add_lora(
     adapter: Tensor,
     expert: Tensor | None = None,
 ) -> None:
-    """out [..., N] += B A x [..., K] of each row's adapter; S rows in all, written in place.
+    """out [..., N] += B A x [..., K] with each row's adapter; S rows in total, updated in place.
 
-    a [slots, P, R, K] and b [slots, R, N], in the dtype of x and `out`. The linear is P linears of
-    one input: bounds [P + 1] int32, from 0 to N, are where the output channels of each begin, and
-    those of part p read a[slot, p] alone.
-    adapter [S] int32: slot + 1 of each row; 0, or a number of no slot, leaves the row as it is.
-    Ranks below R are padded with zeros, and the scale of an adapter is in b. Sums are in float32
-    and rounded once.
+    a [slots, P, R, K] and b [slots, R, N] have the dtype of x and `out`. The linear consists of P
+    linears with a common input: bounds [P + 1] int32, from 0 to N, has the first output channel of
+    each, and the channels of part p use only a[slot, p].
+    adapter [S] int32: slot + 1 of each row; for 0 or an invalid slot the row is unchanged.
+    Ranks below R are padded with zeros, and an adapter's scale is folded into b. Sums are in
+    float32 and rounded once.
 
-    Of routed experts, as in `expert_linear`: expert [S] int64 of each row, a [slots, E, R, K] and
-    b [slots, E, R, N], P = 1. adapter [T] is that of each token, whose S / T rows follow one
-    another. An expert outside [0, E) leaves the row as it is.
+    For routed experts, as in `expert_linear`: expert [S] int64 of each row, a [slots, E, R, K] and
+    b [slots, E, R, N], P = 1. adapter [T] is per token; a token's S / T rows are consecutive. An
+    expert outside [0, E) leaves the row unchanged.
     """
     rows, flat = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
     edges = bounds.tolist()
@@ -57,13 +57,13 @@ def add_lora(
 def experts_as_slots(
     a: Tensor, b: Tensor, adapter: Tensor, expert: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """a [slots * E, 1, R, K], b [slots * E, R, N] and adapter [S]: each expert of a slot is one."""
+    """a [slots * E, 1, R, K], b [slots * E, R, N] and adapter [S]: every expert becomes a slot."""
     numbers = of_experts(adapter, expert, *a.shape[:2])
     return a.flatten(0, 1).unsqueeze(1), b.flatten(0, 1), numbers
 
 
 def of_experts(adapter: Tensor, expert: Tensor, slots: int, experts: int) -> Tensor:
-    """For each row [S] 1 + the place of its A and B among those of all slots' experts; 0: none."""
+    """For each row [S], 1 + the index of its A and B among the experts of all slots; 0: none."""
     slot = adapter.repeat_interleave(expert.shape[0] // adapter.shape[0])
     is_there = (slot > 0) & (slot <= slots) & (expert >= 0) & (expert < experts)
     return torch.where(is_there, (slot - 1) * experts + expert + 1, 0)
@@ -77,8 +77,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         return (scale * torch.randn(*shape, generator=gen)).to(device, dtype)
 
     for lead, k, widths, slots, rank, spread in (
-        ((1,), 32, (16,), 1, 4, (0,)),  # nobody has an adapter
-        ((1, 7), 40, (24, 8, 8), 3, 8, (0, 1, 3, -1, 4)),  # and numbers of no slot
+        ((1,), 32, (16,), 1, 4, (0,)),  # no row has an adapter
+        ((1, 7), 40, (24, 8, 8), 3, 8, (0, 1, 3, -1, 4)),  # includes invalid slots
         ((29,), 64, (33, 31), 2, 5, (1, 2)),
         ((2,), 72, (48,), 4, 16, (4,)),
     ):

@@ -1,9 +1,9 @@
-"""`attention`: the marker that stands for a layer's attention in a captured graph, before paging.
+"""`attention`: the marker for a layer's attention in a captured graph, before paging.
 
-The model's own code calls it through transformers' attention interface. It means attention over
-one sequence and takes its layer's cache as tensors (of no size yet) so that equal layers give
-equal graphs; `passes/page_attention.py` replaces it by a cache write and `paged_attention`, or that
-of an encoder by `encoder_attention`.
+The model's own code calls it through transformers' attention interface. It represents attention
+over one sequence. The layer's caches are tensor arguments (still without a size), so that equal
+layers give equal graphs. `passes/page_attention.py` replaces it with a cache write and
+`paged_attention`, or with `encoder_attention` in an encoder.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from llmc.kernels.registry import op
 
 
 def visible(query_pos: Tensor, key_pos: Tensor, window: int, chunk: int) -> Tensor:
-    """Which keys each query sees: [Q], [K] -> bool [Q, K]. A 0 switches window or chunk off.
+    """Which keys are visible to each query: [Q], [K] -> bool [Q, K]. A window or chunk of 0 is off.
 
-    A window of w shows the token itself and the w - 1 before it; a chunk of c shows the tokens
-    of the same aligned block of c, up to the token itself.
+    With a window of w, a token sees itself and the w - 1 tokens before it. With a chunk of c, it
+    sees the tokens of the same aligned block of c, up to itself.
     """
     q, k = query_pos[:, None], key_pos[None, :]
     mask = k <= q
@@ -30,20 +30,20 @@ def visible(query_pos: Tensor, key_pos: Tensor, window: int, chunk: int) -> Tens
 
 
 def within(query_pos: Tensor, key_pos: Tensor, window: int) -> Tensor:
-    """Which keys each query of an encoder sees: [Q], [K] -> bool [Q, K]: those less than `window`
-    places away, before it and after it; 0: all."""
+    """Which keys are visible to each query of an encoder: [Q], [K] -> bool [Q, K]. These are the
+    keys less than `window` positions away in either direction; 0: all."""
     distance = (query_pos[:, None] - key_pos[None, :]).abs()
     return distance < window if window > 0 else torch.ones_like(distance, dtype=torch.bool)
 
 
 def first_visible(position: int, window: int, chunk: int) -> int:
-    """The first key that queries from `position` on see."""
+    """The first key that is visible to any query from `position` on."""
     first = max(position - window + 1, 0) if window > 0 else 0
     return max(first, position // chunk * chunk) if chunk > 0 else first
 
 
 def among(chosen: Tensor, sparse_block_size: int, num_keys: int) -> Tensor:
-    """Sparse blocks [Q, G, N], of which negative ones are none, as a mask [G, Q, num_keys]."""
+    """Sparse blocks [Q, G, N], of which negative ones are unused, as a mask [G, Q, num_keys]."""
     queries, groups, _ = chosen.shape
     count = -(-num_keys // sparse_block_size)
     mask = torch.zeros(queries, groups, count + 1, dtype=torch.bool, device=chosen.device)
@@ -64,9 +64,9 @@ def attend(
     softcap: float,
     sinks: Tensor | None,  # [H], or [Q, H]
     slopes: Tensor | None,  # [H]
-    allowed: Tensor | None = None,  # [G, Q, K] bool, of heads in G groups: no others are seen
-    also: Tensor | None = None,  # [Q, K] bool: these are seen too
-    distance_bias: Tensor | None = None,  # [Q, H, E]: of each query, by the distance to a key
+    allowed: Tensor | None = None,  # [G, Q, K] bool, for G groups of heads: restricts the keys
+    also: Tensor | None = None,  # [Q, K] bool: keys that are visible in addition
+    distance_bias: Tensor | None = None,  # [Q, H, E]: per query, by the distance to a key
 ) -> Tensor:
     """Softmax attention of one sequence in float32, rounded once: [Q, H, Dv] in query's dtype."""
     groups = query.shape[1] // key.shape[1]
@@ -87,7 +87,7 @@ def attend(
     if allowed is not None:
         seen = seen & allowed.repeat_interleave(query.shape[1] // allowed.shape[0], 0)
     scores = scores.masked_fill(~seen, float("-inf"))
-    if sinks is not None:  # a logit that takes part in the softmax and carries no value
+    if sinks is not None:  # a logit that takes part in the softmax but has no value
         sink = sinks.float().expand(scores.shape[1], -1).t()[..., None]
         weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
     else:
@@ -96,8 +96,8 @@ def attend(
 
 
 def by_distance(distance_bias: Tensor, query_pos: Tensor, key_pos: Tensor) -> Tensor:
-    """What is added to the scores [H, Q, K], of numbers [Q, H, E] for each distance: the number of
-    the query for keys 0 to E - 1 places before it, 0 for others."""
+    """The bias to add to the scores [H, Q, K], from each query's numbers [Q, H, E] by distance: the
+    query's number for keys 0 to E - 1 positions before it, 0 for others."""
     extent = distance_bias.shape[2]
     distance = query_pos[:, None] - key_pos[None, :]
     index = distance.clamp(0, extent - 1).expand(distance_bias.shape[1], -1, -1)
@@ -106,10 +106,10 @@ def by_distance(distance_bias: Tensor, query_pos: Tensor, key_pos: Tensor) -> Te
 
 
 def expand(latent: Tensor, weight: Tensor, heads: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Keys [K, H, dim] and values [K, H, Dv] of all heads, in float32, from what they are made of.
+    """Expand latents to the keys [K, H, dim] and values [K, H, Dv] of all heads, in float32.
 
-    latent [K, 1, R + Dr]: their latent, then the last Dr channels of every head's key. weight
-    [H * (dim - Dr + Dv), R]: a head's other channels of the key, then its value.
+    latent [K, 1, R + Dr]: the latent, then the last Dr channels of every head's key. weight
+    [H * (dim - Dr + Dv), R]: for each head, the other channels of its key, then its value.
     """
     own, shared = latent.float().split([weight.shape[1], latent.shape[2] - weight.shape[1]], -1)
     made = (own[:, 0] @ weight.float().t()).unflatten(1, (heads, -1))
@@ -118,7 +118,7 @@ def expand(latent: Tensor, weight: Tensor, heads: int, dim: int) -> tuple[Tensor
 
 
 def expanded_dim(query_dim: int, heads: int, weight: Tensor, cached: int) -> int:
-    """Dv: channels of a head's value, where `cached` values of a token stand for all heads'."""
+    """Dv: channels of a head's value that is expanded from `cached` values per token."""
     return int(weight.shape[0]) // heads - query_dim + cached - int(weight.shape[1])
 
 
@@ -152,20 +152,20 @@ def attention(
 ) -> Tensor:
     """query [1, H, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] -> [1, T, H, Dv].
 
-    Causal attention over one sequence of T tokens; the caches are not read. Not `causal`: tokens
-    see those after them too, within the window on both sides (`encoder_attention`). chosen
-    [T, G, N], with `sparse_block_size`: the keys that each token attends to, where the model
-    chooses them, as in `paged_attention`; until `find_indexers` has seen it, as the model has it.
-    bias [0, H, T, T]: what the model made of a mask marker, which has no numbers yet;
-    `find_key_biases` puts others in its place.
-    weight [H * (D - Dr + Dv), R]: key [1, 1, T, R + Dr] is a latent, of which it makes the keys and
-    values of all heads, as in `expand`; `value` is the latent's first R channels.
-    sinks [H], or [T, H]: a logit per head, or per token and head, with no value. distance_bias
-    [1, H, T, E]: what each token adds to the scores of keys 0 to E - 1 places before it; until
-    `find_distance_biases` has seen it, as the model has it, [1, H, T, T] for each key.
+    Causal attention over one sequence of T tokens; the caches are not read. If not `causal`, tokens
+    also see later ones, within the window on both sides (`encoder_attention`). chosen [T, G, N],
+    with `sparse_block_size`: the keys that each token attends to, if the model chooses them, in the
+    form of `paged_attention`; before `find_indexers`, in the model's form.
+    bias [0, H, T, T]: what the model computed from a mask marker, which has no values yet;
+    `find_key_biases` replaces it.
+    weight [H * (D - Dr + Dv), R]: key [1, 1, T, R + Dr] is a latent, which the weight expands to
+    the keys and values of all heads, as in `expand`; `value` is the latent's first R channels.
+    sinks [H], or [T, H]: a logit per head, or per token and head, without a value. distance_bias
+    [1, H, T, E]: what each token adds to the scores of keys 0 to E - 1 positions before it; before
+    `find_distance_biases`, in the model's form, [1, H, T, T] for each key.
     """
     if bias is not None:
-        raise ValueError("a mask that the model changed has no numbers before find_key_biases")
+        raise ValueError("a mask that the model changed has no values before find_key_biases")
     pos = torch.arange(query.shape[2], device=query.device)
     later = None if causal else within(pos, pos, window)
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)

@@ -1,4 +1,4 @@
-"""`ban_words`: a token that would finish a banned sequence of tokens is not drawn."""
+"""`ban_words`: forbid tokens that would complete a banned sequence of tokens."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def ban_words(
     words: Tensor,
     places: int,
 ) -> None:
-    """logits [S, V] float32: -inf at the last token of each word whose other tokens the output
-    ends with.
+    """logits [S, V] float32: set the last token of a word to -inf if the output ends with the
+    word's other tokens.
 
-    row [S] int64 picks each logits row's request among N table rows; length [S] int32 is how many
-    tokens it has. history [N, L] int32: its tokens, prompt first; prompt_len [N] int32: what comes
-    before is no output. words [N, W * places] int32: each word's tokens at the end of its places,
-    -1 before them. A row's words come first; the first that ends in -1 ends them.
+    row [S] int64 selects each logits row's request among N table rows; length [S] int32 is its
+    number of tokens. history [N, L] int32: its tokens, prompt first; prompt_len [N] int32: the
+    output begins there. words [N, W * places] int32: each word has `places` entries, with its
+    tokens at the end and -1 before them. The first word that ends in -1 ends a row's list.
     """
     for s, (r, count) in enumerate(zip(row.tolist(), length.tolist(), strict=True)):
         output = history[r, int(prompt_len[r]) : count].tolist()

@@ -27,7 +27,7 @@ def bmm(self: Tensor, mat2: Tensor) -> Tensor:
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
     for batch, m, k, n in ((1, 1, 16, 16), (3, 1, 40, 24), (4, 7, 33, 50), (2, 70, 64, 48)):
-        for turned in (False, True):  # as weights [N, K] are
+        for turned in (False, True):  # transposed, as weights [N, K] are
             x = torch.randn(m, batch, k, generator=gen).transpose(0, 1)
             w = torch.randn(batch, n + 8, k, generator=gen)[:, :n].transpose(1, 2) * k**-0.5
             if not turned:

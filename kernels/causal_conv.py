@@ -1,4 +1,4 @@
-"""`causal_conv`: a short convolution over time, per channel, whose last inputs are a state."""
+"""`causal_conv`: a short convolution over time, per channel, with its last inputs as state."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def causal_conv(
 ) -> Tensor:
     """x [T, C], weight [C, K], bias [C] -> [T, C]: y[t] = sum over j of w[j] * x[t - (K - 1) + j].
 
-    state [slots, C, K - 1] holds the inputs before a request's tokens and is brought up to date;
-    tokens and slots as in `packed`. Without a state: one sequence that begins here.
+    state [slots, C, K - 1] holds the inputs before a request's tokens and is updated; tokens and
+    slots as in `packed`. Without a state: one sequence that begins here.
     """
     out = torch.empty_like(x)
     channels, width = weight.shape
@@ -54,7 +54,7 @@ def _all_at_once(
     context_len: Tensor,
     request_row: Tensor,
 ) -> Tensor:
-    """Every tap is one gather over all tokens: from the packed inputs, or from the slots."""
+    """Each tap is one gather for all tokens, from the packed inputs or from the slots."""
     taps = weight.shape[1] - 1
     layout = Layout.of(x.shape[0], query_start, context_len)
     past = layout.start_state(state, request_row).to(x.dtype).transpose(1, 2)  # [R, K - 1, C]

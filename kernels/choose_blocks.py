@@ -1,7 +1,7 @@
-"""`choose_blocks`: which blocks of its context each token attends to: a sparse indexer of blocks.
+"""`choose_blocks`: a sparse indexer that chooses which blocks of its context each token attends to.
 
-As in `choose_keys` an indexer has queries and keys of its own, but here the best key of a block
-speaks for all of it, and every head chooses for itself.
+As in `choose_keys`, the indexer has its own queries and keys, but here a block is scored by its
+best key, and every head chooses separately.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def choose_blocks(
     sparse_block_size: int,
     recent: int,
 ) -> Tensor:
-    """query [T, H, D] of R requests laid end to end -> blocks [T, H, top_k] int32.
+    """query [T, H, D] of R packed requests -> blocks [T, H, top_k] int32.
 
-    Writes key [T, D] to key_cache [num_blocks, 1, block_size, D], as `write_kv` does. A
-    request's sparse block i is the positions from i * sparse_block_size on, as many. For each head
-    of a token it scores the most of query[h] . key[s] over its positions s up to the token's own.
-    The head chooses the `recent` blocks that end with the token's own, and for the rest of top_k
-    those of the highest scores, of equal ones the earlier. Blocks ascend, and -1 fills up where
-    fewer are there.
+    Writes key [T, D] to key_cache [num_blocks, 1, block_size, D], as `write_kv` does. A request's
+    sparse block i is the sparse_block_size positions from i * sparse_block_size on. For each head
+    of a token, its score is the maximum of query[h] . key[s] over its positions s up to the token's
+    own. The head chooses the `recent` last blocks, including the token's own, and fills the rest of
+    top_k with the highest scores; ties go to the earlier block. Blocks are in ascending order,
+    followed by -1 if there are fewer than top_k.
 
-    query_start, context_len and block_table as in `paged_attention`; a token of no request chooses
-    none. Source: block-sparse attention with a max-pooled indexer (2025).
+    query_start, context_len and block_table as in `paged_attention`; tokens without a request
+    choose none. Source: block-sparse attention with a max-pooled indexer (2025).
     """
     block_size = key_cache.shape[2]
     live = slot_mapping >= 0
@@ -83,8 +83,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield _case(mixed, 1, 32, 8, 3, 4, 0, device, dtype, padding=2)
     yield _case(mixed, 3, 40, 16, 4, 3, 2, device, dtype)
     yield _case([(1, 300), (2, 90)], 4, 64, 16, 3, 64, 1, device, dtype)
-    yield _case([(1, 40), (7, 20)], 2, 2, 8, 5, 1, 0, device, dtype)  # of a token each
-    yield _case([(3, 20)], 2, 36, 16, 50, 2, 1, device, dtype)  # more than there are
+    yield _case([(1, 40), (7, 20)], 2, 2, 8, 5, 1, 0, device, dtype)  # blocks of one token
+    yield _case([(3, 20)], 2, 36, 16, 50, 2, 1, device, dtype)  # top_k above the number of blocks
 
 
 def _case(

@@ -1,7 +1,7 @@
-"""`choose_keys`: which positions of its context each token attends to: a sparse indexer.
+"""`choose_keys`: a sparse indexer that chooses which positions each token attends to.
 
-It has queries and keys of its own, far fewer than those of attention. It scores every token of the
-context and hands the best to `paged_attention`, as `chosen`.
+It has its own queries and keys, far fewer than those of attention. It scores every token of the
+context and passes the best to `paged_attention`, as `chosen`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ def choose_keys(
     top_k: int,
     rate: int = 1,
 ) -> Tensor:
-    """query [T, H, D] of R requests laid end to end -> positions [T, top_k] int32.
+    """query [T, H, D] of R packed requests -> positions [T, top_k] int32.
 
     Writes key [T, D] to key_cache [num_blocks, 1, block_size, D], as `write_kv` does. Then a token
     scores each token s of its request, up to itself: the sum over h of weights[h] *
-    relu(query[h] . key[s]), with weights [T, H] float32. It chooses the top_k highest scores, of
-    equal ones the earlier token. Positions ascend, and -1 fills up where fewer tokens are there.
+    relu(query[h] . key[s]), with weights [T, H] float32. It chooses the top_k highest scores; ties
+    go to the earlier token. Positions are in ascending order, followed by -1 if there are fewer
+    than top_k tokens.
 
-    query_start, context_len and block_table as in `paged_attention`; a token of no request chooses
-    none. Source: the "lightning indexer" (2025), whose positive scale changes no choice.
-    rate: a key stands for so many tokens. Of a request's keys those of every rate-th token have a
-    slot; the cache has them end to end. A token at position p scores the first (p + 1) // rate, and
-    what it chooses are their numbers.
+    query_start, context_len and block_table as in `paged_attention`; tokens without a request
+    choose none. Source: the "lightning indexer" (2025), whose positive scale does not affect the
+    choice.
+    rate: the number of tokens that a key stands for. Only every rate-th token of a request has a
+    slot for its key; the cache stores these keys contiguously. A token at position p scores the
+    first (p + 1) // rate keys, and its choices are indices of keys.
     """
     block_size, num_keys = key_cache.shape[2], block_table.shape[1] * key_cache.shape[2]
     live = slot_mapping >= 0
@@ -73,16 +75,16 @@ def make_case(
     lengths: list[tuple[int, int]],  # (new tokens, context after the step) of each request
     heads: int,
     dim: int,
-    block_size: int,  # keys of a block
+    block_size: int,  # keys per block
     top_k: int,
     device: torch.device,
     dtype: torch.dtype,
     *,
-    padding: int = 0,  # tokens of no request, at the end
+    padding: int = 0,  # tokens without a request, at the end
     rate: int = 1,
     seed: int = 0,
 ) -> Case:
-    """Random inputs with shuffled blocks; what the step has yet to write holds NaN."""
+    """Random inputs with shuffled blocks; slots that the step is to write hold NaN."""
     gen = torch.Generator(device="cpu").manual_seed(seed)
     need = [-(-context // (block_size * rate)) for _, context in lengths]
     order = torch.randperm(sum(need) + 1, generator=gen).tolist()
@@ -124,5 +126,5 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_case(mixed, 1, 32, 8, 6, device, dtype, padding=2)  # one head: many scores are 0
     yield make_case(mixed, 5, 40, 16, 12, device, dtype)
     yield make_case([(1, 200), (2, 90)], 16, 64, 16, 64, device, dtype)
-    yield make_case([(3, 20)], 4, 36, 16, 100, device, dtype)  # more than there are
+    yield make_case([(3, 20)], 4, 36, 16, 100, device, dtype)  # top_k above the number of tokens
     yield make_case([*mixed, (7, 90)], 5, 40, 4, 6, device, dtype, padding=2, rate=4)

@@ -1,8 +1,8 @@
-"""`all_reduce`, `all_gather`, `first_rank`: what the ranks of a tensor-parallel step tell each
-other. `embed_shard`, `shard_ids`: the ops whose results depend on which rank it is.
+"""`all_reduce`, `all_gather`, `first_rank`: the collectives of a tensor-parallel step.
+`embed_shard`, `shard_ids`: ops whose results depend on the rank.
 
 A rank is one of `size` processes that run the same graph, each over its own part of the weights.
-The graph does not say whom it talks to: whoever runs it names the group (`ranks`).
+The graph does not name the group: the caller sets it with `ranks`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from llmc.kernels.torch_impl import torch_impl
 
 
 class Group:
-    """The ranks of one engine, over gloo or NCCL. All of them make the same calls in one order.
+    """The ranks of one engine, over gloo or NCCL. All ranks make the same calls in the same order.
 
-    RuntimeError where another rank has ended, or takes longer than the group's timeout.
+    Calls raise RuntimeError if another rank has exited or exceeds the group's timeout.
     """
 
     def __init__(self, processes: Any) -> None:
@@ -53,9 +53,9 @@ class Group:
         return out
 
     def abort(self) -> None:
-        """Make the collective that is under way an error, and all later ones. From any thread."""
+        """Make the running collective and all later ones fail. Can be called from any thread."""
         abort = getattr(self._processes, "abort", None)
-        if abort is not None:  # gloo's of older versions; it notices by itself that a rank ended
+        if abort is not None:  # missing in older gloo, which detects the exit of a rank by itself
             abort()
 
     @property
@@ -68,7 +68,7 @@ _running = threading.local()
 
 @contextmanager
 def ranks(group: Group | None) -> Iterator[None]:
-    """Inside, this thread's collectives are among `group`; None: this process is alone."""
+    """Run this thread's collectives in `group` within this context; None: a single process."""
     before = _group()
     _running.group = group
     try:
@@ -84,11 +84,10 @@ def _group() -> Group | None:
 
 @op(mutates=("turn",), shape="x")
 def all_reduce(x: Tensor, turn: Tensor) -> Tensor:
-    """x of any shape -> the sum of every rank's x, equal on all ranks; x itself on one alone.
+    """x of any shape -> the sum of every rank's x, equal on all ranks; x itself without a group.
 
-    The ranks are those of `ranks(...)`, which all call it in the same order: `turn`, of any kind,
-    is said to be written to, so that no compiler moves a collective before another. Summed in x's
-    dtype.
+    All ranks in `ranks(...)` call it in the same order. `turn`, any tensor, is declared as mutated
+    so that no compiler reorders collectives. Summed in x's dtype.
     """
     group = _group()
     parts = [x] if group is None else group.all_of(x)
@@ -104,8 +103,8 @@ def _gathered(*, x: Tensor, size: int, **others: object) -> Tensor:
 
 @op(mutates=("turn",), shape=_gathered)
 def all_gather(x: Tensor, size: int, turn: Tensor) -> Tensor:
-    """x [..., N] -> every rank's x, side by side in their order [..., N * size]; alone, x again and
-    again. `size` is the number of ranks, and `turn` as for `all_reduce`.
+    """x [..., N] -> every rank's x, concatenated in rank order [..., N * size]; without a group, x
+    is repeated. `size` is the number of ranks, and `turn` as for `all_reduce`.
     """
     group = _group()
     return torch.cat([x] * size if group is None else group.all_of(x), -1)
@@ -113,8 +112,8 @@ def all_gather(x: Tensor, size: int, turn: Tensor) -> Tensor:
 
 @op(shape="ids")
 def shard_ids(ids: Tensor, rows: int) -> Tensor:
-    """ids of any shape -> the same of rows that this rank holds: [0, rows) are those of which it
-    does. The ranks' rows follow each other."""
+    """ids of any shape -> ids relative to this rank's rows: those in [0, rows) are on this rank.
+    Each rank holds `rows` consecutive rows, in rank order."""
     group = _group()
     return ids - (0 if group is None else group.rank * rows)
 
@@ -125,10 +124,10 @@ def _embedded(*, ids: Tensor, weight: Tensor) -> Tensor:
 
 @op(shape=_embedded)
 def embed_shard(ids: Tensor, weight: Tensor) -> Tensor:
-    """ids of any shape, weight [V, K] -> [..., K]: rows of a table of which each rank holds V.
+    """ids of any shape, weight [V, K] -> [..., K]: rows of a table of which each rank holds V rows.
 
-    The ranks' rows follow each other; what another rank holds is 0, so that their sum is the whole
-    table's embedding.
+    Each rank holds consecutive rows, in rank order. Rows of other ranks are 0, so the sum over the
+    ranks is the embedding of the whole table.
     """
     own = shard_ids.reference(ids, weight.shape[0])
     is_here = (own >= 0) & (own < weight.shape[0])
@@ -138,7 +137,7 @@ def embed_shard(ids: Tensor, weight: Tensor) -> Tensor:
 
 @op(mutates=("turn",), shape="x")
 def first_rank(x: Tensor, turn: Tensor) -> Tensor:
-    """x of any shape -> the x of rank 0, on every rank: what ranks must agree on to the bit.
+    """x of any shape -> rank 0's x on every rank, for values that ranks must agree on exactly.
 
     `turn` as for `all_reduce`.
     """

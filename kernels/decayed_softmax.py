@@ -1,4 +1,4 @@
-"""`decayed_softmax`: a softmax over earlier tokens, per channel, whose logits fade with distance.
+"""`decayed_softmax`: a softmax over earlier tokens, per channel, with logits decaying by distance.
 
 The time mixing of Peng et al., 2023, https://arxiv.org/abs/2305.13048, section 3.1.2.
 """
@@ -19,7 +19,7 @@ _LOWEST = -1e38  # the largest logit before any token
 
 
 def _step(key: Tensor, value: Tensor, decay: Tensor, bonus: Tensor, state: Tensor) -> Tensor:
-    """One token of each row, [..., C] in float32; `state` [..., 3, C] is brought up to date."""
+    """One token of each row, [..., C] in float32; updates `state` [..., 3, C]."""
     above, below, highest = state.unbind(-2)
     top = torch.maximum(highest, key + bonus)
     kept, own = torch.exp(highest - top), torch.exp(key + bonus - top)
@@ -73,7 +73,7 @@ def _all_at_once(
     context_len: Tensor,
     request_row: Tensor,
 ) -> Tensor:
-    """A step of all requests at a time; where a request has no token, its state stays."""
+    """One token of all requests at a time; without a token, a request's state is unchanged."""
     layout = Layout.of(key.shape[0], query_start, context_len)
     keys, values = layout.pad(key.float()), layout.pad(value.float())
     has_token = layout.pad(torch.ones_like(key[:, :1], dtype=torch.bool))

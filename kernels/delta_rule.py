@@ -1,4 +1,4 @@
-"""`delta_rule`: linear attention that corrects its memory, with a decay per head or per channel.
+"""`delta_rule`: linear attention with the delta rule, and a decay per head or per channel.
 
 Gated delta networks: Yang, Kautz and Hatamizadeh, 2024, https://arxiv.org/abs/2412.06464. With a
 decay per channel: Zhang et al., 2025, https://arxiv.org/abs/2510.26692.
@@ -34,7 +34,7 @@ def delta_rule(
     decay [T, H, D or 1] is a logarithm. For every token: S = exp(decay) * S;
     S = S + key (beta * (value - key S)); out = query S; all in float32. state [slots, H, D, Dv]
     float32 is S between steps; tokens and slots as in `packed`. Without a state: one sequence
-    that begins here. Normalization and scaling of query and key are the caller's.
+    that begins here. The caller normalizes and scales query and key.
     """
     out = torch.empty_like(value)
     shape = (*key.shape[1:], value.shape[2])
@@ -66,7 +66,7 @@ def _all_at_once(
     context_len: Tensor,
     request_row: Tensor,
 ) -> Tensor:
-    """A step of all requests at a time; where a request has no token, beta and decay are zero."""
+    """One token of all requests at a time; without a token, a request's beta and decay are 0."""
     layout = Layout.of(key.shape[0], query_start, context_len)
     q, k, v, g, b = (layout.pad(x.float()) for x in (query, key, value, decay, beta))
     memory = layout.start_state(state, request_row)

@@ -1,7 +1,7 @@
-"""`draft_states`: the marker for hidden states that a draft head is handed or leaves.
+"""`draft_states`: the marker for hidden states that a draft head reads or saves.
 
-A head drafts from hidden states of the model that it is for. Behind its first draft token there are
-none yet: it takes its own instead.
+A head drafts from hidden states of its target model. After its first draft token these are not
+available yet, so it uses its own instead.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ CARRIED, LEFT = -1, -2
 
 @op(shape="hidden")
 def draft_states(hidden: Tensor, place: int) -> Tensor:
-    """hidden [1, T, N] -> [1, T, N], of each token:
+    """hidden [1, T, N] -> [1, T, N], for each token:
 
-    place 0, 1, ...: that hidden state of the model that is drafted for, whatever `hidden` is;
-    CARRIED: `hidden` or, of a draft token, what the step that drew it has left;
-    LEFT: `hidden`, which is left for a draft token that is drawn behind it.
+    place 0, 1, ...: that hidden state of the target model, whatever `hidden` is;
+    CARRIED: `hidden`, or for a draft token, the state saved by the step that drafted it;
+    LEFT: `hidden`, which is also saved for a draft token that is drafted after it.
 
-    passes/feed_head.py puts these in its place; the marker alone is the identity.
+    passes/feed_head.py replaces it with these; the marker alone is the identity.
     """
     return hidden.clone()
 

@@ -1,4 +1,4 @@
-"""`encoder_attention`: packed texts, of which every token attends to the whole of its own."""
+"""`encoder_attention`: bidirectional attention over packed sequences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmc.kernels.attention import attend, within
 from llmc.kernels.registry import Case, op
 from llmc.kernels.torch_impl import torch_impl
 
-# Queries that a band of a window is computed for at a time.
+# Queries per tile when attention has a window.
 _BAND = 256
 
 
@@ -29,11 +29,12 @@ def encoder_attention(
     scale: float,
     window: int,
 ) -> Tensor:
-    """query [T, H, D], key [T, Hkv, D], value [T, Hkv, Dv] of R texts -> [T, H, Dv].
+    """query [T, H, D], key [T, Hkv, D], value [T, Hkv, Dv] of R sequences -> [T, H, Dv].
 
-    query_start [R + 1] int32: text r is the tokens query_start[r] to query_start[r + 1], all of it.
-    A token sees those of its text that are less than `window` places away, before it and after it;
-    0: all. Computed in float32, in query's dtype. Rows past query_start[R] are zero.
+    query_start [R + 1] int32: sequence r is the tokens query_start[r] to query_start[r + 1]; it is
+    complete. A token sees the tokens of its sequence less than `window` positions away, in both
+    directions; 0: all. Computed in float32; the result has query's dtype. Rows past query_start[R]
+    are zero.
     """
     out = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
     bounds = query_start.tolist()
@@ -62,7 +63,7 @@ def encoder_attention(
 def _by_text(
     query: Tensor, key: Tensor, value: Tensor, query_start: Tensor, scale: float, window: int
 ) -> Tensor:
-    """torch's attention of each text. Products of 16 bits are slow on many CPUs: in float32."""
+    """Call torch's attention per sequence, in float32: 16-bit products are slow on many CPUs."""
     out = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
     bounds = query_start.tolist()
     q, k, v = (x.float().transpose(0, 1)[None] for x in (query, key, value))  # [1, H, T, D]
@@ -99,7 +100,7 @@ def make_case(
     dtype: torch.dtype,
     *,
     window: int = 0,
-    padding: int = 0,  # rows past the last text
+    padding: int = 0,  # rows past the last sequence
 ) -> Case:
     gen = torch.Generator(device="cpu").manual_seed(0)
     starts = torch.tensor([0, *lengths]).cumsum(0).int()

@@ -1,8 +1,9 @@
-"""`entries` and `entry_attention`: markers of attention to tokens and to entries beside them.
+"""`entries` and `entry_attention`: markers for attention to tokens and to compressed entries.
 
-An entry is a key, and its value, that stands for several tokens. Captured code joins entries to the
-keys of the tokens, and hands both to attention: `entries` says what they are, `find_entries` makes
-`entry_attention` of the two, and `page_entries` puts both into one paged cache.
+An entry is a key, which is also its value, that stands for several tokens. Captured code
+concatenates the keys of the tokens and the entries and passes both to attention: `entries` marks
+the entries, `find_entries` turns the two into `entry_attention`, and `page_entries` stores both in
+one paged cache.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def entries(
     rate: int,
     top_k: int,
 ) -> Tensor:
-    """The entries [T, D] themselves, with all that `entry_attention` has to know of them."""
+    """The entries [T, D] themselves, with what `entry_attention` needs to know about them."""
     return entry.clone()
 
 
@@ -53,11 +54,11 @@ def entry_attention(
 ) -> Tensor:
     """query [1, H, T, D], key [1, 1, T, D], entry [T, D] -> [1, T, H, D], over one sequence.
 
-    A softmax over the tokens within the window and over entries, both of which are their own
-    values. Row t of `entry` is one where t + 1 is a multiple of `rate`, and tokens from t on see
-    it. With an index they see the top_k of those that score highest, as in `choose_keys`:
-    index_query [T, H', Di], index_key [T, Di] by rows of `entry`, index_weights [T, H'] float32.
-    The caches are not read; sinks and softcap as in `paged_attention`.
+    A softmax over the tokens within the window and over entries, whose keys are also their values.
+    Row t of `entry` is an entry if t + 1 is a multiple of `rate`, and tokens from t on see it. With
+    an index, they see only the top_k entries with the highest scores, as in `choose_keys`:
+    index_query [T, H', Di], index_key [T, Di] for the rows of `entry`, index_weights [T, H']
+    float32. The caches are not read; sinks and softcap as in `paged_attention`.
     """
     pos = torch.arange(query.shape[2], device=query.device)
     ends = pos % rate == rate - 1

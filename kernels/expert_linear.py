@@ -1,4 +1,4 @@
-"""`expert_linear`: a linear whose weight each row picks among many; the heart of routed experts."""
+"""`expert_linear`: a linear in which each row selects its weight, for routed experts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Caches of 8-bit floats: how keys and values are rounded into them and read back.
+"""FP8 caches: how keys and values are quantized on writing and dequantized on reading.
 
-A cache holds x / scale, saturated and rounded to nearest (ties to even); it is read as its value
-times scale. Scales are float32, [1] for the tensor or [Hkv], one a head; None is 1.
+A cache holds x / scale, saturated and rounded to nearest (ties to even); a read multiplies by the
+scale. Scales are float32, [1] for the tensor or [Hkv], one per head; None is 1.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-CACHE_DTYPES = {"auto": None, "fp8_e4m3": FP8[0], "fp8_e5m2": FP8[1]}  # names that users write
+CACHE_DTYPES = {"auto": None, "fp8_e4m3": FP8[0], "fp8_e5m2": FP8[1]}  # values of the option
 
 
 def to_cache(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """x [..., Hkv, D] as the cache stores it, in the cache's dtype."""
+    """Convert x [..., Hkv, D] to the form in which a cache of dtype `dtype` stores it."""
     if dtype not in FP8:
         return x.to(dtype)
     y = x.float() if scale is None else x.float() / scale[:, None]
-    largest = torch.finfo(dtype).max  # past it a cast gives NaN, infinity or this, by version
+    largest = torch.finfo(dtype).max  # above it, a cast gives NaN, inf or this, by torch version
     return y.clamp(-largest, largest).to(dtype)
 
 
 def from_cache(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Cached x [..., Hkv, D] in float32 where it is of 8 bits, else as it is."""
+    """Cached x [..., Hkv, D], dequantized to float32 if it is FP8, else unchanged."""
     if x.dtype not in FP8:
         return x
     return x.float() if scale is None else x.float() * scale[:, None]
@@ -41,8 +41,8 @@ def caches_fit(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> bool:
-    """Whether fast versions take these caches beside x: of its dtype, or of 8 bits with scales that
-    are dense float32 of 1 or Hkv."""
+    """Whether fast versions support these caches for x: they have its dtype, or FP8 with contiguous
+    float32 scales of shape [1] or [Hkv]."""
     heads = key_cache.shape[1]
     return (
         key_cache.dtype == value_cache.dtype

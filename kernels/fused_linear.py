@@ -28,10 +28,11 @@ def fused_linear(
     act: str | None,
     residual: Tensor | None,
 ) -> Tensor:
-    """act_mul(rms_norm(x) weight^T + bias) + residual, each part only where it is given.
+    """act_mul(rms_norm(x) weight^T + bias) + residual; each part is optional.
 
     x [..., K], weight [N, K], bias [N]. eps None: no norm; otherwise norm_weight [K] and offset
-    as in `rms_norm`. act as in `act_mul`: the result has N / 2 columns. residual: like the result.
+    as in `rms_norm`. act as in `act_mul`: the result has N / 2 columns. residual: same shape as the
+    result.
     """
     if eps is not None:
         x = normalize(x, norm_weight, eps, offset).to(x.dtype)

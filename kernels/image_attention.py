@@ -1,4 +1,4 @@
-"""`image_attention`: attention of tokens that see their whole image, beside causal attention."""
+"""`image_attention`: attention of image tokens to their whole image, after causal attention."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def image_attention(
     v_scale: Tensor | None,
     seen_span: Tensor,
 ) -> Tensor:
-    """What `paged_attention` gave, [T, H, Dv], with the rows of image tokens computed anew.
+    """The output of `paged_attention` [T, H, Dv], with the rows of image tokens recomputed.
 
-    seen_span [2, T] int64: besides what `attention.visible` shows, token t sees the places from
-    seen_span[0, t] to seen_span[1, t] of its request, all of whose tokens are in this step; equal
-    ones for a token that sees no more. All else is `paged_attention`'s.
+    seen_span [2, T] int64: in addition to what `attention.visible` allows, token t sees positions
+    seen_span[0, t] to seen_span[1, t] of its request, all of which are in this step. The two are
+    equal for a token that sees nothing more. The other arguments are those of `paged_attention`.
     """
     out = causal.clone()
     starts = query_start.tolist()

@@ -2,12 +2,12 @@
 
 There are two ways to compute it (multi-head latent attention, https://arxiv.org/abs/2405.04434):
 
-- Absorbed: the weight meets queries and outputs, and all heads attend to the latent. It reads a
-  context once, which is what decoding wants.
-- Expanded: the weight makes keys and values of the whole context, and each head attends to its own.
-  Attention is then over fewer channels, which is what many new tokens want.
+- Absorbed: the weight is applied to queries and outputs, and all heads attend to the latent. The
+  context is read only once, which suits decoding.
+- Expanded: the weight expands the whole context to keys and values, and each head attends to its
+  own. Attention is then over fewer channels, which suits many new tokens.
 
-`expands` says which of them takes fewer multiplications, request by request.
+`expands` decides per request which of them takes fewer multiplications.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ from llmc.kernels.fp8 import FP8
 from llmc.kernels.paged_attention import cached_rows, make_case
 from llmc.kernels.registry import Case, op
 
-LEAST_NEW = 32  # fewer new tokens gain nothing; and a step of fewer reads no sizes on the host
-MOST_BYTES = 256 << 20  # of a context's latents, and of what one head makes of them
+LEAST_NEW = 32  # below this expanding gains nothing, and the step need not read sizes on the host
+MOST_BYTES = 256 << 20  # for a context's latents and their expansion for one head
 
 
 def expands(
     new: int, context: int, *, dim: int, shared: int, v_dim: int, rank: int, itemsize: int
 ) -> bool:
-    """Whether a request of `new` tokens, the last of `context`, is computed expanded.
+    """Whether a request with `new` tokens, the last ones of `context`, is computed expanded.
 
-    A query sees a key in P = new * context - new * (new - 1) / 2 pairs. A head multiplies
+    There are P = new * context - new * (new - 1) / 2 pairs of a query and a visible key. The
+    multiplications per head are
 
         absorbed:  new * R * (D + Dv)      + P * (2 * R + Dr)
         expanded:  context * R * (D + Dv)  + P * (D + Dr + Dv)
 
-    times, and the lesser is taken: for all new prompts where 2 R > D + Dv, and of later chunks with
-    long contexts those of more than R (D + Dv) / (2 R - D - Dv) tokens (171 of
+    and the smaller number wins. Expanding wins for all new prompts if 2 R > D + Dv, and for later
+    chunks with long contexts if they have more than R (D + Dv) / (2 R - D - Dv) tokens (171 for
     R = 512, D = Dv = 128). dim is D, `shared` Dr, v_dim Dv and rank R, as in `latent_attention`. A
-    context's latents, and what is made of them for one head, have to fit MOST_BYTES in values of
-    `itemsize` bytes: heads can be computed a few at a time, as they do not mix.
+    context's latents and their expansion for one head must fit in MOST_BYTES, with values of
+    `itemsize` bytes. One head is enough, since heads are independent and can be computed a few at a
+    time.
     """
     pairs = new * context - new * (new - 1) // 2
     made = dim + v_dim
@@ -74,13 +76,14 @@ def latent_attention(
     k_scale: Tensor | None = None,
     prompts: Tensor | None = None,
 ) -> Tensor:
-    """query [T, H, D + Dr] of R requests laid end to end -> [T, H, Dv] in query's dtype.
+    """query [T, H, D + Dr] of R packed requests -> [T, H, Dv] in query's dtype.
 
-    key_cache [num_blocks, 1, block_size, R + Dr]: of a token its latent, and the last Dr channels
-    of every head's key. weight [H * (D + Dv), R]: a head's first D channels of the key, then its
-    value, as a linear of the latent. All else is `paged_attention`'s, `prompts` too: which requests
-    may be computed expanded where sizes on the device can't be read. Attention with a window or in
-    chunks is never expanded. Both ways give the same, but for rounding.
+    key_cache [num_blocks, 1, block_size, R + Dr]: each token's latent, then the last Dr channels
+    of every head's key. weight [H * (D + Dv), R]: for each head, the first D channels of its key,
+    then its value, as a linear of the latent. The other arguments are those of `paged_attention`.
+    `prompts` says which requests can be computed expanded if sizes on the device can't be read.
+    Attention with a window or chunks is never expanded. Both ways give the same result up to
+    rounding.
     """
     heads, dim = query.shape[1:]
     out = query.new_zeros(_shape(query=query, weight=weight, key_cache=key_cache).shape)
@@ -125,7 +128,7 @@ def make_latent_case(
     sinks: bool = False,
     alibi: bool = False,
 ) -> Case:
-    """Random inputs with shuffled blocks, as those of `make_case`."""
+    """Random inputs with shuffled blocks, like those of `make_case`."""
     case = make_case(
         lengths, heads, 1, rank + shared, rank, block_size, device, dtype,
         cache=cache, window=window, softcap=softcap, sinks=sinks, alibi=alibi, shared=True,
@@ -133,7 +136,7 @@ def make_latent_case(
     gen = torch.Generator(device="cpu").manual_seed(1)
     query = torch.randn(case[0].shape[0], heads, dim + shared, generator=gen)
     weight = torch.randn(heads * (dim + v_dim), rank, generator=gen) * rank**-0.5
-    # half the usual scale: what is rounded in between moves scores less
+    # half the usual scale, so that intermediate rounding changes scores less
     scale = 0.5 * (dim + shared) ** -0.5
     inputs = (query.to(device, dtype), weight.to(device, dtype), case[1])
     return (*inputs, *case[3:6], scale, *case[7:12], case[12])

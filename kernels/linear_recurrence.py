@@ -53,7 +53,7 @@ def _all_at_once(
     context_len: Tensor,
     request_row: Tensor,
 ) -> Tensor:
-    """A step of all requests at a time; where a request has no token, nothing decays."""
+    """One token of all requests at a time; without a token, a request's state does not decay."""
     layout = Layout.of(x.shape[0], query_start, context_len)
     x_p, kept = layout.pad(x.float()), layout.pad(decay.float() - 1) + 1
     h = layout.start_state(state, request_row)

@@ -1,8 +1,9 @@
-"""Shared by the ops that carry a state from token to token: packed requests <-> padded rows.
+"""Packed requests <-> padded rows, shared by the ops that carry a state from token to token.
 
-T tokens of R requests lie end to end; `query_start` [R + 1] says where each begins, `context_len`
-[R] how many tokens it has after this step, and `request_row` [R] in which slot its state lives. A
-request whose tokens are all in this step is fresh: it starts from zero, whatever its slot holds.
+The T tokens of R requests are packed end to end: `query_start` [R + 1] says where each request
+begins, `context_len` [R] how many tokens it has after this step, and `request_row` [R] which slot
+holds its state. A request whose tokens are all in this step is fresh: it starts from zero, whatever
+its slot holds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def spans(
     context_len: Tensor | None,
     request_row: Tensor | None,
 ) -> list[Span]:
-    """Without the three tensors: one fresh sequence of all tokens, whose state is not kept.
+    """The requests of a step. Without the three tensors, all tokens are one fresh sequence.
 
     A padding request (context_len 0) is fresh too.
     """
@@ -45,10 +46,10 @@ def spans(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where each packed token lies in rows of one request each, padded to the longest.
+    """Where each packed token goes in a padded layout with one row per request.
 
-    request, column [T]: a token's row and its place in it. Made without reading a value back from
-    the device when every request computes one token (T == R, a decode step).
+    request, column [T]: a token's row and its index in the row. If every request has one token
+    (T == R, a decode step), it is computed without reading a value back from the device.
     """
 
     request: Tensor
@@ -69,7 +70,7 @@ class Layout:
         return Layout(request=request, column=column, width=int(count.max()), fresh=fresh)
 
     def pad(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [R, width, ...] with zeros where a request has no token."""
+        """[T, ...] -> [R, width, ...], padded with zeros."""
         if self.width == 1:
             return x[:, None]
         out = x.new_zeros(self.fresh.shape[0], self.width, *x.shape[1:])
@@ -81,6 +82,6 @@ class Layout:
         return x[:, 0] if self.width == 1 else x[self.request, self.column]
 
     def start_state(self, state: Tensor, request_row: Tensor) -> Tensor:
-        """The states [R, ...] that the requests start from: their slots', zero for fresh ones."""
+        """The requests' initial states [R, ...]: those in their slots, zero for fresh ones."""
         shape = (-1, *[1] * (state.dim() - 1))
         return state[request_row].masked_fill(self.fresh.view(shape), 0)

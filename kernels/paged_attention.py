@@ -38,29 +38,31 @@ def paged_attention(
     v_dim: int = 0,
     distance_bias: Tensor | None = None,
 ) -> Tensor:
-    """query [T, H, D] of R requests laid end to end -> [T, H, Dv] in query's dtype.
+    """query [T, H, D] of R packed requests -> [T, H, Dv] in query's dtype.
 
     key_cache [num_blocks, Hkv, block_size, D], value_cache [num_blocks, Hkv, block_size, Dv];
-    the keys of this step are already in them. query_start [R + 1] int32: request r owns queries
-    query_start[r] to query_start[r + 1]. context_len [R] int32: its tokens after this step, so
-    its queries are the last ones of them. block_table [R, max_blocks] int32.
+    the keys and values of this step are already in them. query_start [R + 1] int32: request r owns
+    queries query_start[r] to query_start[r + 1]. context_len [R] int32: its tokens after this step,
+    of which its queries are the last. block_table [R, max_blocks] int32.
 
     window, chunk (0: off): see `attention.visible`. softcap (0: off): cap * tanh(score / cap).
-    sinks [H], or [T, H] of each query: a logit per head with no value.
+    sinks [H], or [T, H] for each query: a logit per head without a value.
     slopes [H]: ALiBi, slope * (key pos - query pos).
-    Caches may be float8, with k_scale and v_scale as in `fp8.py`.
-    prompts, on the host: which requests are prompts (`prompts.py`), a hint that changes no result.
-    chosen [T, G, N] int32: the sparse blocks that each query attends to, up to itself, none twice;
-    negative ones are none, and at least one key is there. Sparse block i is the positions from
-    i * sparse_block_size on, as many. G is 1, or Hkv: the heads of each KV head attend to blocks of
-    their own. It goes with neither window, chunk nor slopes; nothing else is read.
-    v_dim (0: off): values are the first v_dim channels of the keys, with their scale; value_cache
-    is of no width, and v_scale None. It goes with no chosen.
-    distance_bias [T, H, E], of query's dtype or float32: what a query adds to its scores of keys 0
-    to E - 1 places before it (those farther away get nothing). It goes with no chosen.
-    Blocks before the first that a query of the request sees are never read, and may hold anything.
-    A request with context_len 0, or with no queries, is padding: its outputs are zero, as are
-    those of queries past query_start[R].
+    Caches can be float8, with k_scale and v_scale as in `fp8.py`.
+    prompts, on the host: which requests are prompts (`prompts.py`), a hint that does not change
+    results.
+    chosen [T, G, N] int32: the sparse blocks that each query attends to, up to itself, without
+    duplicates. Negative ones are unused; each query has at least one key. Sparse block i is the
+    sparse_block_size positions from i * sparse_block_size on. G is 1, or Hkv, in which case the
+    heads of each KV head have their own blocks. No other keys are read. Not supported together with
+    window, chunk or slopes.
+    v_dim (0: off): values are the first v_dim channels of the keys, with the keys' scale;
+    value_cache has width 0, and v_scale is None. Not supported together with chosen.
+    distance_bias [T, H, E], in query's dtype or float32: what a query adds to its scores of keys 0
+    to E - 1 positions before it (0 for keys farther away). Not supported together with chosen.
+    Blocks before the first one visible to a request's queries are never read and can hold anything.
+    A request with context_len 0 or without queries is padding: its outputs are zero, as are those
+    of queries past query_start[R].
     """
 
     if v_dim:
@@ -100,8 +102,8 @@ def paged_attention(
 def cached_rows(
     cache: Tensor, scale: Tensor | None, table: Tensor, first: int, last: int
 ) -> Tensor:
-    """What a cache [num_blocks, Hkv, block_size, D] holds of positions [first, last) of the request
-    whose blocks are `table` [max_blocks] int32: [last - first, Hkv, D], read as in `fp8.py`."""
+    """The rows [last - first, Hkv, D] of positions [first, last) in a cache [num_blocks, Hkv,
+    block_size, D], for a request with blocks `table` [max_blocks] int32; read as in `fp8.py`."""
     block_size = cache.shape[2]
     blocks = table[first // block_size : -(-last // block_size)].long()
     picked = indexable(cache)[blocks].view(cache.dtype)
@@ -125,17 +127,17 @@ def make_case(
     sinks: bool = False,
     alibi: bool = False,
     cache: torch.dtype | None = None,  # None: dtype
-    chosen: int = 0,  # most sparse blocks that a query attends to; 0: all
+    chosen: int = 0,  # maximum number of sparse blocks per query; 0: all keys
     groups: int = 1,
     sparse_block_size: int = 1,
     shared: bool = False,  # values are the first channels of the keys
-    token_sinks: bool = False,  # sinks of each query
-    distances: int = 0,  # that queries have a bias for; 0: none
+    token_sinks: bool = False,  # sinks per query
+    distances: int = 0,  # number of distances that queries have a bias for; 0: none
     seed: int = 0,
 ) -> Case:
-    """Random inputs with shuffled blocks; blocks that are not owned, or not seen, hold NaN.
+    """Random inputs with shuffled blocks; blocks that are not owned or not visible hold NaN.
 
-    A float8 cache comes with a scale for all keys, and one a head for values.
+    A float8 cache has one scale for all keys and one per head for values.
     """
     gen = torch.Generator(device="cpu").manual_seed(seed)
     need = [(context + block_size - 1) // block_size for _, context in lengths]
@@ -228,7 +230,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_case(mixed, 6, 2, 40, 36, 16, device, dtype, chosen=20, sinks=True, softcap=5.0)
     yield make_case([(1, 170), (3, 90)], 4, 1, 64, 64, 16, device, dtype, chosen=80, cache=FP8[0])
     yield make_case(mixed, 8, 2, 32, 32, 8, device, dtype, chosen=3, groups=2, sparse_block_size=4)
-    # blocks with rows beside those of their tokens (page_entries)
+    # blocks with more rows than tokens (page_entries)
     yield make_case(mixed, 4, 1, 32, 32, 17, device, dtype, chosen=12, sinks=True)
     yield make_case(mixed, 16, 1, 40, 32, 8, device, dtype, shared=True)
     yield make_case(mixed, 6, 2, 72, 64, 16, device, dtype, shared=True, window=7, sinks=True)

@@ -1,4 +1,4 @@
-"""`place_rows`: rows that an image became, in place of the embeddings of its placeholder tokens."""
+"""`place_rows`: replace the embeddings of an image's placeholder tokens with the image's rows."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def place_rows(
     """embeddings [..., T, H], image_rows [M, L * H], image_row [T] int64 -> [..., T, H], all floats
     of one dtype.
 
-    Token t has columns level * H to (level + 1) * H of row image_row[t] of `image_rows`, or its own
-    embedding where that is -1. Without rows it marks the place in a captured graph
+    Token t gets columns level * H to (level + 1) * H of row image_row[t] of `image_rows`, or keeps
+    its own embedding if that is -1. Without rows it is a marker in a captured graph
     (passes/take_image_rows.py).
     """
     if image_rows is None or image_row is None:

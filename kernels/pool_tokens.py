@@ -1,4 +1,4 @@
-"""`pool_tokens`: the marker that stands where a model that returns vectors pools its tokens."""
+"""`pool_tokens`: the marker for pooling in a model that returns vectors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from llmc.kernels.registry import Case, op
 
 @op(shape="hidden")
 def pool_tokens(hidden: Tensor) -> Tensor:
-    """hidden [1, T, N] -> [1, T, N]: of each token, what pooling makes of its text up to there.
+    """hidden [1, T, N] -> [1, T, N]: for each token, its sequence pooled up to that token.
 
-    passes/pool.py puts the pooling in its place; the marker alone is pooling by the last token.
+    passes/pool.py replaces it with the pooling; the marker alone is last-token pooling.
     """
     return hidden.clone()
 

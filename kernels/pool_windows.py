@@ -1,8 +1,8 @@
-"""`pool_windows`: one entry for every few tokens, a softmax per channel over those it stands for.
+"""`pool_windows`: compress every few tokens to one entry, by a softmax per channel over them.
 
-Compressed attention (2026) attends to such entries in place of older tokens. A softmax over tokens
-that come one after the other needs the highest logit so far, the sum of weights and the weighted
-sum of values: these are the state, and no token is kept.
+Compressed attention (2026) attends to these entries instead of older tokens. A running softmax
+needs the highest logit so far, the sum of weights and the weighted sum of values: these are the
+state, and no tokens are kept.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def pool_windows(
 ) -> Tensor:
     """value, gate [T, series * D] and bias [W, series * D] -> [T, D] in value's dtype.
 
-    A request's tokens are counted from 0, and every W of them are a window. The last token of a
-    window has its entry, other tokens zeros: sum over j of softmax(gate[j] + bias[j]) * value[j],
-    in float32, per channel. With one series j are the W tokens of the window. With two they are
-    those of the window before, of which the first D channels count, and those of this one, of which
-    the others count; the first window has none before it.
+    Every W tokens of a request, from position 0 on, form a window. The last token of a window gets
+    its entry, other tokens get zeros: sum over j of softmax(gate[j] + bias[j]) * value[j], in
+    float32, per channel. With one series, j runs over the W tokens of the window. With two, it runs
+    over the previous window's tokens, with their first D channels, and this window's tokens, with
+    their other channels; the first window has no previous one.
 
-    state [slots, 2 * series - 1, 3, D] float32: of each softmax that is under way (the first D
-    channels of the window before, then those of this one, then the others) the highest logit, the
-    sum of weights, and the weighted sum. Tokens and slots as in `packed`. Without a state: one
+    state [slots, 2 * series - 1, 3, D] float32: the highest logit, the sum of weights and the
+    weighted sum of each unfinished softmax (the first D channels of the previous window, then those
+    of this one, then the other channels). Tokens and slots as in `packed`. Without a state: one
     sequence that begins here.
     """
     width, dim = bias.shape[0], bias.shape[1] // series
@@ -74,7 +74,7 @@ def pool_windows(
 
 
 def _with(sums: Tensor, logit: Tensor, value: Tensor) -> Tensor:
-    """The sums [..., 3, D] of a softmax with one more logit and value [..., D]."""
+    """The sums [..., 3, D] of a softmax after adding one logit and value [..., D]."""
     highest, below, above = sums.unbind(-2)
     top = torch.maximum(highest, logit)
     kept, own = torch.exp(highest - top), torch.exp(logit - top)
@@ -82,7 +82,7 @@ def _with(sums: Tensor, logit: Tensor, value: Tensor) -> Tensor:
 
 
 def _pooled(one: Tensor, other: Tensor) -> Tensor:
-    """The result [..., D] of one softmax with logits in two parts, or twice in the same one."""
+    """The result [..., D] of a softmax over two parts; the same part twice counts like once."""
     parts = torch.stack((one, other))
     weights = torch.exp(parts[..., 0, :] - parts[..., 0, :].amax(0))
     return (weights * parts[..., 2, :]).sum(0) / (weights * parts[..., 1, :]).sum(0)
@@ -99,10 +99,10 @@ def _all_at_once(
     context_len: Tensor,
     request_row: Tensor,
 ) -> Tensor:
-    """A step of all requests at a time; where a request has no token, its state stays."""
+    """One token of all requests at a time; without a token, a request's state is unchanged."""
     layout = Layout.of(value.shape[0], query_start, context_len)
     width, dim = bias.shape[0], bias.shape[1] // series
-    first = (context_len - query_start.diff()).clamp(min=0)  # 0 of padding too
+    first = (context_len - query_start.diff()).clamp(min=0)  # 0 for padding too
     place = (first[:, None] + torch.arange(layout.width, device=value.device)) % width
     values = layout.pad(value.float()).unflatten(-1, (series, dim))
     logits = (layout.pad(gate.float()) + bias.float()[place]).unflatten(-1, (series, dim))
@@ -132,7 +132,7 @@ def make_case(
     width: int,
     series: int,
 ) -> Case:
-    """Random inputs; states are those of windows that have begun."""
+    """Random inputs; states are those of unfinished windows."""
 
     def rand(*shape: int) -> Tensor:
         return torch.randn(shape, generator=gen).to(step.device, dtype)

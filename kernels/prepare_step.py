@@ -1,6 +1,6 @@
-"""`prepare_step`: from the rows and a few words a request to the packed inputs of a step.
+"""`prepare_step`: build a step's packed inputs from the row tables and a few words per request.
 
-One launch before the model; what the host sends does not depend on the context.
+One launch before the model; the amount of data sent by the host does not depend on the context.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def prepare_step(
 ) -> None:
     """Fill the packed inputs of a step of R requests, T tokens and S samples.
 
-    work [R, 8] int32, a line a request: its row; the position of its first token; how many tokens;
-    where they begin among the packed ones; its context after the step (0: padding); its first
-    sample's index and how many samples it has, at its last tokens; how many of them, the first
-    ones, are only scored. Lines are in packed order.
+    work [R, 8] int32 has one line per request, in packed order: its row; the position of its first
+    token; its number of tokens; their offset in the packed tokens; its context after the step (0:
+    padding); the index of its first sample; its number of samples, at its last tokens; and how many
+    of them, the first ones, are only scored.
     history [N, L] int32, row_block_table [N, B * G] int32 and position_offset [N] int32 are indexed
     by row: a block of tokens has one physical block in each of G groups of layers, side by side.
 
-    Written: the inputs of `step_inputs.PREPARED`, positions with the row's offset; slot_mapping
-    [G, T] and block_table [G, R, B] for all groups, the table only as far as each context. length
-    is 0 for padding, and for samples that are only scored: what is drawn there does not count.
+    Outputs: the inputs of `step_inputs.PREPARED`; positions include the row's offset; slot_mapping
+    [G, T] and block_table [G, R, B] are for all groups, the table only up to each context. length
+    is 0 for padding and for samples that are only scored: tokens drawn there are ignored.
     """
     groups = slot_mapping.shape[0]
     starts = [0]
@@ -75,7 +75,7 @@ def prepare_step(
 def work_lines(
     requests: list[tuple[int, int, int, int, int]], padding: int, padding_row: int
 ) -> Tensor:
-    """(row, start, tokens, samples, scored) of each request, then dummies, as `work`."""
+    """`work` for requests given as (row, start, tokens, samples, scored), then padding requests."""
     lines = []
     first = sample = 0
     for row, start, count, samples, scored in requests:

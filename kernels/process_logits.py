@@ -1,7 +1,7 @@
-"""`process_logits`: penalties, biases, bans and masks of each row, before the sampler.
+"""`process_logits`: apply each row's penalties, biases, bans and masks, before the sampler.
 
-The tables are indexed by the request's row and live as long as the runner; a row with neutral
-parameters passes through unchanged, so one op serves every mix of requests.
+The tables are indexed by the request's row and live as long as the runner. A row with neutral
+parameters is unchanged, so one op serves every mix of requests.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def process_logits(
 ) -> Tensor:
     """logits [S, V] -> processed logits [S, V] float32 (a new tensor).
 
-    row [S] int64 picks each logits row's request among N table rows; length [S] int32 is how many
-    tokens that request has. history [N, L] int32: its tokens, prompt first; prompt_len [N] int32.
+    row [S] int64 selects each logits row's request among N table rows; length [S] int32 is the
+    number of its tokens. history [N, L] int32: its tokens, prompt first; prompt_len [N] int32.
 
-    repetition [N] (1: off): logits of tokens seen in prompt or output are divided by it when
-    positive, multiplied when negative. presence, frequency [N] (0: off): subtracted once, and
-    times the count, for tokens in the output. Then bias_value [N, B] is added at bias_token
-    [N, B] int32 (-1: unused) while the output has fewer than bias_until [N, B] int32 tokens.
-    Last, where has_mask [N] int32 is not 0, tokens whose bit of mask [N, ceil(V / 32)] int32 is 0
+    repetition [N] (1: off): logits of tokens in the prompt or output are divided by it if positive,
+    multiplied if negative. presence, frequency [N] (0: off): subtracted once, and times the count,
+    for tokens in the output. Then bias_value [N, B] is added at bias_token [N, B] int32
+    (-1: unused) while the output has fewer than bias_until [N, B] int32 tokens.
+    Finally, if has_mask [N] int32 is not 0, tokens whose bit in mask [N, ceil(V / 32)] int32 is 0
     become -inf. Token v has bit v % 32 of word v // 32. Tokens >= V in the tables are ignored.
     """
     out = logits.float().clone()

@@ -1,7 +1,7 @@
-"""`Prompts`: which requests of a step are prompts, a hint to attention that the host reads.
+"""`Prompts`: which requests of a step are prompts, a hint for attention that is read on the host.
 
-Sizes on the device can't be known without waiting for it, and torch's attention takes them as
-numbers. So the runner gives them beside the step's inputs, in a tensor in host memory.
+Sizes on the device can't be read without a synchronization, and torch's attention needs them as
+Python numbers. So the runner passes them along with the step's inputs, in a host tensor.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 MIN_TOKENS = 128  # shorter prompts gain nothing from another kernel
-_MAX_HEAD_DIM = 256  # of FlashAttention 2, and multiples of 8 only
+_MAX_HEAD_DIM = 256  # limit of FlashAttention 2, which also requires multiples of 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """Requests side by side, from `first_request` on, whose tokens begin at `first_token`.
+    """Consecutive requests from `first_request` on, whose tokens begin at `first_token`.
 
-    `lengths`: tokens of each that are new in this step; `contexts`: all of them, after it, where
-    prompts are not fresh.
+    `lengths`: the number of new tokens of each in this step; `contexts`: their total tokens after
+    it, which defaults to `lengths` (new prompts).
     """
 
     first_request: int = 0
@@ -37,8 +37,9 @@ class Prompts:
     def find(
         requests: Sequence[tuple[int, int]], least: int = MIN_TOKENS, *, begun: bool = False
     ) -> Prompts:
-        """The last requests of a step, given as (new tokens, context after it), that have `least`
-        new tokens or more each, and are fresh, or `begun` in an earlier step too."""
+        """The longest run of requests at the end of a step, given as (new tokens, context after
+        it), that have at least `least` new tokens each and start in this step. With `begun`, they
+        can also have started in an earlier step."""
         first = len(requests)
         while first and requests[first - 1][0] >= least:
             if not begun and requests[first - 1][0] != requests[first - 1][1]:
@@ -53,7 +54,7 @@ class Prompts:
 
     @staticmethod
     def read(words: Tensor) -> Prompts:
-        """What `words` holds."""
+        """The inverse of `words()`."""
         request, token, *rest = words.tolist()
         count = len(rest) // 2
         return Prompts(
@@ -71,7 +72,7 @@ class Prompts:
         )
 
     def followed_by(self, others: Prompts) -> Prompts:
-        """With those that come right behind."""
+        """These prompts and `others`, which directly follow them."""
         return replace(
             self, lengths=self.lengths + others.lengths, contexts=self.contexts + others.contexts
         )

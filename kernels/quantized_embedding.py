@@ -1,4 +1,4 @@
-"""`quantized_embedding`: rows of a weight that is held in the blocks of `quantized_linear`."""
+"""`quantized_embedding`: look up rows of a weight stored in the blocks of `quantized_linear`."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def quantized_embedding(
     minimum: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """ids [...] of rows -> those rows [..., K] in `dtype`, as `quantized_linear` means them.
+    """ids [...] of rows -> those rows [..., K] in `dtype`, dequantized as in `quantized_linear`.
 
-    weight, scale, zero and minimum: see there. A row is a channel, of which 16 share a block, so
-    it is gathered four bytes at a time. An id outside [0, N) gives a row of zeros.
+    weight, scale, zero and minimum: see there. A row is a channel, and 16 channels share a block,
+    so a row is gathered four bytes at a time. An id outside [0, N) gives a row of zeros.
     """
     known = (ids >= 0) & (ids < weight.shape[0] * CHANNELS)
     ids = torch.where(known, ids, 0)
@@ -54,7 +54,7 @@ def quantized_embedding(
     return torch.where(known[..., None], values, 0).to(dtype)
 
 
-# The reference gathers all rows at once and reads nothing on the host: it serves as it is.
+# The reference gathers all rows at once without reading values on the host, so it is fast enough.
 torch_impl(quantized_embedding)(quantized_embedding.reference)
 
 
@@ -68,11 +68,11 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         to = Quantization(format=format, group=group) if group else quantization_of(format, n, k)
         assert to is not None
         codes = torch.randint(-128, 128, to.shape("weight", n, k), generator=gen, dtype=torch.int8)
-        weight = codes.view(to.dtype).to(device)  # every code: NaN is among those of fp8
+        weight = codes.view(to.dtype).to(device)  # every code, including NaN for fp8
         scale = torch.randn(to.shape("scale", n, k), generator=gen)
         scale[0, 0, 3] = float("nan")
         ids = torch.randint(0, n, (1, 7), generator=gen)
-        ids[0, :4] = torch.tensor([3, n - 1, -1, n])  # what is no row gives zeros
+        ids[0, :4] = torch.tensor([3, n - 1, -1, n])  # invalid rows give zeros
         zero = torch.randint(0, 16, scale.shape, generator=gen, dtype=torch.uint8)
         minimum = torch.randn(scale.shape, generator=gen)
         kinds = {"int8": ((None, minimum),), "int4": ((zero, None), (None, minimum)), "fp8": ()}

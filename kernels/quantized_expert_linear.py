@@ -1,5 +1,5 @@
-"""`quantized_expert_linear`: routed experts whose weights have 4 or 8 bits, as `quantized_linear`
-holds them.
+"""`quantized_expert_linear`: routed experts with weights of 4 or 8 bits, in the format of
+`quantized_linear`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ def quantized_expert_linear(
 ) -> Tensor:
     """x [S, K], expert [S] -> x[s] w[expert[s]]^T + bias[expert[s]], [S, N] in x's dtype.
 
-    weight [E, N / 16, lines, 64], scale, zero and minimum [E, N / 16, K / group, 16], bias [E, N]:
-    those of each expert, and x_bits, are what `quantized_linear` takes. Rows of one expert are
-    computed together, so that each weight is read at most once. An expert outside [0, E) gives a
-    row of zeros.
+    weight [E, N / 16, lines, 64], scale, zero and minimum [E, N / 16, K / group, 16], bias [E, N]
+    and x_bits: as in `quantized_linear`, for each expert. Rows of one expert are computed together,
+    so that each weight is read at most once. An expert outside [0, E) gives a row of zeros.
     """
     out = x.new_zeros(x.shape[0], weight.shape[1] * CHANNELS)
     for e in expert.unique().tolist():

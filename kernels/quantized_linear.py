@@ -1,12 +1,12 @@
-"""`quantized_linear`: a linear over a weight of 4 or 8 bits, which is widened while it is read.
+"""`quantized_linear`: a linear over a weight of 4 or 8 bits, which is dequantized as it is read.
 
-A weight is cut in blocks of 16 channels; a line of a block holds four bytes of each of them, so
-that one thread or program reads one block as one stream, and a vector register holds a line.
+A weight is divided into blocks of 16 channels. A line of a block holds four bytes of each channel,
+so that one thread or program reads a block as one stream, and a vector register holds a line.
 
-Formats: int8, fp8 (e4m3), and int4, two a byte, the lower half first, with scales in float32 or 16
-bits; mxfp4, like int4, of e2m1 numbers with powers of two, a byte each (OCP microscaling formats).
-A scale is one channel's, or a group's of its inputs: that follows from the shapes. `quantize` makes
-one scale a channel in 8 bits; checkpoints bring groups too.
+Formats: int8, fp8 (e4m3) and int4 (two values per byte, low half first), with scales in float32 or
+16 bits; and mxfp4, which packs e2m1 values like int4, with power-of-two scales of one byte each
+(OCP microscaling formats). A scale is for a whole channel or for a group of its inputs, as the
+shapes imply. `quantize` uses one scale per channel for 8 bits; checkpoints can also have groups.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from llmc.kernels.registry import Case, op
 Format = Literal["int8", "int4", "fp8", "mxfp4"]
 Scale = Literal["float32", "float16", "bfloat16", "exponent"]
 Part = Literal["weight", "scale", "zero", "minimum"]
-FORMATS: tuple[Format, ...] = ("int8", "int4", "fp8")  # that `quantize` makes
-CHANNELS = 16  # of a block
+FORMATS: tuple[Format, ...] = ("int8", "int4", "fp8")  # formats that `quantize` supports
+CHANNELS = 16  # per block
 INPUTS = 32  # the depth is a multiple of this
-EXACT_BITS = 24  # of x in float32: it is not rounded
-GROUPS = (128, 64, 32)  # inputs that share a scale in int4
-_LINE = 4  # bytes of each channel
-_ZERO = 8  # the int4 value that stands for 0 where no zero points are given
+EXACT_BITS = 24  # bits of x in float32: it is not rounded
+GROUPS = (128, 64, 32)  # group sizes for int4
+_LINE = 4  # bytes per channel
+_ZERO = 8  # the int4 value that stands for 0 if there are no zero points
 _DTYPES = {
     "int8": torch.int8,
     "int4": torch.uint8,
@@ -43,7 +43,7 @@ _SCALES = {
     "bfloat16": torch.bfloat16,
     "exponent": torch.uint8,
 }
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0 to 7; 8 to 15 are less than zero
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0 to 7; 8 to 15 are their negatives
 _FP8_MAX = 448.0
 
 
@@ -63,15 +63,15 @@ def quantized_linear(
 ) -> Tensor:
     """x [..., K] -> x w^T + bias [..., N] in x's dtype, with w[n, k] = (q[n, k] - zero) * scale.
 
-    weight [N / 16, lines, 64] is q in blocks: int8 and float8_e4m3fn hold K / 4 lines, uint8 (two
-    values a byte) K / 8. scale [N / 16, K / group, 16]: float32, float16 or bfloat16; groups are
-    multiples of 16. zero: uint8, like scale, for uint8 weights only; None stands for 8. bias [N].
-    minimum: float32 or float16, in the shape of scale, for int8 and uint8 without zero; then
-    w = q * scale + minimum.
-    A scale of uint8 is an exponent: 2 ** (scale - 127), 255 is NaN; q are then codes of e2m1 in
-    uint8, and there is neither zero nor minimum. Summed in float32 and rounded once.
-    x_bits: EXACT_BITS; or 16 where q are integers, or 8 where they are those of uint8: then x is
-    what `round_inputs` makes of it.
+    weight [N / 16, lines, 64] is q in blocks: int8 and float8_e4m3fn have K / 4 lines, uint8 (two
+    values per byte) K / 8. scale [N / 16, K / group, 16]: float32, float16 or bfloat16; group sizes
+    are multiples of 16. zero: uint8 with the shape of scale, for uint8 weights only; None means 8.
+    bias [N]. minimum: float32 or float16 with the shape of scale, for int8 and uint8 without zero;
+    then w = q * scale + minimum.
+    A uint8 scale is an exponent: 2 ** (scale - 127), 255 is NaN. Then q are e2m1 codes in uint8,
+    and there is neither zero nor minimum. Summed in float32 and rounded once.
+    x_bits: EXACT_BITS; or 16 if q are integers, or 8 if they are uint8. Below EXACT_BITS, x is
+    rounded with `round_inputs`.
     """
     w = dequantize(weight, scale, zero, minimum)
     x32 = x.float()
@@ -81,18 +81,20 @@ def quantized_linear(
 
 
 def takes_bits(weight: Tensor, scale: Tensor, bits: int) -> int:
-    """The fewest `x_bits` from `bits` on for a weight of `quantized_linear`, or of experts."""
+    """The smallest `x_bits`, at least `bits`, that a weight of `quantized_linear` (or experts)
+    supports."""
     if weight.dtype == torch.uint8 and scale.dtype != torch.uint8:
         return bits
     return max(bits, 16) if weight.dtype == torch.int8 else EXACT_BITS
 
 
 def round_inputs(x: Tensor, bits: int, group: int) -> Tensor:
-    """x [..., K] float32 -> the same in fixed point of 8 or 16 bits, float32.
+    """x [..., K] float32 -> x rounded to fixed point of 8 or 16 bits, in float32.
 
-    32 inputs have a scale, or 16 where `group`, the inputs of a group of the weight, is no multiple
-    of 32: their largest magnitude over 127, or the least power of two by which 16 bits hold it.
-    Inputs beside one that is not finite become NaN.
+    Every 32 inputs share a scale, or every 16 if `group`, the group size of the weight, is not a
+    multiple of 32. The scale is the largest magnitude over 127 for 8 bits, or the smallest power of
+    two with which the largest magnitude fits in 16 bits. Inputs that share a scale with a
+    non-finite input become NaN.
     """
     parts = x.unflatten(-1, (-1, INPUTS if group % INPUTS == 0 else INPUTS // 2))
     largest = parts.abs().amax(-1, keepdim=True)
@@ -119,7 +121,7 @@ def dequantize(
 def numbers(
     stored: Tensor, scale: Tensor, zero: Tensor | None = None, minimum: Tensor | None = None
 ) -> Tensor:
-    """Rows [..., bytes] and what their groups [..., G] have -> what they stand for, [..., K]."""
+    """Dequantize rows [..., bytes] with per-group scales, zeros or minimums [..., G]: [..., K]."""
     if stored.dtype == torch.uint8:
         codes = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)
         if scale.dtype == torch.uint8:
@@ -147,7 +149,7 @@ def _spread(groups: Tensor, like: Tensor) -> Tensor:
 
 def _to_blocks(rows: Tensor, width: int) -> Tensor:
     """[N, W] -> [N / 16, W / width, 16 * width]."""
-    if width == _LINE and rows.dtype.itemsize == 1:  # whole words move faster than their bytes
+    if width == _LINE and rows.dtype.itemsize == 1:  # moving words is faster than moving bytes
         words = _to_blocks(rows.contiguous().view(torch.int32), 1)
         return words.view(rows.dtype)
     n, columns = rows.shape
@@ -166,10 +168,10 @@ def _from_blocks(blocks: Tensor, width: int) -> Tensor:
 class Quantization:
     """The format of a weight in memory. `group`: inputs that share a scale; 0: all of a channel.
 
-    `scale`: its dtype; "exponent" is that of mxfp4. `zero`: int4 with zero points.
-    `minimum`: integers with what stands for 0 in each group, in float32, or in float16 where the
-    scales are. `transposed`: of experts, where it is made of [E, K, N]; in memory channels come
-    first all the same.
+    `scale`: the dtype of scales; "exponent" is that of mxfp4. `zero`: int4 with zero points.
+    `minimum`: integers with a minimum per group (the value of a 0), in float16 if the scales are
+    float16, else in float32. `transposed`: a weight of experts that comes from [E, K, N]; in memory
+    channels still come first.
     """
 
     format: Format
@@ -189,27 +191,27 @@ class Quantization:
 
     @property
     def dtypes(self) -> dict[Part, torch.dtype]:
-        """Of the tensors that a weight becomes."""
+        """The dtypes of the tensors that represent the weight."""
         zero: dict[Part, torch.dtype] = {"zero": torch.uint8} if self.zero else {}
         least = torch.float16 if self.scale == "float16" else torch.float32
         low: dict[Part, torch.dtype] = {"minimum": least} if self.minimum else {}
         return {"weight": self.dtype, "scale": self.scale_dtype, **zero, **low}
 
     def shape(self, part: Part, *size: int) -> tuple[int, ...]:
-        """Of the quantized weight, of its scales, zero points or minimums.
+        """The shape of the quantized weight, or of its scales, zero points or minimums.
 
-        size: [N, K] of the weight, or [E, N, K] of experts, which then come first here too.
+        size: [N, K] of the weight, or [E, N, K] for experts, where E comes first in the result too.
         """
         *experts, channels, depth = size
         blocks = channels // CHANNELS
         if part == "weight":
-            values = 8 if self.dtype == torch.uint8 else 4  # of a channel in a line
+            values = 8 if self.dtype == torch.uint8 else 4  # per channel in a line
             return *experts, blocks, depth // values, CHANNELS * _LINE
         return *experts, blocks, depth // (self.group or depth), CHANNELS
 
 
 def quantization_of(format: Format, channels: int, depth: int) -> Quantization | None:
-    """The format for a weight of this shape; None where the op can't take it."""
+    """The format for a weight of this shape; None if the op does not support the shape."""
     if channels % CHANNELS or depth % INPUTS or not channels:
         return None
     if format == "int4":
@@ -219,10 +221,10 @@ def quantization_of(format: Format, channels: int, depth: int) -> Quantization |
 
 
 def quantize(rows: Tensor, to: Quantization) -> tuple[Tensor, Tensor]:
-    """(weight, scale) of rows [N, K], each value rounded to the nearest of its scale.
+    """Quantize rows [N, K] to (weight, scale), rounding to nearest.
 
-    N is a multiple of 16. int4 takes the scale that puts a group's value of largest magnitude on
-    -8, so that all sixteen values are used.
+    N is a multiple of 16. For int4, the scale maps a group's value of largest magnitude to -8, so
+    that all sixteen values are used.
     """
     values = rows.float().unflatten(1, (-1, to.group or rows.shape[1]))
     if to.format == "int4":
@@ -243,15 +245,15 @@ def quantize(rows: Tensor, to: Quantization) -> tuple[Tensor, Tensor]:
 
 
 def pack_weight(q: Tensor, to: Quantization) -> Tensor:
-    """Values [N, K] as the format has them, 4 bits as 0 to 15 in uint8 -> the op's weight."""
+    """Quantized values [N, K], with 4-bit ones as 0 to 15 in uint8 -> the op's weight."""
     if to.dtype == torch.uint8:
-        pairs = q.contiguous().view(torch.int16)  # little-endian, as all that torch runs on
+        pairs = q.contiguous().view(torch.int16)  # little-endian, as on all platforms of torch
         q = (pairs & 15 | pairs >> 4).to(torch.uint8)
     return pack_bytes(q)
 
 
 def pack_bytes(stored: Tensor) -> Tensor:
-    """The same of bytes [N, W] that hold one value, or two with the lower half first."""
+    """The same for bytes [N, W] that hold one value each, or two with the low half first."""
     return _to_blocks(stored, _LINE)
 
 
@@ -266,18 +268,19 @@ def some_inputs(
     to: Quantization,
     ranges: Sequence[tuple[int, int]],
 ) -> dict[Part, Tensor]:
-    """What a linear over some of the inputs takes, of a weight [N / 16, lines, 64] in form `of`.
+    """The tensors for a linear over some of the inputs, from those of a weight in format `of`.
 
-    ranges: (start, length), multiples of 32 and of the groups of `to`, which divide those of `of`.
+    ranges: (start, length), multiples of 32 and of the group size of `to`, which divides that of
+    `of`.
     """
     own: dict[Part, Tensor] = {}
     for part, blocks in parts.items():
         if part == "weight":
-            inputs = 8 if of.dtype == torch.uint8 else 4  # of a line
+            inputs = 8 if of.dtype == torch.uint8 else 4  # per line
         elif to.group:
             inputs = to.group
             blocks = blocks.repeat_interleave(of.group // to.group, dim=1)
-        else:  # of the whole channel
+        else:  # one per channel
             own[part] = blocks
             continue
         pieces = [blocks.narrow(1, start // inputs, n // inputs) for start, n in ranges]
@@ -293,7 +296,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     many = ((40,), 96, 32, "fp8", 0), ((33,), 64, 48, "int8", 0), ((70,), 128, 80, "int4", 0)
     grouped = ((1,), 160, 32, "fp8", 32), ((9,), 256, 48, "fp8", 128), ((3,), 128, 16, "int8", 64)
     float32 = (((2,), 128, 48, "int4", 64),)
-    # GGUF's smallest groups: few rows, and as many as are multiplied in each other way
+    # GGUF's smallest groups, with row counts for every way of multiplying
     small = [((rows,), 96, 48, name, 16) for name in ("int4", "int8") for rows in (1, 3, 7, 20, 40)]
     for rows, k, n, name, group in (*shapes, *wide, *many, *grouped, *float32, *small):
         format: Format = name  # type: ignore[assignment]
@@ -303,16 +306,16 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         zero = None
         if format == "int4" and n % 32 == 0:
             zero = torch.randint(0, 16, scale.shape, generator=gen, dtype=torch.uint8).to(device)
-        if group:  # as checkpoints have them, in float32
+        if group:  # scales as in checkpoints, in float32
             drawn = 0.5 + torch.rand(n // CHANNELS, k // group, CHANNELS, generator=gen)
             scale, zero = scale.float().abs().mean() * drawn, None
         bias = torch.randn(n, generator=gen).to(device, dtype) if n % 48 == 0 else None
         x = torch.randn(*rows, k, generator=gen).to(device, dtype)
         yield x, weight.to(device), scale.to(device), zero, bias
-        if group and rows != (3,):  # float16, as GGUF files have it
+        if group and rows != (3,):  # float16, as in GGUF files
             yield x, weight.to(device), scale.half().to(device), zero, bias
         if format != "fp8" and zero is None:
-            # as quantizers choose them: the values of a group lie about zero
+            # as quantizers choose them: the values of a group are centered on zero
             spread = torch.randn(scale.shape, generator=gen).to(device)
             middle = 7.5 if format == "int4" else 0.0
             minimum = (spread - middle) * scale.to(device).float()

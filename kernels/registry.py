@@ -1,9 +1,9 @@
 """The ops and their implementations: schema, reference, shape function, and the fast versions.
 
 An op `llmc::x` is defined by its reference: plain PyTorch, obviously right, slow. It is the
-meaning, the fallback and the oracle of the tests. A fast version is an op of another namespace
-(`llmc_cpu::x` from C++, `llmc_triton::x`), so that a printed graph names what will run; schema and
-shape function are the reference's. `Op.best` picks among the versions.
+definition, the fallback and the oracle of the tests. A fast version is an op of another namespace
+(`llmc_cpu::x` from C++, `llmc_triton::x`), so that a printed graph shows what will run. It has the
+schema and the shape function of the reference. `Op.best` chooses among the versions.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 class Impl:
     """A fast version of an op.
 
-    `supports` is given the arguments by name, as fake or real tensors; it names those that it
-    looks at and takes the others as `**others`. It must be cheap.
+    `supports` is called with the arguments by name, as fake or real tensors; it names those that it
+    checks and accepts the others as `**others`. It must be cheap.
     """
 
     name: str  # one of PREFER
-    op: Callable[[], Any]  # the OpOverload; a call, since C++ ops exist only once built
+    op: Callable[[], Any]  # returns the OpOverload; a callable, as C++ ops exist only once built
     available: Callable[[], bool]
     supports: Fn = lambda **arguments: True
-    run: Fn | None = None  # the same without the dispatcher, where that costs less
+    run: Fn | None = None  # a direct call that avoids the dispatcher's overhead, if there is one
 
 
 @dataclass(slots=True, kw_only=True)
 class Op:
     """One op: its reference, its fast versions, and the inputs that tests and benchmarks share.
 
-    `shape` gives empty outputs from fake arguments by name.
+    `shape` returns empty outputs for fake arguments given by name.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Op:
     def bind(
         self, args: Sequence[Any], keywords: Mapping[str, Any] = _NO_KEYWORDS
     ) -> dict[str, Any]:
-        """A call's arguments by name, with defaults; TypeError where they do not fit the op."""
+        """A call's arguments by name, with defaults; TypeError if they do not match the op."""
         bound = {**self.defaults, **dict(zip(self.defaults, args, strict=False)), **keywords}
         missing = [name for name, value in bound.items() if value is inspect.Parameter.empty]
         if missing or len(bound) > len(self.defaults) or len(args) > len(self.defaults):
@@ -83,7 +83,7 @@ class Op:
     ) -> Impl | None:
         """The first version, in the order of `prefer`, that is available and supports `args`.
 
-        `present` names the versions to treat as available, whatever this machine has.
+        `present` names the versions to treat as available, regardless of this machine.
         """
         bound = self.bind(args)
         for name in prefer:
@@ -95,9 +95,9 @@ class Op:
         return None
 
     def run(self, *args: Any) -> Any:
-        """Call the best version, or the reference where there is none.
+        """Call the best version, or the reference if there is none.
 
-        For calls outside a graph; inside one, `lower_kernels` chooses once.
+        For calls outside a graph; in a graph, `lower_kernels` chooses once.
         """
         impl = self.best(args)
         return self.reference(*args) if impl is None else (impl.run or impl.op())(*args)
@@ -112,9 +112,11 @@ class Op:
         return maker
 
     def declare(self, namespace: str, run: Fn | None = None) -> Any:
-        """Define `<namespace>::<name>` with this op's schema and shape function; -> its overload.
+        """Define `<namespace>::<name>` with this op's schema and shape function.
 
-        `run`: its kernel for every device. Without it a library that was loaded brings the kernel.
+        Returns its overload.
+
+        `run`: its kernel for every device. Without it, a loaded library provides the kernel.
         """
         library = _library(namespace)
         library.define(str(self.overload._schema).partition("::")[2])
@@ -140,10 +142,10 @@ def _library(namespace: str) -> torch.library.Library:
 def op(*, mutates: tuple[str, ...] = (), shape: Fn | str | None = None) -> Callable[[Fn], Op]:
     """Define `llmc::<function name>` with the decorated function as its reference.
 
-    `shape` makes empty outputs from the arguments, given by name: it names those that it needs and
-    takes the others as `**others`. The name of an argument instead: one output like that one, dense
-    and new. Without it the reference itself is traced, which is right for short pointwise ops; an
-    op that returns nothing needs none.
+    `shape` returns empty outputs for the arguments, given by name: it names those that it needs and
+    accepts the others as `**others`. It can also be the name of an argument: then there is one new,
+    contiguous output like that argument. Without it the reference itself is traced, which is right
+    for short pointwise ops. An op that returns nothing needs no `shape`.
     """
 
     def define(reference: Fn) -> Op:

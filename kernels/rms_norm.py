@@ -22,9 +22,9 @@ def normalize(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Te
 
 @op(shape="x")
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
-    """x [..., N], weight [N] -> [..., N] in x's dtype; float32 inside, rounded once.
+    """x [..., N], weight [N] -> [..., N] in x's dtype; computed in float32 and rounded once.
 
-    offset is added to the weight: 0, or 1 for models that store the weight less one.
+    offset is added to the weight: 0, or 1 for models that store the weight minus one.
     """
     return normalize(x, weight, eps, offset).to(x.dtype).contiguous()
 

@@ -19,7 +19,7 @@ from llmc.kernels.write_kv import write_kv
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotate the first Dr channels of x [T, H, D] by cos, sin [T, Dr]; the rest pass through.
 
-    Channel i pairs with i + Dr / 2, or with its neighbour (2i, 2i + 1) when interleaved.
+    Channel i pairs with i + Dr / 2, or with its neighbor (2i, 2i + 1) if interleaved.
     """
     width = cos.shape[-1]
     rot, rest = x[..., :width], x[..., width:]
@@ -53,7 +53,7 @@ def rope_write(
 
     query_norm, key_norm [D]: RMSNorm weights per head, or None. cos_table, sin_table
     [max_position, Dr] float32 with Dr <= D; positions [T] int64 index them. The rotated key and
-    the value go to the caches as in `write_kv`. Float32 inside, rounded once.
+    the value are written to the caches as in `write_kv`. Computed in float32 and rounded once.
     """
     cos, sin = cos_table[positions], sin_table[positions]
 

@@ -1,4 +1,4 @@
-"""`running_max`: the greatest value so far, per channel, as max pooling takes it."""
+"""`running_max`: the running maximum per channel, for max pooling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def running_max(
     context_len: Tensor | None,
     request_row: Tensor | None,
 ) -> Tensor:
-    """x [T, C] float32 -> [T, C]: h = max(h, x) for every token; NaN stays.
+    """x [T, C] float32 -> [T, C]: h = max(h, x) for every token; NaN propagates.
 
     state [slots, C] float32 is h between steps; tokens and slots as in `packed`. Without a state:
     one sequence that begins here.
@@ -45,7 +45,7 @@ def _all_at_once(
     context_len: Tensor,
     request_row: Tensor,
 ) -> Tensor:
-    """A step of all requests at a time; what pads a request comes behind its tokens."""
+    """All requests at once; a request's padding comes after its tokens, so it has no effect."""
     layout = Layout.of(x.shape[0], query_start, context_len)
     h = state[request_row].masked_fill(layout.fresh[:, None], -math.inf)
     out = layout.pack(torch.maximum(layout.pad(x).cummax(1).values, h[:, None]))

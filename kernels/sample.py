@@ -1,8 +1,8 @@
-"""`sample`: draw the next token of each row, every row with its own parameters and its own seed.
+"""`sample`: sample the next token of each row, with the row's own parameters and seed.
 
-Gumbel-max: argmax(logits / temperature + Gumbel noise) is a draw from the softmax. The noise of
-token v at position p of a request depends on (seed, p, v) alone (Philox4x32-10, Salmon et al.,
-SC 2011), so a draw does not depend on the batch, the device or the implementation.
+Gumbel-max: argmax(logits / temperature + Gumbel noise) is a sample from the softmax. The noise of
+token v at position p of a request depends only on (seed, p, v) (Philox4x32-10, Salmon et al.,
+SC 2011), so the result does not depend on the batch, the device or the implementation.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _MASK = 0xFFFFFFFF
 
 
 def philox(counter: list[Tensor], key_low: Tensor, key_high: Tensor) -> list[Tensor]:
-    """Philox4x32-10: four int64 tensors that hold 32-bit words, two key words -> four words."""
+    """Philox4x32-10: four int64 tensors of 32-bit words and two key words -> four words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key_low, key_high
 
     def multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-        # a * b does not fit in int64 signed; split b in 16-bit halves
+        # a * b does not fit in a signed int64; split b into 16-bit halves
         low, high = a * (b & 0xFFFF), a * (b >> 16)
         total = low + ((high & 0xFFFF) << 16)
         return ((high >> 16) + (total >> 32)) & _MASK, total & _MASK
@@ -41,8 +41,8 @@ def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
     """seed, position [S] int64 -> Gumbel noise [S, vocab] float32.
 
     Word v % 4 of Philox with counter (v // 4, position, 0, 0) and key (seed low, seed high)
-    makes u = ((word >> 9) + 0.5) / 2^23, exact in float32 and inside (0, 1) (one bit more would
-    round up to 1, whose noise is infinite); the noise is -log(-log(u)).
+    gives u = ((word >> 9) + 0.5) / 2^23, exact in float32 and inside (0, 1) (one more bit would
+    round up to 1, whose noise is infinite). The noise is -log(-log(u)).
     """
     group = torch.arange((vocab + 3) // 4, device=seed.device)[None]
     zero = torch.zeros_like(group)
@@ -56,12 +56,12 @@ def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
 
 
 def filter_logits(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """scaled [S, V] float32 (already divided by the temperature) -> the same with -inf outside.
+    """scaled [S, V] float32 (already divided by the temperature) -> filtered tokens set to -inf.
 
-    In this order: min_p keeps tokens of probability >= min_p * the highest; top_k keeps the k
-    highest (ties with the k-th stay); top_p keeps the smallest set of the highest whose
-    probability, renormalized over what is left, reaches top_p (ties with the last stay).
-    top_k <= 0, top_p >= 1, min_p <= 0 switch a filter off.
+    In this order: min_p keeps tokens with probability >= min_p * the highest; top_k keeps the k
+    highest (and ties with the k-th); top_p keeps the smallest set of the highest whose probability,
+    renormalized over the remaining tokens, reaches top_p (and ties with the last).
+    top_k <= 0, top_p >= 1 and min_p <= 0 turn a filter off.
     """
     ninf = float("-inf")
     vocab = scaled.shape[-1]
@@ -73,7 +73,7 @@ def filter_logits(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     x = x.masked_fill(x < kth, ninf)
     ordered = ordered.masked_fill(ordered < kth, ninf)
     probs = ordered.softmax(-1)
-    before = probs.cumsum(-1) - probs  # probability of all that rank higher
+    before = probs.cumsum(-1) - probs  # total probability of higher-ranked tokens
     keep = (before < top_p[:, None]) | (top_p >= 1)[:, None]
     keep[:, 0] = True
     lowest = ordered.masked_fill(~keep, float("inf")).min(-1, keepdim=True).values
@@ -94,10 +94,10 @@ def sample(
     seed: Tensor,
     position: Tensor,
 ) -> Tensor:
-    """logits [S, V] -> token [S] int64, or -1 for a row whose logits hold NaN or +inf or only -inf.
+    """logits [S, V] -> token [S] int64, or -1 for a row with a NaN or +inf logit or only -inf.
 
     temperature, top_p, min_p [S] float32; top_k [S] int32; seed, position [S] int64.
-    A temperature below 1e-5 takes the argmax, the lowest id among equals.
+    A temperature below 1e-5 takes the argmax; ties go to the lowest id.
     """
     x = logits.float()
     highest = x.max(-1).values

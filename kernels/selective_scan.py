@@ -64,7 +64,7 @@ def _all_at_once(
     context_len: Tensor,
     request_row: Tensor,
 ) -> Tensor:
-    """A step of all requests at a time; where a request has no token, dt is zero."""
+    """One token of all requests at a time; without a token, a request's dt is zero."""
     layout = Layout.of(x.shape[0], query_start, context_len)
     heads = x.shape[1]
     x_p, dt_p, b_p, c_p = (layout.pad(m.float()) for m in (x, dt, b, c))

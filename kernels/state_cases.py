@@ -1,4 +1,4 @@
-"""Test inputs shared by the ops with a state: steps with fresh, continued and padding requests."""
+"""Test inputs for the ops with a state: steps with fresh, continued and padding requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StateStep:
         return self.inputs[0].device
 
     def state(self, shape: tuple[int, ...], gen: torch.Generator, dtype: torch.dtype) -> Tensor:
-        """Random slots; fresh requests must not read theirs, so these hold NaN."""
+        """Random states; slots of fresh requests hold NaN, since they must not be read."""
         start, length, row = self.inputs
         state = torch.randn(self.num_slots, *shape, generator=gen)
         fresh = length.cpu() <= start.cpu().diff()
@@ -41,7 +41,7 @@ class StateStep:
 def make_step(
     requests: Sequence[tuple[int, int]], gen: torch.Generator, device: torch.device
 ) -> StateStep:
-    """Requests of (tokens in this step, tokens after it), in random slots."""
+    """A step of requests given as (tokens in this step, tokens after it), in random slots."""
     slots = len(requests) + 3
     row = torch.randperm(slots - 1, generator=gen)[: len(requests)]
     row[torch.tensor([length == 0 for _, length in requests])] = slots - 1

@@ -1,9 +1,13 @@
-"""The inputs of a step, each defined once: name, dimensions, dtype, what it holds.
+"""The inputs of a step, each defined once: name, dimensions, dtype, description.
 
-A step function reads the packed inputs of T tokens, R requests and S samples, which `prepare_step`
-fills (STEP_INPUTS, in the order of its arguments), and tables with a row for each running request,
-which live as long as the runner (ROW_TABLES). The runner's buffers, the fake values of a captured
-graph, the example shapes of the compiler and the table in docs/architecture.md follow from here.
+A step function reads two kinds of input:
+
+- STEP_INPUTS: the packed inputs of T tokens, R requests and S samples, in the order of the
+  arguments of `prepare_step`, which fills them.
+- ROW_TABLES: tables with one row per running request, which live as long as the runner.
+
+The runner's buffers, the fake values of a captured graph, the compiler's example shapes and the
+tables in docs/architecture.md are all derived from these definitions.
 """
 
 from __future__ import annotations
@@ -14,16 +18,16 @@ from typing import Any
 
 import torch
 
-BAD_WORD_TOKENS = 16  # places of a word in the table `bad_words`
+BAD_WORD_TOKENS = 16  # entries per word in the table `bad_words`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTensor:
     """One input. `dims` names its sizes (SIZES).
 
-    `grouped`: there is one for each group of layers that share a block table
-    (passes/group_caches.py). `on_host`: in host memory, whatever the step's device. `neutral`: what
-    a row of a table holds where its request asks for nothing.
+    `grouped`: one per group of layers that share a block table (passes/group_caches.py).
+    `on_host`: in host memory, whatever the step's device.
+    `neutral`: the value in a table row whose request does not use the feature.
     """
 
     dims: tuple[str, ...]
@@ -37,135 +41,138 @@ class StepTensor:
         return tuple(sizes[dim] for dim in self.dims)
 
 
-# What the dimensions count.
+# What each dimension counts.
 SIZES = {
     "T": "tokens of the step",
     "R": "requests of the step",
     "R + 1": "bounds of the requests",
     "S": "samples: tokens whose logits are computed",
     "blocks": "blocks of the longest context",
-    "2 + 2 * prompts": "two more than two for each fresh prompt of the step",
-    "2 + 2 * long prompts": "the same with prompts that have begun",
+    "2 + 2 * prompts": "two, plus two for each fresh prompt of the step",
+    "2 + 2 * long prompts": "the same, also counting later chunks of long prompts",
     "rows": "rows of the tables",
-    "context": "tokens of the longest context, and one more",
+    "context": "tokens of the longest context, plus one",
     "biases": "entries of a request's logit bias",
-    "mask words": "words of one bit a token of the vocabulary",
+    "mask words": "32-bit words, one bit per token of the vocabulary",
     "image rows": "rows of the step's images",
-    "levels * hidden": "values of the hidden states that are replaced or added to",
-    "axes": "positions of a token",
-    "2": "first and end",
-    "bad word tokens": f"{BAD_WORD_TOKENS} places for each bad word",
+    "levels * hidden": "hidden size x levels: the embedding, and each layer that images add to",
+    "axes": "position components of a token",
+    "2": "start and end",
+    "bad word tokens": f"{BAD_WORD_TOKENS} entries for each bad word",
 }
 
 _INT, _LONG, _FLOAT = torch.int32, torch.int64, torch.float32
 
 STEP_INPUTS: Mapping[str, StepTensor] = {
-    "token_ids": StepTensor(dims=("T",), dtype=_LONG, about="the tokens, request after request"),
+    "token_ids": StepTensor(dims=("T",), dtype=_LONG, about="token ids, packed request by request"),
     "positions": StepTensor(
-        dims=("T",), dtype=_LONG, about="their places in their requests (and `position_offset`)"
+        dims=("T",), dtype=_LONG, about="index of each token in its request, plus `position_offset`"
     ),
     "slot_mapping": StepTensor(
         dims=("T",),
         dtype=_LONG,
-        about="where keys and values go: block * block_size + offset; -1: nowhere",
+        about="cache slot of each token: block * block_size + offset; -1: not stored",
         grouped=True,
     ),
     "query_start": StepTensor(
-        dims=("R + 1",), dtype=_INT, about="where each request's tokens begin, and the end"
+        dims=("R + 1",), dtype=_INT, about="offset of each request's first token, then T"
     ),
     "context_len": StepTensor(
-        dims=("R",), dtype=_INT, about="tokens of each request after the step; 0: padding"
+        dims=("R",), dtype=_INT, about="context length of each request after the step; 0: padding"
     ),
     "block_table": StepTensor(
-        dims=("R", "blocks"), dtype=_INT, about="the blocks of each context", grouped=True
+        dims=("R", "blocks"), dtype=_INT, about="KV cache blocks of each request", grouped=True
     ),
-    "request_row": StepTensor(dims=("R",), dtype=_LONG, about="the row of each request"),
+    "request_row": StepTensor(dims=("R",), dtype=_LONG, about="table row of each request"),
     "logits_index": StepTensor(
-        dims=("S",), dtype=_LONG, about="the packed token whose logits each sample is"
+        dims=("S",), dtype=_LONG, about="index of the packed token whose logits each sample uses"
     ),
-    "row": StepTensor(dims=("S",), dtype=_LONG, about="the row of each sample's request"),
+    "row": StepTensor(dims=("S",), dtype=_LONG, about="table row of each sample's request"),
     "length": StepTensor(
         dims=("S",),
         dtype=_INT,
-        about="tokens of its request up to there; 0: nothing is drawn",
+        about="tokens of the request up to and including that token; 0: do not sample",
     ),
     "prompts": StepTensor(
         dims=("2 + 2 * prompts",),
         dtype=_INT,
-        about="on GPUs, which requests are fresh prompts (`kernels/prompts.py`)",
+        about="on GPUs: which requests are fresh prompts (`kernels/prompts.py`)",
         on_host=True,
     ),
     "long_prompts": StepTensor(
         dims=("2 + 2 * long prompts",),
         dtype=_INT,
-        about="the same with prompts that have begun, where attention is to latents",
+        about="the same for latent attention, including later chunks of long prompts",
         on_host=True,
     ),
 }
 
-# What a step that reads images takes in addition (llmc/runner/images.py). Rows have the dtype of
-# hidden states.
+# Additional inputs of a step that reads images (llmc/runner/images.py). `image_rows` has the dtype
+# of the hidden states.
 IMAGE_INPUTS: Mapping[str, StepTensor] = {
     "image_rows": StepTensor(
         dims=("image rows", "levels * hidden"),
         dtype=_FLOAT,
-        about="what its images became, a row a token: its embedding, then what first layers add",
+        about="encoded images, one row per token: its embedding, then what the first layers add",
     ),
     "image_row": StepTensor(
-        dims=("T",), dtype=_LONG, about="the row that is a token's embedding; -1: its own"
+        dims=("T",), dtype=_LONG, about="the image row that replaces a token's embedding; -1: none"
     ),
     "seen_span": StepTensor(
         dims=("2", "T"),
         dtype=_LONG,
-        about="the first and the end of the places that a token sees besides those before it",
+        about="start and end of the extra range of its request that a token attends to",
     ),
     "axis_positions": StepTensor(
         dims=("axes", "T"),
         dtype=_LONG,
-        about="in place of `positions` where a token has several, such as height and width",
+        about="replaces `positions` where a token has several, such as height and width",
     ),
 }
 
 ROW_TABLES: Mapping[str, StepTensor] = {
     "history": StepTensor(
-        dims=("rows", "context"), dtype=_INT, about="the tokens of each request, prompt first"
+        dims=("rows", "context"), dtype=_INT, about="tokens of each request: prompt, then output"
     ),
-    "prompt_len": StepTensor(dims=("rows",), dtype=_INT, about="how many of them are the prompt"),
+    "prompt_len": StepTensor(dims=("rows",), dtype=_INT, about="number of prompt tokens"),
     "position_offset": StepTensor(
         dims=("rows",),
         dtype=_INT,
-        about="added to `positions`, where other rotary frequencies hold for long texts",
+        about="added to `positions` for long sequences that use other rotary frequencies",
     ),
     "repetition_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, about="1: off", neutral=1),
     "presence_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, about="0: off"),
     "frequency_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, about="0: off"),
     "bias_token": StepTensor(
-        dims=("rows", "biases"), dtype=_INT, about="biased tokens; -1: unused", neutral=-1
+        dims=("rows", "biases"),
+        dtype=_INT,
+        about="token ids with a logit bias; -1: unused",
+        neutral=-1,
     ),
     "bias_value": StepTensor(
-        dims=("rows", "biases"), dtype=_FLOAT, about="what is added to their logits"
+        dims=("rows", "biases"), dtype=_FLOAT, about="bias added to their logits"
     ),
     "bias_until": StepTensor(
-        dims=("rows", "biases"), dtype=_INT, about="while the output has fewer tokens than this"
+        dims=("rows", "biases"),
+        dtype=_INT,
+        about="the bias applies while the output has fewer tokens than this",
     ),
-    "has_mask": StepTensor(dims=("rows",), dtype=_INT, about="whether `mask` counts"),
+    "has_mask": StepTensor(dims=("rows",), dtype=_INT, about="nonzero: apply `mask`"),
     "mask": StepTensor(
-        dims=("rows", "mask words"), dtype=_INT, about="tokens that may be drawn, a bit each"
+        dims=("rows", "mask words"), dtype=_INT, about="bit mask of the tokens that may be sampled"
     ),
     "bad_words": StepTensor(
         dims=("rows", "bad word tokens"),
         dtype=_INT,
-        about="banned token sequences, each at the end of its places; -1: unused",
+        about="banned token sequences, right-aligned; -1: unused",
         neutral=-1,
     ),
     "temperature": StepTensor(dims=("rows",), dtype=_FLOAT, about="below 1e-5: greedy"),
     "top_k": StepTensor(dims=("rows",), dtype=_INT, about="0: off"),
     "top_p": StepTensor(dims=("rows",), dtype=_FLOAT, about="1: off", neutral=1),
     "min_p": StepTensor(dims=("rows",), dtype=_FLOAT, about="0: off"),
-    "seed": StepTensor(dims=("rows",), dtype=_LONG, about="of the request's draws"),
-    "adapter": StepTensor(
-        dims=("rows",), dtype=_INT, about="the slot of the request's LoRA adapter, from 1; 0: none"
-    ),
+    "seed": StepTensor(dims=("rows",), dtype=_LONG, about="seed of the request's random numbers"),
+    "adapter": StepTensor(dims=("rows",), dtype=_INT, about="LoRA adapter slot, from 1; 0: none"),
 }
 
 GROUPED = tuple(name for name, spec in STEP_INPUTS.items() if spec.grouped)
@@ -173,15 +180,15 @@ PREPARED = tuple(name for name, spec in STEP_INPUTS.items() if not spec.on_host)
 
 
 def of_group(name: str, group: int) -> str:
-    """The name of a grouped step input: the first group's has no number."""
+    """The name of a grouped step input. The first group's name has no number."""
     return f"{name}_{group}" if group else name
 
 
 def base_name(name: str) -> str:
-    """The step input that a name of `of_group` stands for."""
+    """The step input behind a name made by `of_group`."""
     return next((base for base in GROUPED if name.startswith(f"{base}_")), name)
 
 
 def input_named(name: str) -> StepTensor:
-    """The definition of a step input or a table, of any group; KeyError for another name."""
+    """The definition of a step input or table, of any group. KeyError for an unknown name."""
     return {**STEP_INPUTS, **IMAGE_INPUTS, **ROW_TABLES}[base_name(name)]

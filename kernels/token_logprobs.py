@@ -1,4 +1,4 @@
-"""`token_logprobs`: what a step reports about its draws, without sorting the vocabulary."""
+"""`token_logprobs`: log-probabilities of sampled and top tokens, without sorting the vocabulary."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def shape(*, logits: Tensor, k: int, **others: object) -> tuple[Tensor, Tensor, 
 @op(shape=shape)
 def token_logprobs(logits: Tensor, token: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logits [S, V], token [S] int64 -> log-probability of each row's token [S] float32, its rank
-    [S] int64 (1 is the likeliest; equals share the best one), and the k likeliest ids [S, k] int64
-    with their log-probabilities [S, k] float32, the lowest id first among equals.
+    [S] int64 (1 is the most likely; ties share the best rank), and the k most likely ids [S, k]
+    int64 with their log-probabilities [S, k] float32; among ties the lowest id comes first.
 
-    A token outside the vocabulary gets NaN and rank 0. Places past the vocabulary hold id -1 and
-    -inf. A row that `sample` refuses (NaN, +inf, only -inf) gets NaN, rank 0 and ids -1.
+    A token outside the vocabulary gets NaN and rank 0. If k exceeds the vocabulary, the remaining
+    entries are id -1 and -inf. A row from which `sample` can't sample (NaN, +inf, only -inf) gets
+    NaN, rank 0 and ids -1.
     """
     x = logits.float()
     vocab = x.shape[-1]
@@ -52,7 +53,7 @@ def token_logprobs(logits: Tensor, token: Tensor, k: int) -> tuple[Tensor, Tenso
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
     for rows, vocab, k in ((1, 5, 0), (3, 5, 7), (4, 300, 20), (5, 4500, 3)):
-        logits = (torch.randn(rows, vocab, generator=gen) * 8).round() / 4  # many equals
+        logits = (torch.randn(rows, vocab, generator=gen) * 8).round() / 4  # many ties
         logits[0, ::3] = float("-inf")
         if rows > 4:
             logits[1, 7], logits[2, 4444], logits[3] = float("nan"), float("inf"), float("-inf")

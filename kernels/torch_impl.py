@@ -1,4 +1,4 @@
-"""Fast versions of ops that are written in torch itself: all requests at once, on any device."""
+"""Fast versions of ops written in PyTorch: all requests at once, on any device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from llmc.kernels.registry import Fn, Impl, Op
 
 
 def torch_impl(op: Op, supports: Fn = lambda **arguments: True) -> Callable[[Fn], Fn]:
-    """Decorator: `llmc_torch::<op>`, with the arguments of `op`; chosen before the reference."""
+    """Decorator: define `llmc_torch::<op>`, which takes `op`'s arguments and is preferred to its
+    reference."""
 
     def define(fn: Fn) -> Fn:
         overload = op.declare("llmc_torch", fn)

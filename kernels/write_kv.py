@@ -1,4 +1,4 @@
-"""`write_kv`: put a step's keys and values into the paged cache."""
+"""`write_kv`: write a step's keys and values to the paged cache."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def write_kv(
     """key [T, Hkv, D], value [T, Hkv, Dv] -> caches [num_blocks, Hkv, block_size, D or Dv].
 
     slot_mapping [T] int64 is block * block_size + offset; a negative slot is skipped (padding).
-    Slots of one call are distinct. Any strides with a dense last dimension. Caches may be float8,
-    with k_scale and v_scale as in `fp8.py`.
+    Slots of one call are distinct. Any strides are allowed if the last dimension is contiguous.
+    Caches can be float8, with k_scale and v_scale as in `fp8.py`.
     """
     block_size = key_cache.shape[2]
     live = slot_mapping >= 0

@@ -1,4 +1,4 @@
-"""`write_segments`: a step's delta goes into the rows' memory, all runs of words in one launch."""
+"""`write_segments`: write a step's delta to the rows' memory, all runs of words in one launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEGMENT_WORDS = 3  # target, length, source
 
 @op(mutates=("memory",))
 def write_segments(memory: Tensor, delta: Tensor, count: int) -> None:
-    """Copy `count` runs of words out of `delta` [W] int32 into `memory` [M] int32.
+    """Copy `count` runs of words from `delta` [W] int32 to `memory` [M] int32.
 
     Words 3i to 3i + 2 of delta are run i: target, length, source, and
     memory[target : target + length] = delta[source : source + length]. Targets do not overlap.

@@ -1,6 +1,6 @@
-"""llmc serves any Hugging Face causal language model from its own code, by compiling it.
+"""llmc serves any Hugging Face causal language model by compiling its own code.
 
-The public names are loaded on first use, so that `import llmc` costs nothing.
+Public names are loaded on first use, so that `import llmc` is cheap.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# torch's threads that are done with their part of a product wait for the others, by default
-# spinning for several milliseconds (libgomp) or 200 (libiomp): the whole time slice of a thread
-# that another process keeps off its core, and the core that it could move to is not free. Half a
-# millisecond bridges the gaps inside of a step. Read when torch is first imported.
+# OpenMP threads that finish their part of a parallel region spin while they wait for the others: by
+# default for several milliseconds (libgomp) or 200 ms (libiomp). If another process preempts one
+# thread, the others spin for its whole time slice and occupy the cores that it could move to. Half
+# a millisecond bridges the gaps within a step. The variables are read when torch is first imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     os.environ.setdefault("KMP_BLOCKTIME", "1")

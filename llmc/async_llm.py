@@ -1,4 +1,4 @@
-"""`AsyncLLM`: many requests at once from asyncio, with streaming and cancellation.
+"""`AsyncLLM`: concurrent requests from asyncio, with streaming and cancellation.
 
 The engine runs behind a link (frontend/engine_link.py): in a thread, or in another process.
 Everything here runs on one event loop.
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from llmc.model_info import ModelInfo, Phase
     from llmc.startup.start import Started
 
-WATCHDOG_S = 60.0  # without an event for so long while requests wait: not ready
+WATCHDOG_S = 60.0  # not ready if requests wait this long without an event
 
 
 class AsyncLLM:
-    """A model served to many callers on one event loop. Options are those of `LLM`."""
+    """Serves a model to many callers on one event loop. Options are those of `LLM`."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class AsyncLLM:
     def from_started(
         cls, started: Started, config: EngineConfig, tokenizer: Tokenizer | None = None
     ) -> AsyncLLM:
-        """An AsyncLLM on an engine that is already there. `tokenizer` None: token ids only."""
+        """Wrap an engine that is already started. `tokenizer` None: token ids only."""
         engine = started.engine
         link = EngineThread(engine, started.end_ranks)
         return cls.from_link(link, started.info, engine.stats(), config, tokenizer)
@@ -92,7 +92,7 @@ class AsyncLLM:
         *,
         is_shared: bool = False,
     ) -> AsyncLLM:
-        """An AsyncLLM on an engine that runs elsewhere. `is_shared`: with others like this one."""
+        """Connect to an engine that runs elsewhere. `is_shared`: other AsyncLLMs use it too."""
         llm = cls.__new__(cls)
         llm._attach(link, info, stats, config, tokenizer)
         llm._is_shared = is_shared
@@ -110,21 +110,21 @@ class AsyncLLM:
         self.info = info
         self.tokenizer = tokenizer
         self.prepare = Preparation(info, tokenizer)
-        self.num_rows = config.max_num_seqs * config.data_parallel_size  # of all its engines
+        self.num_rows = config.max_num_seqs * config.data_parallel_size  # over all its engines
         self.max_queued = config.max_num_queued or 4 * self.num_rows
         self._outputs = OutputProcessor(tokenizer)
         self._streams: dict[str, Stream] = {}
         self._link = link
         self._stats = stats
-        self._state: asyncio.Future[EngineState | None] | None = None  # that was asked for
-        self._orders: dict[int, asyncio.Future[Operated]] = {}  # that were not answered yet
+        self._state: asyncio.Future[EngineState | None] | None = None  # pending request for it
+        self._orders: dict[int, asyncio.Future[Operated]] = {}  # not answered yet
         self._num_orders = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: str | None = None
         self._is_over = False
         self._is_shared = False
         self._draining = False
-        self.is_asleep = False  # it takes no requests until `wake_up`
+        self.is_asleep = False  # accepts no requests until `wake_up`
         self._last_event = time.monotonic()
         self._watchdog = Watchdog(self._seconds_left, link.dump_stacks)
 
@@ -139,7 +139,7 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields the output so far each time there is more; the last one has `finished` set.
+        """Yield the output so far each time it grows; the last one has `finished` set.
 
         Leaving the loop early, or cancelling the task, aborts the request.
         """
@@ -160,10 +160,10 @@ class AsyncLLM:
         priority: int = 0,
         stream_interval: int = 1,
     ) -> AsyncIterator[Stream]:
-        """Hands prepared requests to the engine. Leaving the block aborts what still runs.
+        """Submit prepared requests to the engine. Leaving the block aborts unfinished ones.
 
-        With several sources their ids are `request_id` with a number behind it. Of each completion
-        the reader gets a delta every `stream_interval` tokens, and the first one at once.
+        With several sources, their ids are `request_id` plus a number. For each completion, the
+        reader gets the first delta at once, and then one every `stream_interval` tokens.
         """
         base = request_id or f"req-{uuid.uuid4().hex}"
         ids = [base] if len(sources) == 1 else [f"{base}-{i}" for i in range(len(sources))]
@@ -175,20 +175,20 @@ class AsyncLLM:
             yield stream
         finally:
             for request in stream.requests:
-                if not request.finished:  # else its id may be another's by now
+                if not request.finished:  # otherwise another request could have reused its id
                     self.abort(request.request_id)
                 elif self._streams.get(request.request_id) is stream:
                     del self._streams[request.request_id]
 
     def _admit(self) -> None:
-        """Whether there is room. One call may overshoot the limit, the next is refused."""
+        """Raise unless there is room. One call can overshoot the limit; the next is rejected."""
         if self.is_asleep:
-            raise EngineAsleepError(f"{self.info.name} is asleep, and has to be woken first")
+            raise EngineAsleepError(f"{self.info.name} is asleep; wake it up first")
         self.check_health()
         if self._draining:
-            raise EngineDeadError("the server is shutting down and takes no new requests")
+            raise EngineDeadError("the server is shutting down and accepts no new requests")
         waiting = self._outputs.num_sequences - self.num_rows
-        if self._is_shared:  # the others' requests are known from the engine alone, a bit late
+        if self._is_shared:  # other frontends' requests are known only from the engine, with delay
             waiting = max(waiting, self._stats.num_waiting)
         if waiting >= self.max_queued:
             raise QueueFullError(
@@ -209,7 +209,7 @@ class AsyncLLM:
             self._link.send(message)
 
     def abort(self, request_id: str) -> None:
-        """End a request; its reader sees finish_reason "abort". Unknown or finished: nothing."""
+        """Abort a request; its reader sees finish_reason "abort". No-op if unknown or finished."""
         stream = self._streams.pop(request_id, None)
         request = self._outputs.active.get(request_id)
         for child in self._outputs.abort(request_id):
@@ -221,25 +221,25 @@ class AsyncLLM:
 
     @property
     def inputs(self) -> InputProcessor:
-        """What is known of the model's prompts, and checks them."""
+        """Prepares and checks prompts for the model."""
         return self.prepare.inputs
 
     def get_tokenizer(self) -> Any:
-        """The transformers tokenizer of the model: a copy, which may be changed."""
+        """The model's transformers tokenizer: a copy, which can be modified."""
         return self.inputs.need_tokenizer("get_tokenizer()").for_callers
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with what the model's generation_config recommends."""
+        """SamplingParams with the defaults from the model's generation_config."""
         return self.inputs.default_sampling()
 
     def stats(self) -> EngineStats:
-        """The engine's numbers after its latest turn."""
+        """The engine's statistics after its latest turn."""
         return self._stats
 
     async def engine_state(self) -> EngineState:
-        """Rows, blocks and queues as of the engine's next turn. Callers at a time share one.
+        """Rows, blocks and queues as of the engine's next turn. Concurrent callers share one query.
 
-        Raises EngineDeadError when there is no engine, or it is lost meanwhile.
+        Raises EngineDeadError if there is no engine, or if it is lost meanwhile.
         """
         self.open()
         self.check_health()
@@ -253,7 +253,7 @@ class AsyncLLM:
         return state
 
     async def stop_admitting(self, *, aborts: bool) -> None:
-        """Take no more requests, and wait for those that run, or abort them: for a sleep."""
+        """Before a sleep: reject new requests, and wait for the running ones or abort them."""
         self.is_asleep = True
         for request_id in list(self._outputs.active) if aborts else ():
             self.abort(request_id)
@@ -262,10 +262,10 @@ class AsyncLLM:
         await self.prepare.end_trial()
 
     async def operate(self, operation: Operation, folder: str = "") -> str:
-        """Have the engine do this between two steps; what came of it, in words.
+        """Run an operation in the engine between two steps; returns a description of the result.
 
-        "stop_profile" writes into `folder`. Raises InvalidRequestError where it can't be done, and
-        EngineDeadError when the engine is lost meanwhile.
+        "stop_profile" writes into `folder`. Raises InvalidRequestError if it can't be done, and
+        EngineDeadError if the engine is lost meanwhile.
         """
         self.open()
         self.check_health()
@@ -283,12 +283,12 @@ class AsyncLLM:
         return operated.result
 
     def processes(self) -> Processes:
-        """The processes that the model is served by."""
+        """The processes that serve the model."""
         return self._link.processes()
 
     @property
     def num_active(self) -> int:
-        """Requests submitted and not ended."""
+        """Number of unfinished requests."""
         return len(self._outputs.active)
 
     @property
@@ -297,12 +297,12 @@ class AsyncLLM:
 
     @property
     def is_stalled(self) -> bool:
-        """Requests are in flight, and there was no event of the engine for WATCHDOG_S."""
+        """Whether requests are in flight but the engine sent no event for WATCHDOG_S."""
         left = self._seconds_left()
         return left is not None and left <= 0
 
     def _seconds_left(self) -> float | None:
-        """Until the engine counts as stalled; None while it has nothing to do."""
+        """Seconds until the engine counts as stalled; None while it is idle."""
         if not self._outputs.active:
             return None
         if self._link.has_idle_engine:
@@ -311,7 +311,7 @@ class AsyncLLM:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine stopped for good; None while it runs or may come back."""
+        """Why the engine stopped for good; None while it runs or can still restart."""
         return self._dead if self._is_over else None
 
     @property
@@ -321,16 +321,16 @@ class AsyncLLM:
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is an engine at the moment."""
+        """Whether the engine is currently running."""
         return self._dead is None
 
     def check_health(self) -> None:
-        """Raises EngineDeadError when the engine is gone."""
+        """Raise EngineDeadError if the engine is gone."""
         if self._dead is not None:
             raise EngineDeadError(f"the engine has stopped: {self._dead}")
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
-        """Refuse new requests, let running ones end within `drain_timeout`, stop the engine."""
+        """Reject new requests, let running ones finish within `drain_timeout`, stop the engine."""
         await self.drain(drain_timeout)
         self._watchdog.stop()
         self._dead = self._dead or "it was shut down"
@@ -339,7 +339,7 @@ class AsyncLLM:
         await self._link.close()
 
     async def drain(self, timeout: float) -> bool:
-        """Refuse new requests and wait for the running ones; whether all ended in time."""
+        """Reject new requests and wait for running ones; returns whether all finished in time."""
         self._draining = True
         deadline = time.monotonic() + timeout
         while self._outputs.active and time.monotonic() < deadline:
@@ -349,7 +349,7 @@ class AsyncLLM:
     # ---- the engine's side ----
 
     def open(self) -> None:
-        """Connect to the engine, from now on in the running event loop; the first request does."""
+        """Connect to the engine, bound to the running event loop. The first request calls this."""
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop

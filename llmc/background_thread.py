@@ -1,7 +1,7 @@
-"""Threads beside the main one that end before the interpreter does.
+"""Background threads that end before the interpreter does.
 
-A daemon thread that is inside torch while Python goes away ends the process with an abort: at its
-next need of the interpreter's lock its stack is unwound, through C++ functions that may not throw.
+A daemon thread that is inside torch while Python shuts down aborts the process: the next time it
+needs the GIL, its stack is unwound, through C++ functions that must not throw.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 
-_LONGEST_S = 10.0  # waited at exit; a thread that is blocked outside of Python is left to be
+_LONGEST_S = 10.0  # longest wait at exit; a thread blocked outside Python is abandoned
 
 
 class BackgroundThread(threading.Thread):
-    """A daemon that `stop` asks to end at the interpreter's exit, which waits for it.
+    """A daemon thread that the interpreter stops with `stop` at exit, and waits for.
 
-    Without `stop`, SystemExit is raised in it between two instructions of its Python code.
+    Without `stop`, SystemExit is raised in it between two Python instructions.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class BackgroundThread(threading.Thread):
 @atexit.register
 def _end_all() -> None:
     threads = [one for one in threading.enumerate() if isinstance(one, BackgroundThread)]
-    for thread in threads:  # all at once: one may wait for another
+    for thread in threads:  # ask all first: one may be waiting for another
         thread.ask_to_end()
     end = time.monotonic() + _LONGEST_S
     for thread in threads:

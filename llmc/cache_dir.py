@@ -1,4 +1,4 @@
-"""The folder of everything that llmc keeps between runs."""
+"""The folder for everything that llmc keeps between runs."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """Where everything that is compiled is kept: $LLMC_CACHE_DIR, else ~/.cache/llmc."""
+    """The folder for everything that is compiled: $LLMC_CACHE_DIR, else ~/.cache/llmc."""
     given = os.environ.get("LLMC_CACHE_DIR")
     return Path(given).expanduser() if given else Path.home() / ".cache" / "llmc"
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file of the cache aside and rename it into place; its folder is made for this user.
+    """Write a cache file to a temporary file and rename it; create its folder as private.
 
-    Raises OSError for a disk that is full or can't be written.
+    Raises OSError if the disk is full or not writable.
     """
-    import tempfile  # late: most of what asks for the folder writes nothing
+    import tempfile  # late: most callers of this module write nothing
 
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(

@@ -1,4 +1,4 @@
-"""Options of an engine as frozen dataclasses, checked when made. No torch, no command line."""
+"""Engine options as a frozen dataclass, validated on construction. No torch, no command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmc.speculative_config import SpeculativeConfig
 
 MOST_LORAS, MOST_LORA_RANK = 1024, 512
 MOST_RANKS = 64
-MOST_IMAGES, DEFAULT_IMAGES = 256, 16  # of a prompt
+MOST_IMAGES, DEFAULT_IMAGES = 256, 16  # per prompt
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {
     "half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
@@ -40,26 +40,26 @@ def _one_of(name: str, value: str | None, choices: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything that decides how a model is loaded, compiled and scheduled.
+    """All options that control how a model is loaded, compiled and scheduled.
 
-    `model` is None for the default one, a directory, a GGUF file, or a hub id. Sizes are in tokens,
-    memory in bytes. A None is chosen at start and printed.
+    `model` is a directory, a GGUF file or a hub id; None selects the default model. Sizes are in
+    tokens, memory in bytes. Options that are None are chosen at startup and printed.
     """
 
     model: str | None = None
     tokenizer: str | None = None
-    chat_template: str | None = None  # a Jinja file or text; None: the model's own
-    tool_format: str = "auto"  # of calls: learned from the template, generic, or JSON or its file
+    chat_template: str | None = None  # a Jinja file or the template itself; None: the model's own
+    tool_format: str = "auto"  # inferred from the chat template; or generic, JSON or a JSON file
     revision: str | None = None
     trust_remote_code: bool = False
-    task: str = "auto"  # what the model is served for; auto: what its files say
-    pooling: str = "auto"  # of embeddings; auto: the files say, else the last; of encoders the mean
-    normalize: bool | None = None  # embeddings to length 1; None: as the model's files say
+    task: str = "auto"  # what the model is served for; auto: follow the model's files
+    pooling: str = "auto"  # auto: follow the files, else last token (decoder) or mean (encoder)
+    normalize: bool | None = None  # scale embeddings to length 1; None: follow the model's files
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
-    quantization: Literal["int8", "int4", "fp8", "none"] | None = None  # None: as it is stored
-    activation_bits: ActivationBits = 16  # of what meets integer weights, where those multiply
+    quantization: Literal["int8", "int4", "fp8", "none"] | None = None  # None: as stored
+    activation_bits: ActivationBits = 16  # of inputs of linears that multiply integer weights
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -69,31 +69,31 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     swap_space: int = 0  # host memory for the blocks of preempted requests
     gpu_memory_utilization: float = 0.9
-    tensor_parallel_size: int = 1  # ranks, each a process, that compute a part of every layer
-    distributed_executor_backend: str = "mp"  # where they are: processes here, or Ray's actors
+    tensor_parallel_size: int = 1  # ranks (processes), each computing a part of every layer
+    distributed_executor_backend: str = "mp"  # where ranks run: local processes, or Ray actors
     data_parallel_size: int = 1  # engines of a server, which share this machine evenly
     enable_prefix_caching: bool = True
-    async_scheduling: bool | None = None  # plan a step while the one before it runs
+    async_scheduling: bool | None = None  # plan a step while the previous one runs
     scheduling_policy: SchedulingPolicy = "fcfs"
     speculative_config: SpeculativeConfig | None = None  # or a mapping of its fields
     opt_level: Literal[0, 1, 2, 3] | None = None
     cuda_graph_buckets: Sequence[int] | None = None  # decode batch sizes captured at -O2
-    limit_mm_per_prompt: Mapping[str, int] | None = None  # {"image": 4}; 0: none are taken
+    limit_mm_per_prompt: Mapping[str, int] | None = None  # {"image": 4}; 0: no images
     enable_lora: bool = False
-    max_loras: int = 1  # adapters that steps use at a time, in slots of the device's memory
+    max_loras: int = 1  # adapters that a step can use at once, in slots of device memory
     max_lora_rank: int = 16
-    max_lora_expert_rank: int = 0  # of adapters on routed experts; 0: they are refused
+    max_lora_expert_rank: int = 0  # of adapters on routed experts; 0: reject them
     max_cpu_loras: int | None = None  # adapters kept in host memory; None: max_loras
     passes: Mapping[str, bool] = field(
         default_factory=dict
-    )  # {"merge_linears": False} switches off
+    )  # {"merge_linears": False} disables a pass
     extra_passes: Sequence[object] = ()  # passes, or `module:pass` and `file.py:pass`
     logits_processors: Sequence[object] = ()  # classes, or `module:class` and `file.py:class`
     seed: int = 0
 
     @property
     def max_images(self) -> int:
-        """Of a prompt; 0: none are taken, and what reads them is not loaded."""
+        """Most images per prompt; 0: none are accepted, and the vision tower is not loaded."""
         return (self.limit_mm_per_prompt or {}).get("image", DEFAULT_IMAGES)
 
     def __post_init__(self) -> None:
@@ -149,7 +149,7 @@ class EngineConfig:
             if kind != "image" or type(count) is not int or not 0 <= count <= MOST_IMAGES:
                 raise ConfigError(
                     'limit_mm_per_prompt must be {"image": COUNT} with a count of 0 to '
-                    f"{MOST_IMAGES} (audio and video are not served), got {kind!r}: {count!r}"
+                    f"{MOST_IMAGES} (audio and video are not supported), got {kind!r}: {count!r}"
                 )
         for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
             _positive(name, getattr(self, name))

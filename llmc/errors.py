@@ -1,15 +1,15 @@
-"""Every error that llmc raises on purpose, so that a caller can tell its own mistake from ours.
+"""The errors that llmc raises on purpose, so that callers can tell their mistakes from ours.
 
     LlmcError
     +-- InvalidRequestError (also ValueError)   a prompt or a sampling parameter is wrong
     +-- ConfigError         (also ValueError)   a flag, an option or the environment is wrong
-    |   +-- CheckpointError                     the model's files are missing, broken or unfit
+    |   +-- CheckpointError                     the model's files are missing, broken or unsupported
     +-- CompileError                            capture or a pass failed on this model
-    +-- EngineDeadError                         the engine stopped and takes no more requests
-    |   +-- EngineAsleepError                   it was sent to sleep, and can be woken
+    +-- EngineDeadError                         the engine stopped and accepts no more requests
+    |   +-- EngineAsleepError                   it was put to sleep, and can be woken
     +-- QueueFullError                          too many requests wait; try again later
 
-A message says what is wrong with the value in it, and what to do, in one or two sentences.
+A message says what is wrong, quotes the value, and says what to do, in one or two sentences.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class EngineDeadError(LlmcError):
 
 
 class EngineAsleepError(EngineDeadError):
-    """The engine was sent to sleep; it takes requests again when it is woken."""
+    """The engine was put to sleep; it accepts requests again when it is woken."""
 
 
 class QueueFullError(LlmcError):
@@ -59,7 +59,7 @@ class QueueFullError(LlmcError):
 
 
 def reason_of(error: BaseException) -> str:
-    """What another library's error says, on one line. A bare key says nothing without its type."""
+    """The message of another library's error on one line, with its type if it would be unclear."""
     text = " ".join(str(error).split())[:300]
     if not text or isinstance(error, LookupError):
         return f"{type(error).__name__}: {text}".removesuffix(": ")

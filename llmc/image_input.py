@@ -1,4 +1,4 @@
-"""An image of a prompt as the engine gets it: plain data, made by the frontend (text/images.py)."""
+"""A prompt's image as passed to the engine: plain data, made by the frontend (text/images.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageTensor:
-    """A tensor of the model's processor, in this machine's byte order; torch's names of dtypes."""
+    """A tensor from the model's processor, in native byte order; dtypes are named as in torch."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -17,10 +17,10 @@ class ImageTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageInput:
-    """One image: what its tower reads, and which tokens of the prompt stand for it.
+    """One image: the inputs of its tower, and its placeholder tokens in the prompt.
 
-    `digest` is of all its tensors. `spans` are (first token, count), in order: as many tokens as
-    the tower makes rows of the image.
+    `digest` covers all its tensors. `spans` are (first token, count), in order, with one token for
+    each row that the tower computes for the image.
     """
 
     digest: bytes
@@ -33,7 +33,7 @@ class ImageInput:
 
 
 def digests_within(images: Iterable[ImageInput], start: int, end: int) -> bytes:
-    """The digests of the images that tokens [start, end) stand for, one after the other."""
+    """Concatenate the digests of the images with placeholders in tokens [start, end)."""
     return b"".join(
         image.digest
         for image in images
@@ -42,12 +42,12 @@ def digests_within(images: Iterable[ImageInput], start: int, end: int) -> bytes:
 
 
 def longest(images: Iterable[ImageInput]) -> int:
-    """The most tokens that stand for one of the images."""
+    """The largest number of placeholder tokens of any of the images."""
     return max((image.num_rows for image in images), default=0)
 
 
 def before_cut(images: Iterable[ImageInput], end: int) -> int:
-    """`end`, or where the image begins of whose tokens it would cut off some."""
+    """`end`, or the start of the image span that `end` would cut."""
     for image in images:
         for first, count in image.spans:
             if first < end < first + count:
@@ -56,7 +56,7 @@ def before_cut(images: Iterable[ImageInput], end: int) -> int:
 
 
 def uncut(images: Iterable[ImageInput], start: int, end: int) -> int:
-    """`end`, or one near it by which [start, end) is not empty and cuts no image."""
+    """`end`, moved if needed so that [start, end) is not empty and does not cut an image."""
     cut = before_cut(images, end)
     if cut > start:
         return cut

@@ -1,7 +1,7 @@
-"""Schemas as people mean them: an object that lists its properties has no others.
+"""Close JSON schemas the way authors mean them: an object has only the properties that it lists.
 
-By the letter of JSON Schema an object without `additionalProperties` may have any further keys, and
-a model that is held to it invents some until its tokens are spent. So such objects are closed.
+By the JSON Schema specification, an object without `additionalProperties` can have any other keys,
+and a model constrained by such a schema invents keys until it runs out of tokens.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Where schemas are, below a keyword: one, a list of them, or by name.
+# Keywords whose value is a schema, a list of schemas, or schemas by name.
 _ONE = ("items", "additionalProperties", "contains")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED = ("properties", "$defs", "definitions", "patternProperties")
-# What says which keys an object may have besides `properties`.
+# Keywords other than `properties` that define which keys an object can have.
 _OF_KEYS = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
-# What judges one object by several schemas: each closed, they would exclude each other.
+# Keywords that apply several schemas to one object: if closed, they would exclude each other.
 _TOGETHER = ("if", "not", "dependentSchemas", "$dynamicRef")
 
 
 def closed(schema: Any) -> Any:
-    """The schema with `additionalProperties: false` for each object that lists its properties and
-    says nothing of others; as it is where one object must meet several schemas. JSON values."""
+    """Add `additionalProperties: false` to each object that lists its properties and does not
+    mention others. Returns the schema unchanged if an object must match several. JSON values."""
     made = copy.deepcopy(schema)
     inside = list(_schemas(made))
     if any(_meets_several(one) for one in inside):
@@ -34,7 +34,7 @@ def closed(schema: Any) -> Any:
 
 
 def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """The schema and those inside of it, as far as they are objects."""
+    """The schema and its nested schemas, skipping those that are not objects."""
     if not isinstance(schema, dict):
         return
     yield schema

@@ -1,10 +1,10 @@
-"""`LLM`: generate from Python, without a server.
+"""`LLM`: offline inference from Python, without a server.
 
     prompts -> frontend.inputs -> engine.add
                                   engine.step() until done -> frontend.outputs -> RequestOutput
 
-The caller's thread drives the engine; calls from other threads wait for it. AsyncLLM serves callers
-at once.
+The caller's thread drives the engine, and calls from other threads wait. Use AsyncLLM to serve
+concurrent callers.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from llmc.startup.start import Started
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-Adapters = LoRARequest | Sequence[LoRARequest | None] | None  # one for all, or one for each
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None  # one for all, or one each
 Outcome = ActiveRequest | InvalidRequestError
 
 
 class LLM(PoolingMethods):
-    """A model loaded for offline generation, or for its vectors (`embed`, `classify`, `score`).
+    """A model loaded for offline generation or for pooling (`embed`, `classify`, `score`).
 
     `model` is a local directory, a GGUF file, a hub id, or None for the default model. Options are
     the fields of EngineConfig: dtype, device, max_model_len, max_num_seqs, max_num_batched_tokens,
@@ -77,7 +77,7 @@ class LLM(PoolingMethods):
     def from_started(
         cls, started: Started, config: EngineConfig, tokenizer: Tokenizer | None = None
     ) -> LLM:
-        """An LLM on an engine that is already there. `tokenizer` None: token ids only."""
+        """Wrap an engine that is already started. `tokenizer` None: token ids only."""
         llm = cls.__new__(cls)
         llm._attach(started, config, tokenizer)
         return llm
@@ -90,7 +90,7 @@ class LLM(PoolingMethods):
         self._outputs = OutputProcessor(tokenizer)
         self._trial = make_trial(started.info, tokenizer)
         self._ids = itertools.count()
-        self._in_use = threading.RLock()  # by the caller whose requests the engine has
+        self._in_use = threading.RLock()  # held by the caller whose requests run
 
     def _take(self, started: Started) -> None:
         self.info: ModelInfo = started.info
@@ -112,16 +112,16 @@ class LLM(PoolingMethods):
         """Complete one prompt or many; outputs are in the order of the prompts.
 
         A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
-        `sampling_params` is one for all, or one per prompt; None takes the model's own defaults
+        `sampling_params` is one for all or one per prompt; None uses the model's own defaults
         (and max_tokens=16). In a list, a prompt that can't be served gets an output whose `error`
-        says why, and the others are served; InvalidRequestError is raised when none can be.
-        With `scheduling_policy="priority"` prompts of lower `priority` (one, or one for each) are
-        served first. A prompt given as a dict may have a `cache_salt`: only prompts of the same
-        salt then share cached prefixes; and `add_special_tokens`, False for a text that begins
-        with them.
-        `lora_request`: the LoRA adapter to answer with, one for all prompts or one (or None) for
-        each; the engine must have been started with `enable_lora=True`.
-        `use_tqdm` is another name for `progress`.
+        gives the reason, and the others are served; InvalidRequestError is raised if none can be.
+        With `scheduling_policy="priority"`, prompts with a lower `priority` (one for all or one
+        per prompt) are served first. A prompt given as a dict can have a `cache_salt`, so that it
+        shares cached prefixes only with prompts of the same salt, and `add_special_tokens`, which
+        is False for text that already begins with them.
+        `lora_request`: the LoRA adapter to use, one for all prompts or one (or None) per prompt;
+        the engine must have been started with `enable_lora=True`.
+        `use_tqdm` is an alias of `progress`.
         """
         self._inputs.need_generation()
         items = as_list(prompts)
@@ -150,11 +150,11 @@ class LLM(PoolingMethods):
         progress: bool = True,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or many (a list of those).
+        """Answer one conversation (a list of messages) or many (a list of conversations).
 
-        As `generate`, with the model's chat template; without `sampling_params` the answer may
-        fill the context. `tools` (OpenAI's form) go to the template; calls stay in the answer's
-        text, as the model writes them.
+        Like `generate`, with the model's chat template. Without `sampling_params` the answer can
+        fill the context. `tools` (in OpenAI's format) are passed to the template; tool calls are
+        left in the answer's text, as the model writes them.
         """
         self._inputs.need_generation()
         chats = as_conversations(messages)
@@ -187,9 +187,9 @@ class LLM(PoolingMethods):
         progress: bool = True,
         use_tqdm: bool | None = None,
     ) -> list[BeamSearchOutput]:
-        """The likeliest sequences after each prompt, as transformers' beam search finds them.
+        """The most likely continuations of each prompt, as found by transformers' beam search.
 
-        Prompts are given and answered as in `generate`; all are searched at once.
+        Prompts and the order of outputs are as in `generate`; all prompts are searched at once.
         """
         self._inputs.need_generation()
         items = as_list(prompts)
@@ -198,37 +198,37 @@ class LLM(PoolingMethods):
             return run_searches(self._running(), self._inputs, items, params, self._ids, shown)
 
     def get_tokenizer(self) -> Any:
-        """The transformers tokenizer of the model: a copy, which may be changed."""
+        """The model's transformers tokenizer: a copy, which can be modified."""
         return self._inputs.need_tokenizer("get_tokenizer()").for_callers
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with what the model's generation_config recommends."""
+        """SamplingParams with the defaults from the model's generation_config."""
         return self._inputs.default_sampling()
 
     def stats(self) -> EngineStats:
-        """The engine's counters and gauges as of now."""
+        """The engine's current counters and gauges."""
         return self._running().stats()
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
-        """Wait for the compilation in the background, if any; whether its result is in use.
+        """Wait for background compilation, if any; returns whether the compiled step is in use.
 
-        There is no need to: requests are served meanwhile, only slower. For benchmarks.
+        Meant for benchmarks: requests are served in the meantime too, only slower.
         """
         return self._upgrade is not None and self._upgrade.wait(timeout)
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`; meanwhile there are no answers.
+        """Release memory until `wake_up`; until then, no requests are served.
 
-        Level 1 returns the memory of the KV cache and keeps the weights. Level 2 gives the engine
-        up, weights included, and so does level 1 where a cache can't be returned in place (GPUs,
-        several ranks): waking reads them again.
+        Level 1 releases the memory of the KV cache and keeps the weights. Level 2 drops the whole
+        engine, including the weights, and so does level 1 where the cache can't be released in
+        place (GPUs, several ranks); `wake_up` then loads them again.
         """
         if level not in (1, 2):
             raise ConfigError(f"level must be 1 or 2, got {level!r}")
         with self._in_use:
             engine = self._engine
             if engine is None and not self._is_asleep:
-                raise EngineDeadError("this LLM is closed; make a new one")
+                raise EngineDeadError("this LLM is closed; create a new one")
             self._is_asleep = True
             self._trial.close()
             if engine is None:
@@ -238,21 +238,21 @@ class LLM(PoolingMethods):
                 return
             self._engine = self._upgrade = None
             self._end_ranks()
-            self._end_ranks = lambda: None  # which holds the engine
+            self._end_ranks = lambda: None  # the old closure references the engine
             del engine
             from llmc.startup.start import give_back_freed
 
             give_back_freed()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Answer again. `tags` are taken and mean nothing: all wakes at once."""
+        """Serve requests again. `tags` are accepted but ignored: everything wakes at once."""
         with self._in_use:
             if self._is_asleep and self._engine is None:
                 self._take(start(self.config))
             self._is_asleep = False
 
     def close(self) -> None:
-        """Give the model's memory back. The LLM can't be used afterwards; closing twice is fine."""
+        """Free the model's memory. The LLM can't be used afterwards; closing twice is fine."""
         self._trial.close()
         with self._in_use:
             engine, self._engine = self._engine, None
@@ -271,7 +271,7 @@ class LLM(PoolingMethods):
         if self._is_asleep:
             raise EngineAsleepError("this LLM is asleep; call wake_up() first")
         if self._engine is None:
-            raise EngineDeadError("this LLM is closed; make a new one")
+            raise EngineDeadError("this LLM is closed; create a new one")
         return self._engine
 
     def _run(
@@ -299,7 +299,7 @@ class LLM(PoolingMethods):
         progress: bool,
         priorities: Iterable[int],
     ) -> list[Outcome]:
-        """Requests that have ended, and why others were refused."""
+        """The finished requests, and the errors of rejected ones."""
         try:
             outcomes = [
                 self._submit(engine, make, priority)
@@ -334,7 +334,7 @@ class LLM(PoolingMethods):
 
     def _drive(self, engine: Engine, progress: bool, num_requests: int) -> None:
         num_done = num_tokens = 0
-        while engine.use_idle_time():  # a caller's thread is idle only before it starts
+        while engine.use_idle_time():  # the caller's thread is idle only before the first step
             pass
         with GenerationProgress(num_requests, enabled=progress) as bar:
             while self._outputs.active:
@@ -351,7 +351,7 @@ class LLM(PoolingMethods):
                 num_tokens += sum(len(update.new_token_ids) for update in updates)
                 num_done += sum(request.finished for request in changed)
                 bar.update(num_done, num_tokens)
-        while engine.has_work:  # what was submitted ahead for requests that have ended
+        while engine.has_work:  # steps already submitted for finished requests
             with uninterrupted():
                 engine.step()
 

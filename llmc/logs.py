@@ -1,7 +1,7 @@
-"""How llmc's processes log: lines of text, or of JSON for a program that collects them.
+"""Logging of llmc's processes: lines of text, or of JSON for log collectors.
 
-Both name the request that is being served (`REQUEST_ID`). A record's `fields` (given with
-`extra={"fields": {...}}`) are further keys of its JSON; in text they are part of the message.
+Both include the id of the request being served (`REQUEST_ID`). A record's `fields` (passed as
+`extra={"fields": {...}}`) are additional JSON keys; in text they are part of the message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
 def set_up_logging(level: str, form: str) -> None:
-    """llmc's own records from `level` on, those of libraries from warnings on, all to stderr."""
+    """Log to stderr: llmc's own records from `level` up, those of libraries from warnings up."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter(TEXT))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
@@ -26,7 +26,7 @@ def set_up_logging(level: str, form: str) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """The request's id at the end of the message, before a traceback."""
+    """Appends the request's id to the message, before a traceback."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         text = super().formatMessage(record)
@@ -35,7 +35,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (UTC, ISO 8601), level, logger, pid, message, request_id, fields."""
+    """One object per line: time (UTC, ISO 8601), level, logger, pid, message, id and fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -52,5 +52,5 @@ class JsonFormatter(logging.Formatter):
         line.update(getattr(record, "fields", {}))
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        # what can't be written as JSON must not lose the line
+        # repr: a value that is not JSON-serializable must not lose the line
         return json.dumps(line, ensure_ascii=False, default=repr)

@@ -1,4 +1,4 @@
-"""LoRARequest: the LoRA adapter that a request asks for."""
+"""LoRARequest: the LoRA adapter that a request uses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MOST_PATH = 4096  # characters
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter in PEFT's format: its name, a number from 1, and the local directory it lies in.
+    """An adapter in PEFT format: its name, a number from 1, and its local directory.
 
-    Adapters that differ in any of the three are different ones, which share no cached prefix. One
-    whose files have changed needs another number. InvalidRequestError for a wrong value.
+    Adapters that differ in any of the three are distinct and share no cached prefixes. If an
+    adapter's files change, give it another number. InvalidRequestError for an invalid value.
     """
 
     lora_name: str
@@ -32,7 +32,7 @@ class LoRARequest:
         ):
             raise InvalidRequestError(
                 f"the adapter's name {name!r:.80} must be 1 to 200 letters, digits and any of "
-                "_ . : / -, and no part of it may be '..'",
+                "_ . : / -, and must not contain '.' or '..' as a path component",
                 param="lora_name",
             )
         if isinstance(number, bool) or not isinstance(number, int) or not 0 < number < 2**63:

@@ -1,4 +1,4 @@
-"""What the rest of llmc knows of a started model: plain data, which also crosses processes."""
+"""Facts about a started model for the rest of llmc: plain data, also sent between processes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ OnPhase = Callable[[Phase], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageInfo:
-    """How a model takes images: `row_token` is the id that stands for a row of one.
+    """How a model reads images: `row_token` is the placeholder token id for one image row.
 
-    `most_rows`: of one image, where its tokens attend to all of it and are computed in one step; 0:
-    they attend to those before them alone, and any number will do.
+    `most_rows`: the most rows of an image, if its tokens attend to all of it and so are computed in
+    one step; 0: attention within an image is causal, and any number of rows is allowed.
     """
 
     row_token: int
@@ -53,20 +53,20 @@ class ModelInfo:
     weight_bytes: int
     kv_bytes_per_token: int
     state_bytes_per_request: int  # of recurrent layers; 0 for a model with attention only
-    num_snapshots: int = 0  # of such states, for the prefix cache; 0: it is off for them
+    num_snapshots: int = 0  # of such states, for the prefix cache; 0: not cached
     is_default: bool
     opt_level: int
     pass_reports: tuple[str, ...] = ()
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
-    certificate_key: str = ""  # of its architecture's certificate; "": nothing can be kept
-    disabled_passes: tuple[str, ...] = ()  # left out since that certificate names them
+    certificate_key: str = ""  # of its architecture's certificate; "": it can't be saved
+    disabled_passes: tuple[str, ...] = ()  # because that certificate names them
     pooling: PoolingInfo | None = None  # None: it generates text
     images: ImageInfo | None = None
-    image_refusal: str = "it reads text alone"  # why, where it takes no images
-    extra_args: tuple[str, ...] = ()  # names that its logits processors accept in a request
+    image_refusal: str = "it reads text only"  # the reason, if it accepts no images
+    extra_args: tuple[str, ...] = ()  # names that its logits processors accept in requests
 
     @property
     def can_cache_prefixes(self) -> bool:
-        """Encoders keep no keys and values, and states can be used again as snapshots alone."""
+        """Whether prefixes can be cached: not without a KV cache, and states only as snapshots."""
         has_cache = self.kv_bytes_per_token and not self.state_bytes_per_request
         return bool(self.num_snapshots or has_cache)

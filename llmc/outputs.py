@@ -1,4 +1,4 @@
-"""What a caller gets back: `RequestOutput` and its parts, named as vLLM's users know them."""
+"""Outputs for callers: `RequestOutput` and its parts, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """Log-probability of one token before temperature and other processing; rank 1 is the top."""
+    """Log-probability of one token before temperature and other processing; rank 1 is the best."""
 
     logprob: float
     rank: int | None = None
@@ -44,17 +44,17 @@ class CompletionOutput:
 class RequestMetrics:
     """Times of one request in seconds, from one monotonic clock."""
 
-    queue_s: float  # from its arrival at the engine to its first step
+    queue_s: float  # from arrival at the engine to the first step
     time_to_first_token_s: float
     end_to_end_s: float
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """The answer to one prompt. `error` holds the reason when the request could not be served.
+    """The answer to one prompt. `error` has the reason if the request could not be served.
 
-    `prompt_logprobs[i]` is that of prompt token i, as in CompletionOutput.logprobs; None for the
-    first token, before which there is nothing.
+    `prompt_logprobs[i]` is for prompt token i, as in CompletionOutput.logprobs; None for the
+    first token, which has no context.
     """
 
     request_id: str
@@ -70,10 +70,10 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchSequence:
-    """One sequence that a beam search found. `tokens` and `text` begin with the prompt."""
+    """One sequence found by beam search. `tokens` and `text` begin with the prompt."""
 
     tokens: list[int]
-    cum_logprob: float  # of the tokens after the prompt, an end token among them
+    cum_logprob: float  # of the tokens after the prompt, including an end token
     text: str | None = None  # None without a tokenizer
     finish_reason: FinishReason | None = None
 
@@ -82,7 +82,7 @@ class BeamSearchSequence:
 class BeamSearchOutput:
     """The best `beam_width` sequences of one prompt, best first.
 
-    `error` holds the reason when the prompt could not be served.
+    `error` has the reason if the prompt could not be served.
     """
 
     sequences: list[BeamSearchSequence]
@@ -94,8 +94,8 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingOutput:
-    """A vector, or one of each token of the prompt: hidden states or embeddings, or a classifier's
-    scores or probabilities, one a label."""
+    """A vector, or one per token of the prompt: hidden states or embeddings, or a classifier's
+    scores or probabilities, one per label."""
 
     data: list[float] | list[list[float]]
 
@@ -111,10 +111,10 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassificationOutput:
-    """Probabilities of a classifier's labels, or its raw scores where it was asked for those."""
+    """Probabilities of a classifier's labels, or its raw scores if those were requested."""
 
     probs: list[float]
-    label: str  # the likeliest
+    label: str  # the most likely
 
     @property
     def num_classes(self) -> int:
@@ -130,7 +130,7 @@ class ScoringOutput:
 class PoolingRequestOutput(Generic[T]):
     """The answer to one prompt of a model that returns vectors.
 
-    `outputs` is None, and `error` says why, for a prompt that could not be served.
+    If the prompt could not be served, `outputs` is None and `error` has the reason.
     """
 
     request_id: str

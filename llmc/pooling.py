@@ -1,7 +1,7 @@
-"""Pooling: what a model that returns vectors does with them. Plain data, and the arithmetic on one.
+"""Pooling options of models that return vectors, and the postprocessing of one vector.
 
-The step gives one raw vector a request: pooled hidden states, or a classifier's scores. What is
-done with it depends on the request (`dimensions`, raw scores), so it is done here.
+The step returns one raw vector per request: pooled hidden states, or a classifier's scores. The
+postprocessing depends on the request (`dimensions`, raw scores), so it happens here.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import Literal
 
 from llmc.errors import InvalidRequestError
 
-# What a model is served for. `auto`: what its files say. `pooling` and `score`: a classifier as
-# one, any other model for embeddings. `reward`: a classifier whose scores stay as they are.
-# `token_embed` and `token_classify`: a vector of each token.
+# What a model is served for. `auto` follows its files. `pooling` and `score`: classification for a
+# classifier, embeddings for any other model. `reward`: a classifier's raw scores.
+# `token_embed` and `token_classify`: one vector per token.
 Task = Literal["embed", "classify", "token_embed", "token_classify"]
 POOLING_TASKS: tuple[Task, ...] = ("embed", "classify", "token_embed", "token_classify")
 TOKEN_TASKS = ("token_embed", "token_classify")
 TASKS = ("auto", "generate", "pooling", "score", "reward", *POOLING_TASKS)
-# As sentence-transformers names them: of the last token, of the first one, or a mean of all tokens:
-# plain, weighted by their places from 1, or with the sum divided by the root of their number; or
-# the greatest value of each channel.
+# Named as in sentence-transformers: the last token; the first token; the mean over all tokens,
+# plain, weighted by position (from 1), or divided by the square root of the count instead of the
+# count; the maximum of each channel.
 Method = Literal["last", "cls", "mean", "weightedmean", "mean_sqrt_len", "max"]
 METHODS: tuple[Method, ...] = ("last", "cls", "mean", "weightedmean", "mean_sqrt_len", "max")
 POOLINGS = ("auto", *METHODS)
 Activation = Literal["softmax", "sigmoid", "none"]
-DENSE = "llmc_dense_{}"  # the name of a Dense layer in a module
-# The ids of tokens of the second text of a pair have this bit, for models that tell the two apart:
-# it goes where the ids go, and no vocabulary reaches it.
+DENSE = "llmc_dense_{}"  # the module name of a Dense layer
+# This bit is set in the token ids of a pair's second text, for models that distinguish the two: it
+# travels with the ids, and no vocabulary is that large.
 SECOND_TEXT = 1 << 30
-DRAFTED = 1 << 30  # and, in a draft head's rows, those of tokens that it drew itself
+DRAFTED = 1 << 30  # the same bit in a draft head's rows marks tokens that it drafted itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """A linear that sentence-transformers puts behind the pooling, and what follows it."""
+    """A linear layer that sentence-transformers applies after pooling, with its activation."""
 
     inputs: int
     outputs: int
@@ -47,9 +47,9 @@ class Dense:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftHead:
-    """What drafts for a model of `vocab_size` tokens from its hidden states: a head in the form of
-    EAGLE-3 or, with `is_own_layer`, one more layer of the model itself, of which the rest says
-    nothing (compiler/draft_head.py).
+    """A drafter for a model of `vocab_size` tokens that reads its hidden states: an EAGLE-3 head
+    or, with `is_own_layer`, an extra layer of the model itself, for which the other fields are
+    unused (compiler/draft_head.py).
 
     An EAGLE-3 head reads `num_taps` hidden states of `width` values.
     """
@@ -58,23 +58,23 @@ class DraftHead:
     is_own_layer: bool = False
     num_taps: int = 1
     width: int = 0
-    draft_vocab_size: int = 0  # tokens that it may draw
-    has_id_map: bool = False  # they are some of the model's, in an order of their own
+    draft_vocab_size: int = 0  # tokens that it can draft
+    has_id_map: bool = False  # these are a subset of the model's, mapped to its ids by a table
     has_fc_bias: bool = False
     norm_before_fc: bool = False
-    norm_before_residual: bool = False  # what is added to its attention's output is normed
+    norm_before_residual: bool = False  # the residual of its attention is normalized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What is captured of a model (compiler/heads.py).
+    """The part of a model to capture (compiler/heads.py).
 
-    `encoder`: its tokens see those after them too. `token_types`: its token ids say which text of
-    a pair each is of (`of_second_text`).
-    `image_levels`: rows of images may stand for embeddings of its tokens (1), and are added to the
-    hidden states behind so many first layers (each further one). `position_axes`: how many
-    positions each token then has; 0: one, its place in the text.
-    `draft`: it is no model but a head that drafts for one.
+    `encoder`: attention is bidirectional. `token_types`: token ids carry which text of a pair
+    they belong to (`SECOND_TEXT`).
+    `image_levels`: 1 if image rows can replace token embeddings; each further level adds image
+    rows to the hidden states after one more of the first layers. `position_axes`: positions per
+    token; 0: one, its index in the sequence.
+    `draft`: captures a draft head instead of a model.
     """
 
     kind: Literal["lm", "hidden", "score", "token_score"] = "lm"
@@ -86,7 +86,7 @@ class Head:
     draft: DraftHead | None = None
 
     def position_shape(self, tokens: int) -> tuple[int, ...]:
-        """Of the positions of so many tokens, in a batch of one."""
+        """Shape of the position ids of `tokens` tokens in a batch of one."""
         return (self.position_axes, 1, tokens) if self.position_axes else (1, tokens)
 
 
@@ -95,19 +95,19 @@ LM = Head()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingInfo:
-    """Of a model that runs. `size`: values of its vectors; for a classifier, one a label."""
+    """Pooling of a running model. `size`: length of its vectors; for a classifier, its labels."""
 
     task: Task
     method: Method
     size: int
-    normalize: bool = False  # embeddings: to length 1
-    activation: Activation = "none"  # classifiers: of scores
+    normalize: bool = False  # embeddings: scale to length 1
+    activation: Activation = "none"  # classifiers: applied to scores
     labels: tuple[str, ...] = ()
-    token_types: bool = False  # it is told which text of a pair a token is of
+    token_types: bool = False  # the model gets which text of a pair each token belongs to
 
     @property
     def of_tokens(self) -> bool:
-        """Whether each token of a text has a vector: then they are one behind the other."""
+        """Whether there is one vector per token; they are then concatenated."""
         return self.task in TOKEN_TASKS
 
     @property
@@ -116,17 +116,18 @@ class PoolingInfo:
 
     @property
     def scores_pairs(self) -> bool:
-        """Whether texts can be compared: by their embeddings, or as one label of both."""
-        return self.task == "embed" or (self.task == "classify" and self.size == 1)
+        """Whether text pairs can be scored: by their embeddings, or with a single label."""
+        is_single_label = self.task == "classify" and self.size == 1
+        return is_single_label or self.task in ("embed", "token_embed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """What is done with the vectors of one call, named as vLLM's users know it.
+    """Postprocessing of the vectors of one call, with vLLM's names.
 
-    `dimensions`: the first values of embeddings alone, for models trained for that (matryoshka).
-    `use_activation`: whether embeddings are normalized and scores made probabilities; None: as the
-    model's authors do it. `truncate_prompt_tokens`: see `LLM.embed`.
+    `dimensions`: keep only the first values of embeddings, for models trained for that
+    (matryoshka). `use_activation`: whether to normalize embeddings and turn scores into
+    probabilities; None: the model's own setting. `truncate_prompt_tokens`: see `LLM.embed`.
     """
 
     dimensions: int | None = None
@@ -146,12 +147,12 @@ class PoolingParams:
 
 
 def values_of(vector: bytes) -> array[float]:
-    """The raw values, float32 in this machine's byte order."""
+    """Decode raw values: float32 in native byte order."""
     return array("f", vector)
 
 
 def embedding(raw: Sequence[float], info: PoolingInfo, params: PoolingParams) -> array[float]:
-    """The embedding of a raw vector: its first `dimensions` values, then length 1."""
+    """Turn a raw vector into an embedding: keep `dimensions` values, then normalize to length 1."""
     values = raw[: params.dimensions]
     if info.normalize if params.use_activation is None else params.use_activation:
         length = math.sqrt(math.fsum(v * v for v in values)) or 1.0
@@ -160,7 +161,7 @@ def embedding(raw: Sequence[float], info: PoolingInfo, params: PoolingParams) ->
 
 
 def probabilities(raw: Sequence[float], info: PoolingInfo, params: PoolingParams) -> list[float]:
-    """A classifier's scores, one a label, by its activation."""
+    """Apply the classifier's activation to its scores, one per label."""
     if params.use_activation is False:
         return list(raw)
     activation = info.activation
@@ -170,7 +171,7 @@ def probabilities(raw: Sequence[float], info: PoolingInfo, params: PoolingParams
 
 
 def check_dimensions(dimensions: int | None, info: PoolingInfo) -> None:
-    """Raises InvalidRequestError unless the embedding can be cut to so many values."""
+    """Raise InvalidRequestError unless embeddings can be cut to `dimensions` values."""
     if dimensions is not None and not 1 <= dimensions <= info.size:
         raise InvalidRequestError(
             f"dimensions must be from 1 to {info.size}, the size of this model's embeddings; "
@@ -198,6 +199,6 @@ def _sigmoid(value: float) -> float:
 
 
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
-    """The cosine of the angle between two vectors; 0 where one of them is 0."""
+    """Cosine similarity of two vectors; 0 if one of them is 0."""
     lengths = math.sqrt(math.fsum(x * x for x in a)) * math.sqrt(math.fsum(y * y for y in b))
     return math.fsum(x * y for x, y in zip(a, b, strict=True)) / lengths if lengths else 0.0

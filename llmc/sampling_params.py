@@ -1,4 +1,4 @@
-"""Per-request sampling options, with the names and meanings that vLLM's users know."""
+"""Per-request sampling options, with vLLM's names and meanings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_EXTRA_LIST = 256
 ExtraArg = bool | int | float | str | Sequence[bool | int | float | str]
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 300
-MAX_BAD_WORDS = 64  # sequences of tokens; a text may need two
+MAX_BAD_WORDS = 64  # token sequences; one text can need two
 BAD_WORD_TOKENS = 16  # as in kernels/step_inputs.py, which imports torch (a test compares them)
 
 
@@ -54,12 +54,12 @@ class SamplingParams:
     """How one request is sampled and when it stops.
 
     Token ids (`stop_token_ids`, `logit_bias`, `allowed_token_ids`) are checked against the
-    model's vocabulary when the request is admitted, since only the engine knows its width.
+    model's vocabulary when the request is admitted, since only the engine knows its size.
     Raises InvalidRequestError (a ValueError) for a value outside its range.
     """
 
     n: int = 1  # completions per prompt, 1 to 128
-    best_of: int | None = None  # generate so many, return the n likeliest; None: n
+    best_of: int | None = None  # generate this many, return the n most likely; None: n
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 or -1: off
@@ -68,7 +68,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # [-2, 2]
     repetition_penalty: float = 1.0  # (0, 10]
     logit_bias: Mapping[int, float] | None = None  # token id -> [-100, 100]
-    allowed_token_ids: Sequence[int] | None = None  # only these may be sampled
+    allowed_token_ids: Sequence[int] | None = None  # only these can be sampled
     bad_words: Sequence[str] | None = None  # texts that the output must not contain
     bad_words_token_ids: Sequence[Sequence[int]] | None = None  # the same as token ids
     seed: int | None = None  # None: drawn from the engine's seed
@@ -80,7 +80,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # top alternatives per output token, 0 to 20; None: none
     prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
-    extra_args: Mapping[str, ExtraArg] | None = None  # for logits processors of users
+    extra_args: Mapping[str, ExtraArg] | None = None  # for users' logits processors
     structured_outputs: StructuredOutputs | None = None  # a grammar that the output must follow
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -144,7 +144,7 @@ class SamplingParams:
         if not isinstance(args, Mapping) or len(args) > MAX_EXTRA_ARGS:
             raise _fail("extra_args", args, f"a mapping of at most {MAX_EXTRA_ARGS} names")
         rule = (
-            "names with a finite number, a bool, a text of at most "
+            "names with a finite number, a bool, a string of at most "
             f"{MAX_EXTRA_TEXT} characters, or a list of at most {MAX_EXTRA_LIST} of these"
         )
         for name, value in args.items():
@@ -166,15 +166,15 @@ class SamplingParams:
             raise _fail("structured_outputs", spec, "a StructuredOutputs")
         if self.allowed_token_ids is not None:
             raise InvalidRequestError(
-                "structured_outputs and allowed_token_ids both say which tokens may be sampled; "
-                "give one of them",
+                "structured_outputs and allowed_token_ids both restrict which tokens can be "
+                "sampled; give only one of them",
                 param="allowed_token_ids",
             )
 
     def _check_bad_words(self) -> None:
         for text in self.bad_words or ():
             if not isinstance(text, str) or not text:
-                raise _fail("bad_words", text, "a list of strings that are not empty")
+                raise _fail("bad_words", text, "a list of non-empty strings")
         words = self.bad_words_token_ids or ()
         if max(len(words), len(self.bad_words or ())) > MAX_BAD_WORDS:
             raise InvalidRequestError(
@@ -215,18 +215,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """How a beam search is done; the meanings are those of `generate(num_beams=...)` in
-    transformers.
+    """Beam search options, with the meanings of `generate(num_beams=...)` in transformers.
 
-    Sequences are compared by the sum of their log-probabilities divided by
-    length ** length_penalty, where the length is that of the output with its end token. The
-    log-probabilities are the model's own, so `temperature` has to be 0.
+    Sequences are ranked by the sum of their log-probabilities divided by
+    length ** length_penalty, where the length is that of the output including its end token. The
+    log-probabilities are the model's own, so `temperature` must be 0.
     """
 
-    beam_width: int = 4  # beams, and sequences that are returned; 1 to 64
+    beam_width: int = 4  # number of beams and of returned sequences; 1 to 64
     max_tokens: int = 64
-    length_penalty: float = 1.0  # [-10, 10]; above 0 longer sequences gain
-    early_stopping: bool | Literal["never"] = False  # True: when beam_width have ended
+    length_penalty: float = 1.0  # [-10, 10]; above 0 favors longer sequences
+    early_stopping: bool | Literal["never"] = False  # True: stop when beam_width have ended
     ignore_eos: bool = False
     temperature: float = 0.0
 
@@ -237,4 +236,4 @@ class BeamSearchParams:
         _number("length_penalty", self.length_penalty, -10.0, 10.0, "a number in [-10, 10]")
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise _fail("early_stopping", self.early_stopping, 'True, False or "never"')
-        _number("temperature", self.temperature, 0.0, 0.0, "0: a beam search draws nothing")
+        _number("temperature", self.temperature, 0.0, 0.0, "0: beam search does not sample")

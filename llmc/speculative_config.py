@@ -1,6 +1,6 @@
-"""SpeculativeConfig: speculative decoding. Keys are those of `vllm serve`.
+"""SpeculativeConfig: options of speculative decoding, with the keys of `vllm serve`.
 
-The answers are the same with and without it; only the number of steps differs.
+Answers are the same with and without it; only the number of steps differs.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ MAX_NGRAM = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """`ngram`: the draft tokens are what followed an earlier occurrence of the last tokens in the
-    same request. The last `prompt_lookup_max` tokens are looked up first, then fewer, down to
+    """How draft tokens are proposed.
+
+    `ngram`: the tokens that followed an earlier occurrence of the last tokens in the same request.
+    The last `prompt_lookup_max` tokens are looked up first, then fewer, down to
     `prompt_lookup_min`. The defaults are 4 and 2, or follow from the one that is given.
 
-    `draft_model`: they are what `model`, a smaller one of the same vocabulary, draws. `revision`
-    and `quantization` are the draft model's, all other options those of the model that is served.
+    `draft_model`: tokens drafted by `model`, a smaller one with the same vocabulary. `revision`
+    and `quantization` apply to the draft model; all other options are those of the served model.
 
-    `eagle3`: they are what `model`, an EAGLE-3 head that was trained for the model that is served,
-    draws from its hidden states. The same keys.
+    `eagle3`: tokens drafted by `model`, an EAGLE-3 head trained for the served model, from its
+    hidden states. The same keys.
 
-    `mtp`: they are what the layer for that draws which the checkpoint holds behind those of the
-    model (multi-token prediction).
+    `mtp`: tokens drafted by the checkpoint's multi-token prediction layer, which is stored after
+    the model's layers.
     """
 
     method: Literal["ngram", "draft_model", "eagle3", "mtp"] = "ngram"
@@ -68,7 +70,7 @@ class SpeculativeConfig:
         object.__setattr__(self, "prompt_lookup_max", longest)
 
     def _check_keys(self) -> None:
-        """A key of another method would have no effect."""
+        """Reject keys of other methods, since they would have no effect."""
         if self.method in _WITH_MODEL and not self.model:
             raise ConfigError(
                 f"speculative_config: method {self.method} needs a model: a directory or a hub id"
@@ -79,20 +81,20 @@ class SpeculativeConfig:
         for name in (*unused, *(() if self.method == "ngram" else lookup_keys)):
             if getattr(self, name) is not None:
                 raise ConfigError(
-                    f"speculative_config: {name} means nothing to method {self.method}"
+                    f"speculative_config: {name} has no effect with method {self.method}"
                 )
         if self.model is not None and not isinstance(self.model, str):
             raise ConfigError(f"speculative_config: model must be a name, got {self.model!r}")
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Of the n-grams that are looked up, shortest and longest."""
+        """Shortest and longest n-gram to look up."""
         assert self.prompt_lookup_min is not None and self.prompt_lookup_max is not None
         return self.prompt_lookup_min, self.prompt_lookup_max
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> SpeculativeConfig:
-        """From a mapping of its fields; an unknown key is refused with those that are known."""
+        """Build from a mapping of its fields; the error for an unknown key lists the known ones."""
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = [key for key in given if key not in known]
         if unknown:
@@ -103,7 +105,7 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, text: str) -> SpeculativeConfig:
-        """From JSON, as on the command line."""
+        """Parse JSON, as on the command line."""
         try:
             given = json.loads(text)
         except ValueError as error:

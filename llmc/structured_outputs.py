@@ -1,6 +1,6 @@
-"""What a request may ask of the shape of its output: one of five kinds of grammar.
+"""StructuredOutputs: the constraint on a request's output, one of five kinds of grammar.
 
-Plain data; llmc/structured/ turns it into masks.
+Plain data; llmc/structured/ turns it into token masks.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _OPEN, _CLOSE = "([{", ")]}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """Exactly one of the kinds. The output matches it as a whole, unless max_tokens cuts it.
+    """Set exactly one kind. The whole output matches it, unless max_tokens truncates it.
 
-    Raises InvalidRequestError for none or several of them, and for what is too large (64 KiB) or
-    nested too deeply (200 levels).
+    Raises InvalidRequestError if none or several are set, or if the grammar is too large (64 KiB)
+    or nested too deeply (200 levels).
     """
 
     json: str | Mapping[str, Any] | None = None  # a JSON schema; kept as text
     json_object: bool = False  # any JSON object
     regex: str | None = None
     choice: Sequence[str] | None = None  # one of these strings
-    grammar: str | None = None  # GBNF, an EBNF, or Lark
-    preamble: str = ""  # Lark: what may come before, as a model's reasoning; the rest is `@answer`
-    additional_properties: bool = False  # objects of `json` may have keys that they do not list
+    grammar: str | None = None  # GBNF (an EBNF) or Lark
+    preamble: str = ""  # Lark for text before it, such as reasoning; the rest is `@answer`
+    additional_properties: bool = False  # objects of `json` can have keys that they do not list
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
@@ -48,10 +48,10 @@ class StructuredOutputs:
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise _fail(name, f"must be a text that is not empty, got {value!r}")
+                raise _fail(name, f"must be a non-empty string, got {value!r}")
         _check_size(given[0], self.text)
         if not isinstance(self.preamble, str):
-            raise _fail("preamble", f"must be a text, got {self.preamble!r}")
+            raise _fail("preamble", f"must be a string, got {self.preamble!r}")
 
     @property
     def kind(self) -> str:
@@ -59,7 +59,7 @@ class StructuredOutputs:
 
     @property
     def text(self) -> str:
-        """The grammar in its own language; with `kind` and `preamble` it says all."""
+        """The grammar in its own language; complete together with `kind` and `preamble`."""
         if self.json_object:
             return '{"type": "object"}'
         if self.choice is not None:
@@ -78,14 +78,14 @@ def _schema_text(schema: object, additional_properties: bool) -> str:
         try:
             parsed = json.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise _fail("json", f"is no JSON: {error}") from error
+            raise _fail("json", f"is not JSON: {error}") from error
     else:
         parsed = schema
     if not isinstance(parsed, Mapping | bool):
         raise _fail("json", f"must be a JSON schema (an object), got {type(parsed).__name__}")
     try:
         text = json.dumps(parsed, ensure_ascii=False)
-        _check_size("json", text)  # before it is gone through
+        _check_size("json", text)  # before it is traversed
         return text if additional_properties else json.dumps(closed(parsed), ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise _fail("json", f"can't be written as JSON: {error}") from error
@@ -98,7 +98,7 @@ def _checked_choice(choice: object) -> tuple[str, ...]:
         raise _fail("choice", f"must have 1 to {MAX_CHOICES} strings, got {len(choice)}")
     for text in choice:
         if not isinstance(text, str) or not text:
-            raise _fail("choice", f"must hold strings that are not empty, got {text!r}")
+            raise _fail("choice", f"must contain non-empty strings, got {text!r}")
     return tuple(choice)
 
 

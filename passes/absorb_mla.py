@@ -1,4 +1,4 @@
-"""`absorb_mla`: multi-head latent attention attends to its latent, which is what is cached."""
+"""`absorb_mla`: multi-head latent attention attends to its latent and caches only that."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from llmc.passes.inputs import WeightInput, input_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Latent:
-    """What keys [1, H, T, D + Dr] and values [1, H, T, Dv] of all heads are made of."""
+    """What the keys [1, H, T, D + Dr] and values [1, H, T, Dv] of all heads are computed from."""
 
     latent: fx.Node  # [1, T, R] or [1, 1, T, R]
     weight: fx.Node  # [H * (D + Dv), R]: a head's keys, then its values
-    shared: fx.Node  # [1, 1, T, Dr]: the rest of the key of every head
+    shared: fx.Node  # [1, 1, T, Dr]: the part of the key that all heads share
     heads: int
     key_dim: int  # D
     value_dim: int  # Dv
@@ -46,7 +46,7 @@ class _Latent:
 
     @property
     def cached(self) -> int:
-        """Values of a token."""
+        """The number of cached values per token."""
         return self.rank + self.shared_dim
 
     @property
@@ -56,17 +56,17 @@ class _Latent:
 
 @graph_pass()
 def absorb_mla(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
-    """Where all heads' keys and values are a linear of one latent, hand that linear to attention.
+    """If all heads' keys and values are a linear of one latent, pass that linear to attention.
 
-    The latent, and what the keys of all heads have in common, is a single key of one head, which
-    page_attention caches alone. The weight is read as it is: one that is stored quantized is
-    widened when it is loaded.
+    The latent and the part of the keys that all heads share form a single key of one head, and
+    page_attention caches only that. The weight is not quantized: one that is stored quantized is
+    dequantized when it is loaded.
 
-    A score is q . (Wk c) = (Wk^T q) . c, and an output sum p (Wv c) = Wv (sum p c). So the weight
-    can meet queries and outputs, absorbed, or the latents, which are then expanded to what they
-    were made for. `latent_attention`, which page_attention makes of the marker, does for each
-    request of a step what takes fewer multiplications: the former for few new tokens, the latter
-    for prompts (`kernels.latent_attention.expands` has the formula).
+    A score is q . (Wk c) = (Wk^T q) . c, and an output is sum p (Wv c) = Wv (sum p c). So the
+    weight can be applied to queries and outputs (absorbed), or to the latents, which expands them
+    to full keys and values. page_attention turns the marker into `latent_attention`, which picks
+    whichever takes fewer multiplications for each request of a step: absorbing for few new tokens,
+    expanding for prompts (`kernels.latent_attention.expands` has the formula).
 
     Before:
         kv = aten.linear(c [1, 1, T, R], w [H * (D + Dv), R])
@@ -90,7 +90,7 @@ def absorb_mla(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
         if given.chosen is not None:
             reason = "a sparse indexer chooses their keys"
         elif given.distance_bias is not None or _has_token_sinks(given.sinks):
-            reason = "each token has a position bias or sinks of its own"
+            reason = "they have a per-token position bias or per-token sinks"
         elif tensors not in made:
             reason = reason or _why_not(found)
         if reason is not None:
@@ -102,10 +102,10 @@ def absorb_mla(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
         set_arguments(marker, key=key, value=value, weight=found.weight)
         done[found.expanded, found.cached] += 1
     notes = [
-        f"{count} layers cache {cached:,} values of a token in place of {expanded:,}"
+        f"{count} layers cache {cached:,} values per token instead of {expanded:,}"
         for (expanded, cached), count in done.items()
     ]
-    return notes + [f"{count} layers stay: {reason}" for reason, count in reasons.items()]
+    return notes + [f"{count} layers not rewritten: {reason}" for reason, count in reasons.items()]
 
 
 def _has_token_sinks(sinks: fx.Node | None) -> bool:
@@ -113,7 +113,7 @@ def _has_token_sinks(sinks: fx.Node | None) -> bool:
 
 
 def _find(key: Any, value: Any) -> _Latent | None:
-    """What `key` and `value` are made of, if it is one latent."""
+    """The latent that `key` and `value` are computed from, if there is one."""
     if not is_call(key, aten.cat.default) or len(arguments(key).tensors) != 2:
         return None
     own, spread = arguments(key).tensors
@@ -155,14 +155,14 @@ def _find(key: Any, value: Any) -> _Latent | None:
 
 def _why_not(found: _Latent) -> str | None:
     if not isinstance(input_of(found.weight), WeightInput) or only_user(found.weight) is None:
-        return "the weight of keys and values is computed, or read elsewhere too"
+        return "the weight of keys and values is computed, or is also used elsewhere"
     if found.cached >= found.expanded:
-        return "the latent is no smaller than keys and values"
+        return "the latent is no smaller than the keys and values"
     return None
 
 
 def _keys_and_values(graph: fx.Graph, found: _Latent, marker: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """[1, 1, T, R + Dr] and its first R channels."""
+    """The new key [1, 1, T, R + Dr], and its first R channels as the value."""
     with graph.inserting_before(marker):
         latent = found.latent
         if val(latent).dim() == 3:

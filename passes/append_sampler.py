@@ -1,4 +1,4 @@
-"""`append_sampler`: penalties, masks and the draw become part of the graph."""
+"""`append_sampler`: penalties, masks and sampling become part of the graph."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from llmc.pooling import DRAFTED
 
 @graph_pass(required=True)
 def append_sampler(gm: fx.GraphModule, *, is_head: bool = False) -> Notes:
-    """Sample inside the graph, each logits row with the parameters of its request's table row.
+    """Sample inside the graph, each logits row with the parameters in its request's table row.
 
-    A draft head's rows are one token behind those of the model that it is for, with whose random
-    numbers it draws; its tokens are marked as drafted.
+    A draft head's rows are one token behind those of its target model. It samples with the random
+    numbers that the target model will use, and its tokens are marked as drafted.
 
     Before:
         return logits [S, V]
@@ -86,7 +86,7 @@ def append_sampler(gm: fx.GraphModule, *, is_head: bool = False) -> Notes:
             seed=by_sample("seed"),
             position=position,
         )
-        if is_head:  # -1, no token, stays
+        if is_head:  # leave -1 (no token) unmarked
             is_token = emit(graph, aten.ge.Scalar, token, 0)
             marked = emit(graph, aten.add.Scalar, token, DRAFTED)
             token = emit(graph, aten.where.self, is_token, marked, token)

@@ -1,4 +1,4 @@
-"""`apply_lora`: LoRA adapters of the requests of a step, on linears, embeddings, routed experts."""
+"""`apply_lora`: apply each request's LoRA adapter to linears, embeddings and routed experts."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ from llmc.passes.sharding_rules import RESHAPES
 
 @graph_pass()
 def apply_lora(gm: fx.GraphModule, *, slots: int = 0, rank: int = 0, expert_rank: int = 0) -> Notes:
-    """Add the adapters' part to the output of all linears and embeddings of parameters, in place.
+    """Add the adapters' contribution in place to the output of every linear and embedding whose
+    weight is a parameter.
 
-    `slots` adapters are there at a time, of ranks up to `rank`; what is in the slots changes while
-    the engine runs. Of a merged linear, each part has its own A, and its own columns of the output.
-    Of an embedding, A x is a row of A's transpose, which is looked up for each token. Of routed
-    experts each has its own A and B, of ranks up to `expert_rank`; 0: none.
+    `slots` adapters can be active at a time, with ranks up to `rank`; the contents of the slots
+    change while the engine runs. In a merged linear, each part has its own A and its own columns of
+    the output. For an embedding, A x is a row of A's transpose, which is looked up for each token.
+    Each routed expert has its own A and B, with ranks up to `expert_rank`; 0: not supported.
 
-    Of a weight that ranks have parts of, A has the same inputs and B the same output channels. What
-    is added to a term of a sum over the ranks is one too, so it is added before they are summed.
+    If a weight is sharded, A is sharded like its inputs and B like its output channels. If the
+    linear's output is a term of a sum over the ranks, so is the adapter's contribution, and it is
+    added before the all-reduce.
 
     Before:
         y = aten.linear(x, w)
@@ -58,7 +60,7 @@ def apply_lora(gm: fx.GraphModule, *, slots: int = 0, rank: int = 0, expert_rank
                       adapter, expert)
     """
     if not slots:
-        return ["no --enable-lora was asked for"]
+        return ["--enable-lora is not set"]
     adapters = _Adapters(gm.graph, slots, rank, expert_rank)
     rewrites = {
         aten.linear.default: adapters.on_linear,
@@ -74,7 +76,7 @@ def apply_lora(gm: fx.GraphModule, *, slots: int = 0, rank: int = 0, expert_rank
 
 
 class _Adapters:
-    """Rewrites calls; -> what was not rewritten and why, or ""."""
+    """Rewrites calls. Each method returns what was not rewritten and why, or ""."""
 
     def __init__(self, graph: fx.Graph, slots: int, rank: int, expert_rank: int) -> None:
         self._graph, self._slots = graph, slots
@@ -127,7 +129,7 @@ class _Adapters:
             torch.eye(rank, dtype=val(node).dtype).repeat(self._slots, 1, 1, 1),
         )
         with graph.inserting_after(node):
-            # of a row without an adapter the last slot's, which add_lora leaves out
+            # rows without an adapter get slot -1, the last one; add_lora skips them
             slot = emit(graph, aten.sub.Tensor, adapter, 1)
         with graph.inserting_before(slot.next):
             if is_call(node, embed_shard.overload):
@@ -138,7 +140,7 @@ class _Adapters:
         return ""
 
     def _own_rows(self, a: fx.Node, slot: fx.Node, ids: fx.Node, length: int) -> fx.Node:
-        """The rows of `a` that this rank has, and zeros for others."""
+        """The rows of `a` for ids of this rank, and zeros for the others."""
         graph = self._graph
         own = emit(graph, shard_ids.overload, ids, length)
         known = emit(graph, aten.clamp.default, own, 0, length - 1)
@@ -190,12 +192,12 @@ class _Adapters:
 
 
 def _shards(role: WeightInput, inputs_at: int) -> tuple[Shard | None, ...]:
-    """Those of weights with their inputs in dimension `inputs_at`, as `AdapterInput` has them."""
+    """The shards of a weight with its inputs in dimension `inputs_at`, in `AdapterInput`'s form."""
     return tuple(s and replace(s, dim=int(s.dim == inputs_at)) for s in role.shards)
 
 
 def _widths(linear: fx.Node, role: WeightInput) -> tuple[int, ...]:
-    """Output channels of each parameter: those of a merged linear are split behind it."""
+    """Output channels of each parameter: a merged linear's output is split right after it."""
     if len(role.parts) == 1:
         return (int(val(linear).shape[-1]),)
     (split,) = (user for user in linear.users if is_call(user, aten.split_with_sizes.default))
@@ -203,7 +205,7 @@ def _widths(linear: fx.Node, role: WeightInput) -> tuple[int, ...]:
 
 
 class _Rows:
-    """The adapter of each row of a linear's input, worked out once a step."""
+    """The adapter of each row of a linear's input, computed once per step."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
@@ -211,7 +213,7 @@ class _Rows:
         self._made: dict[str, fx.Node] = {}
 
     def of(self, source: fx.Node) -> fx.Node | None:
-        """int32, one for each row of `source`; None where these are not tokens or samples."""
+        """int32, one for each row of `source`; None if its rows are neither tokens nor samples."""
         if is_call(source, aten.index_select.default) and input_of(
             arguments(source).index
         ) == StepInput(name="logits_index"):
@@ -243,7 +245,7 @@ class _Rows:
         request_row = step_input(graph, "request_row")
         with graph.inserting_before(self._first_call()):
             by_request = emit(graph, aten.index_select.default, table, 0, request_row)
-            # token t is the request's whose end is the first above t
+            # token t belongs to the request with the first end above t
             count = emit(
                 graph,
                 aten.cumsum.default,

@@ -1,8 +1,8 @@
 """What a pass is, and the runner that applies a list of them and reports what each one did.
 
-A pass is a function `GraphModule -> None` that edits the graph it is given in place; the runner
-gives it a copy, so the caller's graph stays as it was. Its docstring draws the graph before and
-after. It returns notes on what it did not rewrite and why; what it changed is read off the graph.
+A pass is a function `GraphModule -> Notes` that edits its graph in place. The runner passes it a
+copy, so the caller's graph is unchanged. Its docstring draws the graph before and after. It returns
+notes on what it did not rewrite and why; what it did change is determined by comparing the graphs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import fx
 
 from llmc.errors import ConfigError
 from llmc.passes.edit import remembered_values
 
-# Switched like a pass, though it comes before them: layers that repeat are captured once
+try:
+    from torch.fx._lazy_graph_module import _LazyGraphModule as _GraphModule
+except ImportError:  # private, so another torch may not have it
+    _GraphModule = fx.GraphModule
+
+# Switched on and off like a pass, although it runs before them: it captures repeated layers once
 # (llmc/compiler/layer_dedup/outline.py).
 OUTLINE = "outline_layers"
 
@@ -31,10 +37,11 @@ Place = Literal["early", "late"]
 class Pass:
     """A named rewrite: `fn` with its options bound.
 
-    `required` ones can't be switched off: the engine needs what they insert. The rest is for
-    passes of users: where they run (user.py), whether they mean to change what the model answers,
-    and whether their result may be kept for the next start. `rounds`: one of ours that computes the
-    same in fewer bits.
+    `required`: the pass can't be switched off, because the engine needs what it inserts.
+    `rounds`: a built-in pass that computes the same values with fewer bits.
+    The other fields are for user passes: `place` is where in the pipeline they run (user.py),
+    `changes_model` says that they change the model's output on purpose, and `cached` says whether
+    their result can be cached for the next start.
     """
 
     name: str
@@ -53,9 +60,9 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassReport:
-    """What one pass did: ops that disappeared and appeared, and what it did not rewrite and why.
+    """What one pass did: the ops it removed and added, and what it did not rewrite and why.
 
-    `changed` is true too where ops stayed and only read something else.
+    `changed` is also true if the ops are the same and only their inputs differ.
     """
 
     name: str
@@ -84,11 +91,11 @@ def graph_pass(
     rounds: bool = False,
     cached: bool = True,
 ) -> Callable[[PassFn], Callable[..., Pass]]:
-    """Make a pass factory of a function `(gm, *, options) -> notes`; calling it binds the options.
+    """Turn a function `(gm, *, options) -> notes` into a pass factory; a call binds the options.
 
-    The docstring must have `Before:` and `After:` parts; TypeError at import when it does not.
-    The keywords are explained at `Pass`; `cached=False` is for a pass that puts a tensor of the
-    caller into the graph to be written to.
+    The docstring must have `Before:` and `After:` parts, or importing the module raises TypeError.
+    See `Pass` for the keywords. Use `cached=False` for a pass that inserts one of the caller's
+    tensors into the graph to be written to.
     """
 
     def define(fn: PassFn) -> Callable[..., Pass]:
@@ -120,17 +127,17 @@ def op_name(node: fx.Node) -> str:
 
 
 def histogram(gm: fx.GraphModule) -> Counter[str]:
-    """How often each op is called."""
+    """The number of calls of each op."""
     return Counter(op_name(node) for node in gm.graph.nodes if node.op == "call_function")
 
 
 def _edges(gm: fx.GraphModule) -> int:
-    """A number that differs where a node, or what a node is given, does."""
+    """A hash that changes if any node or any node's arguments change."""
     return hash(tuple((n.name, n.target, repr(n.args), repr(n.kwargs)) for n in gm.graph.nodes))
 
 
 def check_names(switches: Mapping[str, bool], passes: Iterable[Pass]) -> None:
-    """ConfigError for a switch that names no pass, or switches off a required one."""
+    """Raise ConfigError for a switch that names an unknown pass or turns off a required one."""
     known = {p.name: p for p in passes}
     for name, enabled in switches.items():
         if name == OUTLINE:
@@ -146,11 +153,11 @@ def check_names(switches: Mapping[str, bool], passes: Iterable[Pass]) -> None:
 def run_passes(
     gm: fx.GraphModule, passes: Sequence[Pass], switches: Mapping[str, bool] | None = None
 ) -> tuple[fx.GraphModule, list[PassReport]]:
-    """Apply the passes in order to a copy of the graph; the graph that was given stays."""
+    """Apply the passes in order to a copy of the graph; `gm` itself is not modified."""
     switches = switches or {}
     check_names(switches, passes)
     reports = []
-    current = fx.GraphModule(gm, copy_graph(gm.graph))
+    current = graph_module(gm, copy_graph(gm.graph))
     before, edges = histogram(current), _edges(current)
     for p in passes:
         if not switches.get(p.name, True):
@@ -179,8 +186,13 @@ def run_passes(
     return current, reports
 
 
+def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module that generates its Python code when first called: most are only rewritten."""
+    return _GraphModule(root, graph)
+
+
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A separate graph of the same nodes, with the same names and meta."""
+    """Copy a graph: separate nodes with the same names and meta."""
     copy = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

@@ -1,6 +1,6 @@
-"""`canonicalize`: one spelling for what models write in many, and no op that does nothing.
+"""`canonicalize`: one canonical form for what models write in many ways, and no no-op calls.
 
-First in the list: the other passes match on its output.
+First in the pipeline: the other passes match on its output.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _CASTS = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.def
 
 @graph_pass(required=True)
 def canonicalize(gm: fx.GraphModule) -> Notes:
-    """Drop ops that do nothing, spell a product with a weight as a linear, and join what is filled
-    part by part.
+    """Drop no-ops, write products with a weight as linears, and turn tensors that are filled part
+    by part into concatenations.
 
     Before:
         b = aten.dropout(a, 0.1, False);  c = aten.to(b, dtype of b);  d = aten.slice(c, 1, 0, MAX)
@@ -89,7 +89,7 @@ def _does_nothing(node: fx.Node) -> bool:
 
 
 def _drop_empty_parts(node: fx.Node) -> None:
-    """cat((a, b), dim) where b has no element along dim is a."""
+    """cat((a, b), dim) is a if b is empty along dim."""
     given = arguments(node)
     kept = [part for part in given.tensors if str(val(part).shape[given.dim]) != "0"]
     if len(kept) == 1 and len(kept) < len(given.tensors) and val(kept[0]).dtype == val(node).dtype:
@@ -97,7 +97,8 @@ def _drop_empty_parts(node: fx.Node) -> None:
 
 
 def _join_parts(graph: fx.Graph, empty: fx.Node) -> None:
-    """A new tensor whose slices along the last dimension are filled first, one after the other."""
+    """Replace a new tensor by a cat if its slices along the last dimension are filled in order
+    before anything else reads it."""
     last = val(empty).dim() - 1
     parts: list[fx.Node] = []
     cuts: list[fx.Node] = []
@@ -132,7 +133,7 @@ def _join_parts(graph: fx.Graph, empty: fx.Node) -> None:
 
 
 def _addmm_to_linear(graph: fx.Graph, node: fx.Node) -> None:
-    """addmm(bias, x, w) with w [in, out] a parameter: the linear of its transpose."""
+    """addmm(bias, x, w) with a parameter w [in, out] becomes a linear over its transpose."""
     given = arguments(node)
     role = input_of(given.mat2)
     if not isinstance(role, WeightInput) or role.transposed or node.kwargs:
@@ -146,7 +147,7 @@ def _addmm_to_linear(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _matmul_to_linear(graph: fx.Graph, node: fx.Node) -> None:
-    """x @ w.T with w [out, in] a parameter."""
+    """x @ w.T with a parameter w [out, in] becomes a linear."""
     source, turned = node.args[:2]
     if node.kwargs or not isinstance(turned, fx.Node) or not is_call(turned, *_TURNS):
         return

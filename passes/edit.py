@@ -18,13 +18,13 @@ from torch._guards import detect_fake_mode
 aten = torch.ops.aten
 
 
-# What calls gave, by op and arguments: layers are alike, and torch takes milliseconds for each.
+# Values of calls by op and arguments: layers repeat, and torch takes milliseconds per call.
 _worked_out: ContextVar[dict[Any, Any] | None] = ContextVar("worked_out", default=None)
 
 
 @contextmanager
 def remembered_values() -> Iterator[None]:
-    """Inside, a call that is emitted again for like values is not worked out again."""
+    """Cache inferred values: an identical call emitted within this context reuses the result."""
     token = _worked_out.set({})
     try:
         yield
@@ -33,9 +33,9 @@ def remembered_values() -> Iterator[None]:
 
 
 def emit(graph: fx.Graph, target: Any, *args: Any, **named: Any) -> fx.Node:
-    """Call `target` at the graph's insertion point, with the value's shape and dtype worked out.
+    """Insert a call of `target` at the graph's insertion point, and infer its shape and dtype.
 
-    Arguments by position or by the names in the op's schema.
+    Arguments are given by position or by their names in the op's schema.
     """
     node = graph.call_function(target, args)
     if named:
@@ -59,13 +59,13 @@ def _work_out(node: fx.Node) -> Any:
         raise AssertionError(f"no fake value among the inputs of {node}")
     fakes = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
     kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta.get("val"))
-    # composite ops of torch 2.11 take symbolic sizes only by their Python versions
+    # composite ops of torch 2.11 accept symbolic sizes only in their Python implementations
     with mode, torch.no_grad(), enable_python_dispatcher():
         return node.target(*fakes, **kwargs)  # type: ignore[operator]
 
 
 def _likeness(arg: Any) -> Any:
-    """All that the value of a call can depend on: of tensors, what is known without their data."""
+    """Everything that a call's fake value can depend on: a tensor's metadata, not its data."""
     if isinstance(arg, list | tuple):
         return (type(arg), *(_likeness(a) for a in arg))
     if isinstance(arg, Tensor):
@@ -93,13 +93,13 @@ def arguments(call: fx.Node) -> SimpleNamespace:
 
 
 def positional(call: fx.Node) -> tuple[Any, ...]:
-    """All positional arguments of a call, those that it leaves out with their defaults."""
+    """All positional arguments of a call; omitted ones have their defaults."""
     found = vars(arguments(call))
     return tuple(found[name] for name in _parameters(call.target))
 
 
 def set_arguments(call: fx.Node, **changed: Any) -> None:
-    """Give some of a call's arguments, named as in the op's schema, other values."""
+    """Change some of a call's arguments, given by their names in the op's schema."""
     names = list(_parameters(call.target))
     values = vars(arguments(call)) | changed
     unknown = changed.keys() - set(names)
@@ -112,12 +112,12 @@ def set_arguments(call: fx.Node, **changed: Any) -> None:
 
 
 def update_val(node: fx.Node) -> None:
-    """Work out a node's value again after its inputs changed shape."""
+    """Infer a node's value again after its inputs changed shape."""
     node.meta["val"] = _work_out(node)
 
 
 def update_below(node: fx.Node) -> None:
-    """The same for all that is computed from `node`, as far as shapes do change."""
+    """Update every value computed from `node`, stopping where shapes no longer change."""
     stale = {node}
     at = node.next
     while at.op != "root":
@@ -145,13 +145,13 @@ def calls(graph: fx.Graph, *targets: Any) -> list[fx.Node]:
 
 
 def replace(old: fx.Node, new: fx.Node) -> None:
-    """Send every user of `old` to `new` and erase `old`."""
+    """Redirect every user of `old` to `new` and erase `old`."""
     old.replace_all_uses_with(new)
     old.graph.erase_node(old)
 
 
 def insert_after(node: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """Call `target(node, *args)` right behind `node`; whoever read `node` reads the result."""
+    """Insert `target(node, *args)` right after `node`; all users of `node` read the result."""
     readers = list(node.users)
     with node.graph.inserting_after(node):
         made = emit(node.graph, target, node, *args)
@@ -165,12 +165,12 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 
 def same_shape(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two values have the same shape, symbols compared by name (no guard is made)."""
+    """Whether two values have the same shape; compares symbols by name, so no guard is added."""
     return [str(s) for s in val(a).shape] == [str(s) for s in val(b).shape]
 
 
 def through(node: Any, *targets: Any) -> Any:
-    """Skip calls of `targets`: their first argument, and so on up."""
+    """Follow first arguments upward through calls of `targets`."""
     while is_call(node, *targets):
         node = node.args[0]
     return node

@@ -1,7 +1,7 @@
-"""Run a part of a graph that no weight takes part in, for a chosen number of tokens.
+"""Run a part of a graph that reads no weights, for a chosen number of tokens.
 
-Masks and position biases are computed from positions, sizes and constants; passes that need to
-know what such a part means run it and look.
+Masks and position biases are computed from positions, sizes and constants. Passes that need to
+know what such code computes run it and inspect the result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CPU = torch.device("cpu")
 
 
 class Unknown(Exception):
-    """The part reads what is not known here, or is not what was expected."""
+    """The part reads a value that is not known here, or does not compute what was expected."""
 
 
 def evaluate(
@@ -31,11 +31,11 @@ def evaluate(
     *,
     exact: bool = False,
 ) -> Tensor:
-    """`target` for one sequence of `tokens` random tokens (by `seed`), on the CPU.
+    """Compute `target` on the CPU for one sequence of `tokens` random tokens, drawn with `seed`.
 
-    `given` holds values of nodes that are not computed: tensors, or functions that are handed the
-    way to compute another node. `exact`: in float64, whatever the graph's dtypes of floats. Raises
-    Unknown where a weight or a state would be needed.
+    `given` has the values of nodes that are not to be computed: tensors, or functions that receive
+    a callable which computes another node. `exact`: use float64 in place of the graph's float
+    dtypes. Raises Unknown if a weight or a state is needed.
     """
     prepared = _on_cpu_exactly if exact else _on_cpu
     env: dict[fx.Node, Any] = {}
@@ -51,7 +51,7 @@ def evaluate(
         if node.op == "placeholder":
             return prepared(_input(node, tokens, seed))
         if node.target is aten.sym_size.int and not isinstance(value(node.args[0]), Tensor):
-            raise Unknown(f"{node.name} is the size of no tensor")
+            raise Unknown(f"{node.name} is not the size of a tensor")
         args = fx.node.map_aggregate(fx.node.map_arg(node.args, value), prepared)
         kwargs = fx.node.map_aggregate(fx.node.map_arg(node.kwargs, value), prepared)
         return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -59,12 +59,12 @@ def evaluate(
     with torch.no_grad():
         result = value(target)
     if not isinstance(result, Tensor):
-        raise Unknown(f"{target} is no tensor")
+        raise Unknown(f"{target} is not a tensor")
     return result
 
 
 def token_counts(graph: fx.Graph, tokens: int) -> dict[fx.Node, Any]:
-    """To be given: every size in the graph that is the number of tokens."""
+    """Entries for `given`: every size in the graph that is the number of tokens."""
     count = str(token_input(graph).meta["val"].shape[0])
     sizes = [n for n in graph.nodes if n.target is aten.sym_size.int]
     return dict.fromkeys((n for n in sizes if str(n.meta["val"]) == count), tokens)

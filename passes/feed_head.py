@@ -1,4 +1,4 @@
-"""`feed_head`: a draft head reads the hidden states of the model that it is for, and its own."""
+"""`feed_head`: a draft head reads the hidden states of its target model, and its own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from llmc.pooling import DRAFTED
 
 @graph_pass(required=True)
 def feed_head(gm: fx.GraphModule, *, block_size: int) -> Notes:
-    """Read what `tap_states` has kept of a token in the other model, whose block table is the
-    second one of each row here. What a row's last token leaves goes to the row's slot.
+    """Read the hidden states that `tap_states` cached for a token in the target model, whose block
+    table is the second one of each row here. The state of a row's last token is written to the
+    row's slot.
 
     Before:
         h [1, T, N] = llmc.draft_states(x, 0)
@@ -33,7 +34,7 @@ def feed_head(gm: fx.GraphModule, *, block_size: int) -> Notes:
         return []
     mapping = step_input(graph, of_group("slot_mapping", 1))
     with graph.inserting_before(taps[0]):
-        # those of dummies, and of tokens that the head drew itself, are read and not used
+        # rows of padding, and of tokens that the head drafted itself, are read but not used
         slots = emit(graph, aten.clamp.default, mapping, 0)
     for number, marker in enumerate(taps):
         with graph.inserting_before(marker):
@@ -60,7 +61,7 @@ def _tapped(
 
 
 def _carried(graph: fx.Graph, hidden: fx.Node, state: fx.Node) -> fx.Node:
-    """A draft token is the only one of its request in a step, so it is the one that samples."""
+    """A draft token is its request's only token in a step, so it is the one that is sampled."""
     row, index = step_input(graph, "row"), step_input(graph, "logits_index")
     flat = emit(graph, aten.squeeze.dim, hidden, 0)
     own = emit(graph, aten.index_select.default, flat, 0, index)

@@ -1,9 +1,10 @@
 """`find_attention`: attention that a model's own code spells out becomes the attention marker.
 
 Only the two products and the softmax are matched by shape. What lies between them (scale, mask,
-position bias) is not matched but measured: it is run on chosen scores, and has to come out as a
-scale, a causal window and a slope per head, or the model is refused. Encoders may see all tokens of
-a text; one whose attention is none of these keeps it, and computes one text at a time.
+position bias) is not matched but measured: it is run on chosen scores, and must turn out to be a
+scale, a causal window and a slope per head, or the model is rejected. In encoders, tokens may also
+see the whole sequence; an encoder with any other attention keeps it and processes one sequence at a
+time.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Run = Callable[[Tensor, int, int], Tensor]  # scores, tokens, seed -> what enter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """What stands between the product of query and key and the softmax."""
+    """What is applied to the product of queries and keys before the softmax."""
 
     scale: float
     window: int
@@ -55,9 +56,9 @@ class Scoring:
 
 @graph_pass(required=True)
 def find_attention(gm: fx.GraphModule, *, max_positions: int, encoder: bool = False) -> Notes:
-    """Turn attention over one sequence that is spelled out in products into the marker.
+    """Turn attention over one sequence, written out as matrix products, into the marker.
 
-    `encoder`: tokens may see later ones, and attention that is not understood stays as it is.
+    `encoder`: tokens can see later ones, and attention that is not recognized is left unchanged.
 
     Before:
         p = aten.softmax(aten.matmul(q, k^T) * scale + mask + slopes * distance, -1)
@@ -75,7 +76,7 @@ def find_attention(gm: fx.GraphModule, *, max_positions: int, encoder: bool = Fa
         except CompileError as e:
             if not encoder:
                 raise
-            notes.append(f"{softmax.name} stays, so texts are computed one at a time: {e}")
+            notes.append(f"{softmax.name} not rewritten, so sequences run one at a time: {e}")
         else:
             notes.append(f"{softmax.name}: {_describe(scoring)}")
     return notes
@@ -92,12 +93,12 @@ def _find(graph: fx.Graph, softmax: fx.Node, max_positions: int, encoder: bool) 
 
 
 def spells_attention(gm: fx.GraphModule) -> bool:
-    """Whether a graph that was just captured has attention that is spelled out."""
+    """Whether a newly captured graph has attention that is spelled out."""
     return any(is_scores(n) for n in calls(gm.graph, *SOFTMAX))
 
 
 def is_scores(node: fx.Node) -> bool:
-    """Whether the last two dimensions are both the tokens: attention that is spelled out."""
+    """Whether the last two dimensions are both the tokens, as in attention that is spelled out."""
     shape = val(node).shape
     return (
         len(shape) >= 3 and isinstance(shape[-1], torch.SymInt) and str(shape[-1]) == str(shape[-2])
@@ -163,7 +164,7 @@ def _right(product: fx.Node) -> Any:
 def _measure(
     graph: fx.Graph, softmax: fx.Node, product: fx.Node, max_positions: int, encoder: bool
 ) -> Scoring:
-    """Run what lies between on chosen scores, and read scale, window and slopes off the result."""
+    """Run the code in between on chosen scores, and derive scale, window and slopes."""
     shape = [int(s) if isinstance(s, int) else -1 for s in val(product).shape]
     heads = shape[-3]
 
@@ -187,7 +188,7 @@ def _measure(
         wanted = scores.reshape(-1, n, n)[shown.expand(heads, n, n)]
         scale = float((change * wanted).sum() / (wanted * wanted).sum())
         if not torch.allclose(change, scale * wanted, rtol=1e-2, atol=1e-2):
-            raise Unknown("scores are more than scaled")
+            raise Unknown("the scores are not only scaled")
         slopes = _slopes(zero.expand(heads, n, n), shown.expand(heads, n, n))
         tokens = max(n, min(max_positions, _MAX_PROBE))
         seen = _seen(run, full(tokens), tokens, slopes)
@@ -196,18 +197,19 @@ def _measure(
         if not bool((seen == seen[:1]).all()):
             raise Unknown("heads see different keys")
         if not causal and not torch.equal(zero, zero[:, :, :1].expand_as(zero)):
-            raise Unknown("it has a bias, and shows later tokens")
+            raise Unknown("it has a bias, and later tokens are visible")
     except (Unknown, RuntimeError, IndexError) as e:
         raise CompileError(
-            f"{softmax.name} looks like attention, but what it adds to the scores is no scale, "
-            f"causal window and slope per head ({' '.join(str(e).split())[:200]})"
+            f"{softmax.name} looks like attention, but its scores are modified by something other "
+            "than a scale, a causal window and a slope per head "
+            f"({' '.join(str(e).split())[:200]})"
         ) from e
     return Scoring(scale=scale, window=window, chunk=chunk, slopes=slopes, causal=causal)
 
 
 def _seen(run: Run, shape: list[int], tokens: int, slopes: Tensor | None) -> Tensor:
-    """Which keys are seen. Without a bias per head one head stands for all, which keeps long masks
-    small; some models' shapes take nothing but all heads."""
+    """Which keys are visible. Without a bias per head, one head represents all, which keeps long
+    masks small; the shapes in some models only work with all heads."""
     if slopes is None:
         try:
             return run(torch.zeros([*shape[:-3], 1, *shape[-2:]]), tokens, 0) > _HIDDEN
@@ -225,7 +227,7 @@ def _biased(product: fx.Node, scores: Tensor) -> Any:
 
 
 def _slopes(bias: Tensor, shown: Tensor) -> Tensor | None:
-    """[H, T, T] -> the slope per head by which a bias grows with key position - query position."""
+    """[H, T, T] -> each head's slope of the bias over key position - query position."""
     tokens = bias.shape[1]
     own = bias.diagonal(dim1=1, dim2=2)[:, :, None]
     relative = bias - own  # adding a number to a whole row changes no softmax
@@ -242,12 +244,12 @@ def _slopes(bias: Tensor, shown: Tensor) -> Tensor | None:
     )
     expected = slopes[:, None, None] * distance
     if not torch.allclose(relative[inside], expected[inside], rtol=2e-2, atol=1e-3):
-        raise Unknown("the bias is no slope over the distance")
+        raise Unknown("the bias is not linear in the distance")
     return None if bool((slopes == 0).all()) else slopes
 
 
 def _limits(seen: Tensor) -> tuple[int, int]:
-    """[T, T] bool -> (window, chunk), 0 for none. Raises Unknown for any other shape."""
+    """[T, T] bool -> (window, chunk), 0 for none. Raises Unknown for any other mask."""
     tokens = seen.shape[0]
     position = torch.arange(tokens)
     window = int(seen[-1].sum())
@@ -297,7 +299,8 @@ def _replace(graph: fx.Graph, product: fx.Node, mixed: fx.Node, s: Scoring) -> N
 
 
 def _prove(graph: fx.Graph, old: fx.Node, new: fx.Node, inputs: tuple[Any, ...]) -> None:
-    """Both must give the same for random queries, keys and values: measuring proves nothing."""
+    """Check that both give the same result for random queries, keys and values: measuring alone
+    does not prove that."""
     gen = torch.Generator().manual_seed(1)
 
     def random(node: fx.Node) -> Tensor:
@@ -318,7 +321,7 @@ def _four(graph: fx.Graph, node: Any) -> fx.Node:
     if dims == 3:
         return emit(graph, aten.unsqueeze.default, node, 0)
     if dims != 4:
-        raise CompileError(f"{node.name} has {dims} dimensions: no attention that can be paged")
+        raise CompileError(f"{node.name} has {dims} dimensions, so its attention can't be paged")
     return node  # type: ignore[no-any-return]
 
 

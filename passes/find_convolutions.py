@@ -1,4 +1,4 @@
-"""`find_convolutions`: a short causal convolution over the tokens becomes the op that packs it."""
+"""`find_convolutions`: a short causal convolution becomes the op for packed sequences."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def find_convolutions(gm: fx.GraphModule) -> Notes:
         cut = only_user(conv)
         if cut is None or not _is_causal(conv, cut):
             if _over_tokens(conv):
-                notes.append(f"{conv.name}: not the last K tokens of each channel")
+                notes.append(f"{conv.name}: not causal over the last K tokens of each channel")
             continue
         given = arguments(conv)
         with graph.inserting_before(cut):
@@ -68,7 +68,7 @@ def find_convolutions(gm: fx.GraphModule) -> Notes:
 
 
 def _zeros_before(pad: fx.Node) -> int:
-    """How many zeros are put before the first token of [1, C, T]; 0 for anything else."""
+    """The number of zeros inserted before the first token of [1, C, T]; 0 for any other padding."""
     sizes, source = arguments(pad).pad, val(arguments(pad).self)
     if source.dim() != 3 or len(sizes) != 2 or sizes[1] != 0 or not pads_zeros(pad):
         return 0
@@ -77,8 +77,8 @@ def _zeros_before(pad: fx.Node) -> int:
 
 
 def _unfolded(pad: fx.Node, left: int) -> fx.Node | None:
-    """The call that makes a window of each token and the `left` before it, if that is all that
-    reads the padded sequence."""
+    """The call that makes a window of each token and the `left` tokens before it, if it is the only
+    reader of the padded sequence."""
     node = only_user(pad)
     if node is not None and is_call(node, aten.slice.Tensor) and same_shape(node, pad):
         node = only_user(node)  # nothing was cut off
@@ -90,7 +90,7 @@ def _unfolded(pad: fx.Node, left: int) -> fx.Node | None:
 
 
 def _chain_of_padded(pad: fx.Node, left: int) -> list[fx.Node]:
-    """Convolutions that take the zeros before the first token away again; [] for anything else."""
+    """Convolutions that together consume the padding before the first token; [] otherwise."""
     chain: list[fx.Node] = []
     node: fx.Node | None = only_user(pad)
     while node is not None and is_call(node, aten.conv1d.default) and left:
@@ -104,7 +104,7 @@ def _chain_of_padded(pad: fx.Node, left: int) -> list[fx.Node]:
 
 
 def _windows(graph: fx.Graph, pad: fx.Node) -> fx.Node:
-    """[T, C, K]: each token's channels and those of the K - 1 before it, zeros before the first."""
+    """[T, C, K]: the channels of each token and the K - 1 before it; zeros before the first."""
     given = arguments(pad)
     source, width = given.self, given.pad[0] + 1
     channels = int(val(source).shape[1])
@@ -123,7 +123,7 @@ def _by_windows(graph: fx.Graph, pad: fx.Node, unfold: fx.Node) -> None:
         turned = emit(graph, aten.transpose.int, windows, 0, 1)
         batched = emit(graph, aten.unsqueeze.default, turned, 0)
     replace(unfold, batched)
-    for old in (*pad.users, pad):  # a slice of all of it
+    for old in (*pad.users, pad):  # a user is a slice of the whole
         graph.erase_node(old)
 
 

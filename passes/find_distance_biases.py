@@ -1,9 +1,9 @@
 """`find_distance_biases`: a bias that a model looks up for every pair of tokens, by distance.
 
-Some models compute of each token a number for every distance to the keys before it, and make of
-them what attention adds to the score of each query and key. The keys of a step lie in pages, so the
-numbers are handed to attention as they are, and it looks up those of the keys that it reads. Which
-numbers the model's code looks up is worked out, for more tokens than there are distances.
+Some models compute, for each token, a number for every distance to the keys before it, and add
+these numbers to the attention scores. The keys of a step are paged, so the numbers are passed to
+attention, which looks up those of the keys that it reads. To prove which numbers the model's code
+looks up, it is run for more tokens than there are distances.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from llmc.passes.evaluate import Unknown, evaluate, token_counts
 from llmc.passes.find_indexers import num_tokens
 
 _CASTS = (aten.to.dtype, aten._to_copy.default)
-_MORE = 16  # tokens than there are distances
+_MORE = 16  # probe with this many more tokens than there are distances
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lookup:
-    """How a bias [1, H, T, T] is made of numbers [1, H, T, E]."""
+    """How a bias [1, H, T, T] is computed from numbers [1, H, T, E]."""
 
     numbers: fx.Node
     index: fx.Node  # [1, H, T, T]: the number of each pair
-    hidden: fx.Node | None  # where they are 0 instead, as large or to be expanded
-    after: tuple[fx.Node, ...]  # what is made of that, in order: casts, and products by query
+    hidden: fx.Node | None  # mask of pairs whose bias is 0 instead; can be broadcast
+    after: tuple[fx.Node, ...]  # ops applied to the result, in order: casts, factors per query
 
 
 @graph_pass(required=True)
 def find_distance_biases(gm: fx.GraphModule) -> Notes:
-    """Numbers that are looked up by distance are given to attention, which looks them up itself.
+    """Pass numbers that the model looks up by distance to attention, which looks them up itself.
 
-    A bias may be cast, and multiplied by a factor for each query; the numbers then are too.
-    CompileError where it is made otherwise: paged attention adds no other.
+    A bias may be cast, and multiplied by a factor for each query; the same is then done to the
+    numbers. Raises CompileError for any other bias: paged attention does not support it.
 
     Before:
         b [1, H, T, T] = aten.masked_fill(aten.gather(x [1, H, T, E], -1, distance), far, 0)
@@ -58,8 +58,8 @@ def find_distance_biases(gm: fx.GraphModule) -> Notes:
             _prove(graph, found, arguments(marker).window)
         except (Unknown, RuntimeError, IndexError) as e:
             raise CompileError(
-                f"the model adds a bias to the scores of {marker.name}, but none that its tokens "
-                f"have for each distance ({' '.join(str(e).split())[:200]}), which llmc can't page"
+                f"the model adds a bias to the scores of {marker.name} that its tokens do not look "
+                f"up by distance ({' '.join(str(e).split())[:200]}), which llmc can't page"
             ) from e
         with graph.inserting_before(marker):
             set_arguments(marker, distance_bias=_of_numbers(graph, found))
@@ -72,7 +72,7 @@ def _extent(found: _Lookup) -> int:
 
 
 def _find(bias: fx.Node) -> _Lookup:
-    """Up from a bias to what it is looked up in; Unknown where it is made otherwise."""
+    """Trace a bias back to the numbers it is looked up in; raises Unknown if that fails."""
     after: list[fx.Node] = []
     hidden: fx.Node | None = None
     node = bias
@@ -82,20 +82,21 @@ def _find(bias: fx.Node) -> _Lookup:
         elif is_call(node, *_CASTS) or (is_call(node, aten.mul.Tensor) and _factor(node)):
             after.insert(0, node)
         else:
-            raise Unknown(f"it is made by {node.target}")
+            raise Unknown(f"it is computed by {node.target}")
         node = _scaled(node) if is_call(node, aten.mul.Tensor) else node.args[0]  # type: ignore
     lookup = arguments(node)
     shape = val(lookup.self).shape
     sizes = [str(size) for size in val(bias).shape]
     if lookup.dim not in (-1, 3) or [str(n) for n in shape[:3]] != sizes[:3]:
-        raise Unknown("it is looked up in something else than numbers of each token and head")
+        raise Unknown("it is not looked up in numbers of each token and head")
     if not isinstance(shape[3], int):
-        raise Unknown("its numbers are as many as there are tokens")
+        raise Unknown("the number of its distances depends on the number of tokens")
     return _Lookup(numbers=lookup.self, index=lookup.index, hidden=hidden, after=tuple(after))
 
 
 def _factor(product: fx.Node) -> fx.Node | None:
-    """What of a product is one number for each query, in a bias's dimensions; None: nothing."""
+    """The factor of a product that has one number for each query, in the dimensions of a bias; None
+    if there is none."""
     for factor, scaled in operands(product):
         if isinstance(factor, fx.Node) and isinstance(scaled, fx.Node):
             shape = val(factor).shape
@@ -110,10 +111,10 @@ def _scaled(product: fx.Node) -> fx.Node:
 
 
 def _prove(graph: fx.Graph, found: _Lookup, window: int) -> None:
-    """Unknown unless each key that attention shows gets the number of its distance, or none where
-    there is none for it."""
+    """Raise Unknown unless each visible key gets the number of its distance, and keys beyond the
+    last distance get none."""
     extent = _extent(found)
-    # the model's code was written out for as many tokens, and may ask for their number
+    # the code was traced for this many tokens, and can depend on their number
     tokens = max(extent + _MORE, int(num_tokens(found.index).node.hint))
     counts = token_counts(graph, tokens)
     place = torch.arange(tokens)
@@ -128,7 +129,7 @@ def _prove(graph: fx.Graph, found: _Lookup, window: int) -> None:
     if not torch.where(shown & near, (index == distance) & ~hidden, True).all():
         raise Unknown("other numbers are looked up")
     if not torch.where(shown & ~near, hidden, True).all():
-        raise Unknown("keys farther away get a number too")
+        raise Unknown("keys beyond the last distance get a number too")
 
 
 def _of_numbers(graph: fx.Graph, found: _Lookup) -> fx.Node:

@@ -1,4 +1,4 @@
-"""`find_entries`: attention to the keys of tokens and to entries behind them becomes one marker."""
+"""`find_entries`: attention to token keys followed by compressed entries becomes one marker."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from llmc.passes.edit import arguments, aten, calls, emit, is_call, replace, thr
 
 @graph_pass(required=True)
 def find_entries(gm: fx.GraphModule) -> Notes:
-    """Attention whose keys are those of the tokens, then the entries that end with them.
+    """Match attention whose keys are those of the tokens, followed by entries that stand for
+    several tokens.
 
-    CompileError where it is anything but that within a window.
+    Raises CompileError for any such attention but one with a window and one KV head.
 
     Before:
         e = llmc.entries(entry [T, D], ..., rate, top_k)
@@ -36,14 +37,14 @@ def find_entries(gm: fx.GraphModule) -> Notes:
         is_plain = given.causal and not given.chunk and given.slopes is None and given.bias is None
         if given.key is not given.value or not is_plain or given.chosen is not None:
             raise CompileError(
-                f"{marker.name} attends to entries that stand for several tokens, with values of "
-                "their own, chunks or a position bias, which llmc does not know"
+                f"{marker.name} attends to entries that stand for several tokens, with separate "
+                "values, chunks or a position bias, which llmc does not support"
             )
         if not given.window or val(key).shape[1] != 1:
             raise CompileError(
-                f"{marker.name} attends to entries that stand for several tokens beside all tokens "
-                f"(window {given.window}), or with {val(key).shape[1]} KV heads; llmc knows such "
-                "attention beside a window of tokens, with one KV head"
+                f"{marker.name} attends to entries that stand for several tokens, with a window of "
+                f"{given.window} tokens (0: all) and {val(key).shape[1]} KV heads; llmc supports "
+                "such attention only with a window and one KV head"
             )
         names = ("query", "key_cache", "value_cache", "scale", "window", "softcap", "sinks")
         with graph.inserting_before(marker):
@@ -59,7 +60,7 @@ def find_entries(gm: fx.GraphModule) -> Notes:
 
 
 def entries_behind(key: Any) -> tuple[fx.Node, fx.Node] | None:
-    """The keys of the tokens, and the call of `entries`, where keys are these two end to end."""
+    """(keys of the tokens, call of `entries`) if `key` is the concatenation of these two."""
     if not is_call(key, aten.cat.default):
         return None
     given = arguments(key)

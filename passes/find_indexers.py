@@ -1,9 +1,9 @@
 """`find_indexers`: sparse indexers, found by what they compute, become ops with a cache of keys.
 
-Only the product of its queries and keys is matched by shape, above the `topk` that attention's
-positions, or blocks of positions, come from. What lies between (scale, activation, weights, mask)
-is not matched but run on random numbers, and has to come out as `choose_keys` scores, or as
-`choose_blocks` chooses, or the model is refused.
+Only the product of an indexer's queries and keys is matched by shape, above the `topk` that
+produces the positions, or blocks of positions, for attention. What lies between (scale, activation,
+weights, mask) is not matched but run on random numbers. The result must agree with the scores of
+`choose_keys` or the choices of `choose_blocks`, or the model is rejected.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Indexer:
     scores: fx.Node  # [1, T, T], masked
     query: fx.Node  # four dimensions of 1, T, H and D
     key: fx.Node  # the second factor of the product: [..., D, T]
-    weights: fx.Node  # dimensions of T and H, in any order, and of 1
+    weights: fx.Node  # dimensions T and H in any order, and dimensions of 1
     masks: tuple[fx.Node, ...]  # mask markers
     heads: int
 
@@ -66,8 +66,8 @@ class _Indexer:
 def find_indexers(gm: fx.GraphModule, *, max_positions: int, block_size: int) -> Notes:
     """Choose keys over the whole context, from a paged cache of the indexer's keys.
 
-    Layers that share positions share the op. Up to as many tokens as an indexer chooses it chooses
-    all: where no context is longer (`max_positions`), its positions are left out.
+    Layers that share positions share the op. For a context no longer than its budget, an indexer
+    chooses all keys; if no context can be longer (`max_positions`), the indexer is dropped.
 
     Before:
         s = aten.matmul(weights, aten.relu(aten.matmul(q, k^T) * scale)) + mask
@@ -82,7 +82,7 @@ def find_indexers(gm: fx.GraphModule, *, max_positions: int, block_size: int) ->
     """
     graph = gm.graph
     notes = []
-    found: dict[fx.Node, fx.Node | None] = {}  # the model's positions -> ours, None for all
+    found: dict[fx.Node, fx.Node | None] = {}  # the model's positions -> ours; None: all keys
     for marker in calls(graph, attention.overload):
         chosen, size = arguments(marker).chosen, arguments(marker).sparse_block_size
         if chosen is None or is_call(through(chosen, *_VIEWS), *_OURS):
@@ -110,13 +110,13 @@ def _topk(chosen: fx.Node) -> fx.Node:
     if topk is not None and _takes_best_keys(topk):
         return topk
     raise CompileError(
-        f"{chosen.name}, the positions that attention is restricted to, is no topk over the scores "
-        "of all tokens, which llmc does not know"
+        f"{chosen.name}, the positions that attention is restricted to, is not a topk over the "
+        "scores of all tokens, which llmc does not support"
     )
 
 
 def _source_of_indices(node: fx.Node) -> fx.Node | None:
-    """The call of topk whose indices a node is."""
+    """The call of topk whose indices are this node, or None."""
     if is_call(node, operator.getitem) and arguments(node).index == 1:
         topk: fx.Node = arguments(node).source
         return topk if is_call(topk, aten.topk.default) else None
@@ -124,7 +124,7 @@ def _source_of_indices(node: fx.Node) -> fx.Node | None:
 
 
 def _topk_of_blocks(chosen: fx.Node) -> fx.Node:
-    """The one call of topk that these numbers of blocks come from, whatever hides some of them."""
+    """The call of topk that these block numbers come from, whatever masks some of them."""
     stack, seen = [chosen], set[fx.Node]()
     while stack:
         node = stack.pop()
@@ -135,8 +135,8 @@ def _topk_of_blocks(chosen: fx.Node) -> fx.Node:
             seen.add(node)
             stack += node.all_input_nodes
     raise CompileError(
-        f"{chosen.name}, the blocks that attention is restricted to, come from no topk, which llmc "
-        "does not know"
+        f"{chosen.name}, the blocks that attention is restricted to, do not come from a topk, "
+        "which llmc does not support"
     )
 
 
@@ -148,7 +148,7 @@ def _takes_best_keys(topk: fx.Node) -> bool:
 
 
 def is_over_keys(node: fx.Node) -> bool:
-    """Whether its last dimension, and one before it, are the tokens."""
+    """Whether the last dimension, and one before it, are the number of tokens."""
     shape = [str(s) for s in val(node).shape]
     return shape[-1] == str(num_tokens(node)) and shape[-1] in shape[:-1]
 
@@ -162,7 +162,7 @@ def num_tokens(node: fx.Node) -> Any:
 
 
 def budget_of(graph: fx.Graph, topk: fx.Node) -> int:
-    """How many keys it chooses of a long text; min(budget, T) in the graph."""
+    """How many keys it chooses from a long context; in the graph it is min(budget, T)."""
     k = arguments(topk).k
     if isinstance(k, int):
         return k
@@ -175,39 +175,39 @@ def budget_of(graph: fx.Graph, topk: fx.Node) -> int:
         if node in size:
             return size[node]
         if node.op != "call_function" or isinstance(node.meta.get("val"), Tensor):
-            raise CompileError(f"{topk.name} chooses {k} keys, which is no number that llmc knows")
+            raise CompileError(f"{topk.name} chooses {k} keys, a number that llmc can't compute")
         return node.target(*map(value, node.args))  # type: ignore[operator]
 
     return int(value(k))
 
 
 def check_plain(marker: fx.Node, chosen: fx.Node) -> None:
-    """Raise CompileError where paged attention knows no choice of keys for such a call."""
+    """Raise CompileError if paged attention does not support chosen keys for such a call."""
     given = arguments(marker)
     groups, kv_heads = val(chosen).shape[1], val(given.key).shape[1]
     if groups not in (1, kv_heads):
         raise CompileError(
             f"{marker.name} has {kv_heads} KV heads and {groups} choices of keys for each token; "
-            "llmc knows one for all heads, or one for each KV head"
+            "llmc supports one for all heads, or one for each KV head"
         )
     biases = (given.slopes, given.distance_bias)
     if given.window or given.chunk or any(bias is not None for bias in biases):
         raise CompileError(
             f"{marker.name} attends to chosen positions within a window or with a position bias, "
-            "which llmc does not know"
+            "which llmc does not support"
         )
 
 
 def _replace(graph: fx.Graph, topk: fx.Node, budget: int, block_size: int) -> fx.Node:
-    """`choose_keys` in the place of `topk`, over a new cache."""
+    """Replace `topk` with `choose_keys` over a new cache."""
     try:
         indexer = _find(arguments(topk).self)
         _prove(graph, indexer)
     except (Unknown, RuntimeError, IndexError) as e:
         raise CompileError(
             f"{topk.name} chooses the keys of attention, but not by weighted sums of products "
-            f"between queries and keys ({' '.join(str(e).split())[:200]}); up to {budget} tokens "
-            f"it chooses all of them: set max_model_len to {budget}"
+            f"between queries and keys ({' '.join(str(e).split())[:200]}); it chooses all of up to "
+            f"{budget} tokens, so max_model_len={budget} works"
         ) from e
     with graph.inserting_before(topk):
         shared = _op_inputs(graph, indexer.query, indexer.key, indexer.heads, block_size)
@@ -227,7 +227,8 @@ def _replace(graph: fx.Graph, topk: fx.Node, budget: int, block_size: int) -> fx
 def _op_inputs(
     graph: fx.Graph, query: fx.Node, key: fx.Node, heads: int, block_size: int
 ) -> dict[str, fx.Node]:
-    """What both ops take: query [T, H, D] and key [T, D] of the product's factors, and a cache."""
+    """The inputs of both ops: query [T, H, D] and key [T, D] from the product's factors, a cache
+    and step inputs."""
     names = ("slot_mapping", "query_start", "context_len", "block_table")
     tokens = emit(graph, aten.sym_size.int, token_input(graph), 0)
     dim = val(query).shape[3]
@@ -235,7 +236,7 @@ def _op_inputs(
     query = emit(graph, aten.reshape.default, query, [tokens, heads, dim])
     key = emit(graph, aten.transpose.int, key, -1, -2)
     key = emit(graph, aten.reshape.default, key, [tokens, dim])
-    # as narrow as before the casts to float32 that models score in
+    # the dtype before the casts to float32, which models use for scoring
     dtype = torch.promote_types(*(_source_dtype(n) for n in (query, key)))
     query, key = (_cast(graph, n, dtype) for n in (query, key))
     caches = {"key_cache": index_cache(graph, key, block_size)}
@@ -245,15 +246,15 @@ def _op_inputs(
 def _replace_blocks(
     graph: fx.Graph, chosen: fx.Node, top_k: int, size: int, block_size: int
 ) -> fx.Node:
-    """`choose_blocks` in the place of `chosen`, over a new cache."""
+    """Replace `chosen` with `choose_blocks` over a new cache."""
     try:
         query, key = _factors(_product(chosen))
         recent = _recent_blocks(graph, chosen, query, key, top_k, size)
     except (Unknown, RuntimeError, IndexError) as e:
         raise CompileError(
-            f"{chosen.name} are the blocks of keys of attention, but not those whose keys have the "
-            f"greatest products with its query ({' '.join(str(e).split())[:200]}); up to "
-            f"{top_k * size} tokens all are chosen: set max_model_len to {top_k * size}"
+            f"{chosen.name} chooses blocks of keys for attention, but not those whose keys have "
+            f"the greatest products with its query ({' '.join(str(e).split())[:200]}); it chooses "
+            f"all of up to {top_k * size} tokens, so max_model_len={top_k * size} works"
         ) from e
     with graph.inserting_before(chosen):
         shared = _op_inputs(graph, query, key, _heads(query), block_size)
@@ -262,7 +263,7 @@ def _replace_blocks(
 
 
 def _product(chosen: fx.Node) -> fx.Node:
-    """The one product [..., T, T] that blocks are chosen by."""
+    """The product [..., T, T] that the choice of blocks is based on."""
     products, seen, stack = set[fx.Node](), set[fx.Node](), [chosen]
     tokens = str(num_tokens(chosen))
     while stack:
@@ -280,8 +281,8 @@ def _product(chosen: fx.Node) -> fx.Node:
 def _recent_blocks(
     graph: fx.Graph, chosen: fx.Node, query: fx.Node, key: fx.Node, top_k: int, size: int
 ) -> int:
-    """How many blocks that end with a token's own it always chooses; Unknown where random numbers
-    are not chosen as by `choose_blocks`."""
+    """The number of most recent blocks, including a token's own, that are always chosen. Raises
+    Unknown if the choices for random numbers differ from those of `choose_blocks`."""
     recent = None
     for seed, tokens in enumerate(((top_k + 4) * size + size // 2, (top_k + 2) * size)):
         gen = torch.Generator().manual_seed(seed)
@@ -307,7 +308,7 @@ def _recent_blocks(
 
 
 def _is_as_chosen(got: Tensor, q: Tensor, k: Tensor, top_k: int, size: int, recent: int) -> bool:
-    """But for a few rows, where scores are as near to each other as rounding errors."""
+    """Whether the choices agree, but for a few rows whose scores differ by rounding errors."""
     tokens = q.shape[0]
     want = choose_blocks.reference(
         q,
@@ -335,7 +336,7 @@ def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def index_cache(graph: fx.Graph, key: fx.Node, block_size: int) -> fx.Node:
-    """A placeholder for the cache of these keys: the next number."""
+    """Add a placeholder for a cache of these keys, with the next number."""
     roles = [input_of(n) for n in graph.nodes if n.op == "placeholder"]
     layer = 1 + max((role.layer for role in roles if isinstance(role, CacheInput)), default=-1)
     empty = val(key).new_empty(2, 1, block_size, val(key).shape[1])
@@ -343,7 +344,7 @@ def index_cache(graph: fx.Graph, key: fx.Node, block_size: int) -> fx.Node:
 
 
 def _find(scores: fx.Node) -> _Indexer:
-    """What the scores are computed from; Unknown where they do not look like an indexer's."""
+    """What the scores are computed from; raises Unknown if they do not look like an indexer's."""
     products, others = [], []
     seen = set()
     stack = [scores]
@@ -385,14 +386,14 @@ def _find(scores: fx.Node) -> _Indexer:
 
 
 def _factors(product: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Queries, four dimensions of 1, T, H and D, and keys [..., D, T], one for all heads."""
+    """Queries with the four dimensions 1, T, H and D, and keys [..., D, T] shared by all heads."""
     query, key = arguments(product).self, _right(product)
     tokens, shape = str(num_tokens(product)), [str(s) for s in val(query).shape]
     if len(shape) != 4 or shape[0] != "1" or tokens not in shape[1:3]:
         raise Unknown(f"its queries are {shape}")
     dim, sizes = shape[3], [str(s) for s in val(key).shape]
     if sizes[-2:] != [dim, tokens] or set(sizes[:-2]) > {"1"}:
-        raise Unknown(f"its keys are {sizes}: not one for all heads")
+        raise Unknown(f"its keys are {sizes}: not shared by all heads")
     return query, key
 
 
@@ -406,7 +407,7 @@ def _right(product: fx.Node) -> Any:
 
 
 def mask_markers(node: fx.Node) -> list[fx.Node]:
-    """The mask markers (llmc/compiler/interface.py) that a value is made from."""
+    """The mask markers (llmc/compiler/interface.py) that a value is computed from."""
     found, seen, stack = [], set(), [node]
     while stack:
         at = stack.pop()
@@ -420,9 +421,9 @@ def mask_markers(node: fx.Node) -> list[fx.Node]:
 
 
 def _prove(graph: fx.Graph, indexer: _Indexer) -> None:
-    """The scores of random numbers must be those of `choose_keys` times a positive scale."""
+    """Check that scores for random numbers are those of `choose_keys` times a positive scale."""
     if any(tuple(val(mask).shape) != (0, 1, 1, 1) for mask in indexer.masks):
-        raise Unknown("it sees a window")
+        raise Unknown("it is limited to a window")
     for seed, tokens in enumerate(_PROBE_TOKENS):
         gen = torch.Generator().manual_seed(seed)
         dim = int(val(indexer.query).shape[3])
@@ -448,7 +449,7 @@ def _prove(graph: fx.Graph, indexer: _Indexer) -> None:
 
 
 def _shaped(x: Tensor, like: fx.Node, tokens: int) -> Tensor:
-    """x [T, ...] with its tokens, and dimensions of 1, where `like` has them."""
+    """x [T, ...] with its token dimension, and dimensions of 1, placed as in `like`."""
     sizes = [s if isinstance(s, int) else tokens for s in val(like).shape]
     place = _token_dim(like)
     return x.reshape([tokens, *sizes[:place], *sizes[place + 1 :]]).movedim(0, place)

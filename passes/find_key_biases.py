@@ -1,9 +1,9 @@
-"""`find_key_biases`: a mask that the model adds a number to for each key becomes a channel of keys.
+"""`find_key_biases`: a bias per key that the model adds to its mask becomes a channel of the keys.
 
-Some models make of their mask what attention adds to the scores: a number for each key and KV head
-that they compute of the key's token, and nothing for other keys than those of the highest numbers.
-What they compute of the mask is not matched but run on random numbers, and has to be just that, or
-the model is refused.
+Some models modify their attention mask: they add a number to it for each key and KV head, computed
+from the key's token, and may hide all keys but those with the highest numbers. The code that does
+this is not matched but run on random numbers. It must compute exactly that, or the model is
+rejected.
 """
 
 from __future__ import annotations
@@ -34,27 +34,28 @@ from llmc.passes.inputs import add_constant, step_input, token_input
 _CAUSAL = (0, 1, 1, 1)  # the shape of a mask marker without a window or chunks
 _SIZED = (aten.expand.default, aten.view.default, aten.reshape.default)
 _HIDDEN = -1e4  # a bias below this hides a key
-_MORE = 16  # tokens than are chosen
+_MORE = 16  # probe with this many more tokens than are chosen
 _ALIGNED = 8  # channels of a head are padded to a multiple of this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bias:
-    """What is added to the scores [1, H, T, T] of attention."""
+    """The bias that is added to the attention scores [1, H, T, T]."""
 
     source: fx.Node  # [1, G, T] with dimensions of 1: the number of each key, for G heads
     groups: int
-    topk: fx.Node | None  # the keys of the highest numbers are chosen
-    sized: tuple[fx.Node, ...]  # calls that name the batch of a mask marker, which is 0
+    topk: fx.Node | None  # chooses the keys with the highest numbers
+    sized: tuple[fx.Node, ...]  # calls that contain the batch size of a mask marker, which is 0
 
 
 @graph_pass(required=True)
 def find_key_biases(gm: fx.GraphModule, *, max_positions: int, block_size: int) -> Notes:
-    """A number that is added to all scores of a key is the product of a channel of the key with a
-    constant one of the query.
+    """Express a number that is added to all scores of a key as one more channel of the key, which
+    is multiplied by a constant channel of the query.
 
-    Where the model hides all keys but those of the highest numbers, `choose_blocks` chooses them
-    for each KV head, from a paged cache of the numbers; not where no context is longer.
+    If the model hides all keys but those with the highest numbers, `choose_blocks` chooses them for
+    each KV head, from a paged cache of the numbers. That is left out if no context has more keys
+    than are chosen.
 
     Before:
         m = aten.masked_fill(b [1, Hkv, 1, T], hidden, MIN);  m = kept where it is in aten.topk(m)
@@ -89,7 +90,7 @@ def find_key_biases(gm: fx.GraphModule, *, max_positions: int, block_size: int) 
 
 
 def _find(bias: fx.Node, kv_heads: int) -> _Bias:
-    """What a bias is computed from; Unknown where it looks otherwise."""
+    """What a bias is computed from; raises Unknown if it does not have the expected form."""
     sources, masks, topks = [], set(), []
     seen, stack = set(), [bias]
     while stack:
@@ -109,13 +110,13 @@ def _find(bias: fx.Node, kv_heads: int) -> _Bias:
         elif str(num_tokens(node)) in [str(s) for s in val(node).shape]:
             sources.append(node)
     if len(sources) != 1 or len(topks) > 1:
-        raise Unknown(f"it is made of {len(sources)} tensors and {len(topks)} choices")
+        raise Unknown(f"it is computed from {len(sources)} tensors and {len(topks)} topk calls")
     if masks != {_CAUSAL}:
-        raise Unknown("it is made of another mask than a causal one")
+        raise Unknown("it is computed from a mask that is not causal")
     shape = [str(s) for s in val(sources[0]).shape]
     groups = [int(s) for s in shape if s not in ("1", str(num_tokens(bias)))] or [1]
     if shape[-1] != str(num_tokens(bias)) or groups not in ([1], [kv_heads]):
-        raise Unknown(f"its numbers are {shape}: not one for each KV head, or for all")
+        raise Unknown(f"its numbers are {shape}: not one for each KV head, nor one for all")
     return _Bias(
         source=sources[0],
         groups=groups[0],
@@ -125,9 +126,10 @@ def _find(bias: fx.Node, kv_heads: int) -> _Bias:
 
 
 def _prove(graph: fx.Graph, bias: fx.Node, found: _Bias) -> int:
-    """How many keys are chosen, 0 for all. Unknown where random numbers give another bias."""
+    """The number of keys that are chosen, 0 for all. Raises Unknown if random numbers give another
+    bias."""
     budget = 0 if found.topk is None else budget_of(graph, found.topk)
-    # the model's code was written out for this many tokens, and may ask for their number
+    # the code was traced for this many tokens, and can depend on their number
     tokens = int(num_tokens(bias).node.hint)
     tokens = min(tokens, budget + _MORE) if budget else tokens
     heads = int(val(bias).shape[1])
@@ -150,7 +152,7 @@ def _prove(graph: fx.Graph, bias: fx.Node, found: _Bias) -> int:
     is_seen = want > _HIDDEN
     alike = got.shape == want.shape and torch.equal(got > _HIDDEN, is_seen)
     if not alike or not torch.allclose(got[is_seen], want[is_seen], rtol=1e-5, atol=1e-5):
-        raise Unknown("random numbers give something else")
+        raise Unknown("random numbers give another result")
     return budget
 
 
@@ -184,7 +186,7 @@ def _add_channel(graph: fx.Graph, marker: fx.Node, found: _Bias) -> None:
 def _choose(
     graph: fx.Graph, marker: fx.Node, found: _Bias, budget: int, block_size: int
 ) -> fx.Node:
-    """The keys [T, G, budget] of the highest numbers, for each of the G heads of keys."""
+    """The keys [T, G, budget] with the highest numbers, for each of the G KV heads."""
     names = ("slot_mapping", "query_start", "context_len", "block_table")
     one_of_each = add_constant(
         graph, "one_of_each", torch.eye(found.groups, dtype=val(found.source).dtype), found.source

@@ -1,9 +1,9 @@
 """`find_linear_attention`: linear attention that a model computes block by block becomes a scan.
 
-Only the frame of the loop is matched by shape: blocks of three sequences go in, and what comes out
-is joined. What is computed in between (and how the state goes from block to block) is not matched
-but measured, and proved on random numbers. For how many tokens a loop was written out does not
-matter then, so capture compares its graphs behind this pass too.
+Only the frame of the loop is matched by shape: blocks of three sequences go in, and the results are
+concatenated. The code in between (and how state is carried from block to block) is not matched but
+measured, and proved on random numbers. After this pass it no longer matters for how many tokens the
+loop was unrolled, so capture compares its graphs after this pass too.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _VIEWS = (
     aten.view.default,
     aten.reshape.default,
 )
-_LEAST = 1e-30  # a response below this tells no decay
-_TOLERANCE = 1e-5  # of numbers that are computed in float64 from tables in float32
+_LEAST = 1e-30  # a response below this is too small to derive a decay from
+_TOLERANCE = 1e-5  # for numbers that are computed in float64 from tables in float32
 
 
 @graph_pass(required=True)
@@ -54,7 +54,7 @@ def find_linear_attention(gm: fx.GraphModule) -> Notes:
         try:
             (query, key, value), decay = _measure(graph, joined, sequences)
         except (Unknown, RuntimeError) as e:
-            notes.append(f"{joined.name} is no linear attention: {' '.join(str(e).split())[:200]}")
+            notes.append(f"{joined.name}: not linear attention: {' '.join(str(e).split())[:200]}")
         else:
             _replace(graph, joined, query, key, value, decay)
             notes.append(f"{joined.name}: {len(decay)} heads")
@@ -62,7 +62,7 @@ def find_linear_attention(gm: fx.GraphModule) -> Notes:
 
 
 def same_decays(one: fx.Graph, other: fx.Graph) -> bool:
-    """Whether in two graphs that are otherwise alike as much fades over a token."""
+    """Whether the decays per token are the same in two graphs that otherwise agree."""
     pairs = zip(_decays(one), _decays(other), strict=True)
     return all(torch.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in pairs)
 
@@ -73,8 +73,8 @@ def _decays(graph: fx.Graph) -> list[Tensor]:
 
 
 def _sequences(joined: fx.Node) -> list[fx.Node]:
-    """The sequences [1, H, T, D] whose blocks these joined ones are computed from, in the order of
-    their use; [] for other joins."""
+    """The sequences [1, H, T, D] whose blocks the joined ones are computed from, in order of use;
+    [] for other concatenations."""
     given = arguments(joined)
     if val(joined).dim() != 4 or given.dim not in (_TOKENS, _TOKENS - 4):
         return []
@@ -94,7 +94,8 @@ def _sequences(joined: fx.Node) -> list[fx.Node]:
 
 
 def _sequence(node: fx.Node) -> fx.Node | None:
-    """What a block is cut from, or what is handed over whole: the only block may not be cut."""
+    """The sequence that a block is sliced from, or the node itself if it is a whole sequence: a
+    single block does not need a slice."""
     if is_call(node, aten.slice.Tensor):
         given = arguments(node)
         is_cut = given.dim in (_TOKENS, _TOKENS - 4) and given.step == 1
@@ -116,11 +117,11 @@ def _num_tokens(node: fx.Node) -> torch.SymInt:
 def _measure(
     graph: fx.Graph, joined: fx.Node, sequences: list[fx.Node]
 ) -> tuple[tuple[fx.Node, fx.Node, fx.Node], Tensor]:
-    """Which of the sequences are queries, keys and values, and the logarithm of the decay of each
-    head [H] over a token. Raises Unknown where random numbers do not give what that means."""
-    # the loop is written out for this many tokens, and others that fill as many blocks
+    """Which of the sequences are queries, keys and values, and the logarithm of each head's decay
+    per token [H]. Raises Unknown if random numbers do not give the corresponding result."""
+    # the loop is unrolled for this many tokens, or any number that fills as many blocks
     tokens = int(_num_tokens(joined).node.hint)
-    reason = Unknown("there is one token")
+    reason = Unknown("there is only one token")
     for query, key, value in permutations(sequences) if tokens > 1 else ():
         nodes = (query, key, value)
         try:
@@ -134,14 +135,14 @@ def _measure(
 
 
 def _decay(graph: fx.Graph, joined: fx.Node, nodes: tuple[fx.Node, ...], tokens: int) -> Tensor:
-    """What is left at the last token of a key and value of 1 at the first."""
+    """Each head's log decay per token: what remains at the last token of a 1 at the first."""
     given = [torch.zeros(_shape(n, tokens), dtype=torch.float64) for n in nodes]
     given[0][..., 0] = 1
     for seen in given[1:]:
         seen[:, :, 0, 0] = 1
     left = _run(graph, joined, nodes, given, tokens)[0, :, :, 0]  # [H, T]
     if not bool(((left[:, 0] - 1).abs() < _TOLERANCE).all()):
-        raise Unknown("a token's own value is not taken as it is")
+        raise Unknown("a token's own value is scaled")
     last, next_one = left[:, -1].clamp(min=0), left[:, 1].clamp(min=0)
     decay = torch.where(last > _LEAST, last.log() / (tokens - 1), next_one.log())
     if not bool(decay.isfinite().all()):
@@ -157,14 +158,14 @@ def _prove(
     got = _run(graph, joined, nodes, given, tokens)[0]
     q, k, v = (x[0] for x in given)
     if got.shape != (*q.shape[:2], v.shape[2]) or q.shape != k.shape:
-        raise Unknown(f"it gives {list(got.shape)}")
+        raise Unknown(f"its result has shape {list(got.shape)}")
     position = torch.arange(tokens)
     distance = (position[:, None] - position[None, :]).double()
     for h, rate in enumerate(decay):
         kept = torch.exp(rate * distance.clamp(min=0)).tril()
         want = (q[h] @ k[h].T * kept) @ v[h]
         if not bool(((got[h] - want).abs() <= _TOLERANCE * want.abs().max()).all()):
-            raise Unknown("random numbers give something else")
+            raise Unknown("random numbers give another result")
 
 
 def _shape(node: fx.Node, tokens: int) -> list[int]:
@@ -189,7 +190,7 @@ def _replace(
         out = emit(graph, selective_scan.overload, v, ones, rate, k, q, *[None] * 4)
         out = emit(graph, aten.unsqueeze.default, emit(graph, aten.transpose.int, out, 0, 1), 0)
     replace(joined, out)
-    update_below(out)  # sizes of joined blocks were sums
+    update_below(out)  # the sizes of concatenated blocks were sums
 
 
 def _tokens_first(graph: fx.Graph, node: fx.Node) -> fx.Node:

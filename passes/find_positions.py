@@ -1,8 +1,9 @@
-"""`find_positions`: what counts the tokens of the step counts those of each request instead.
+"""`find_positions`: code that numbers the tokens of a step uses each request's positions instead.
 
-Some models number their tokens themselves (an `arange` over the sequence) beside the positions that
-they are handed. They were captured as one sequence that begins at 0; in a packed step the same code
-would count on from one request to the next, and begin at 0 again in every chunk of a prompt.
+Some models number their tokens themselves (an `arange` over the sequence) in addition to the
+positions that they are given. They were captured as one sequence that begins at 0. In a packed
+step, the same code would continue counting from one request to the next, and restart at 0 in every
+chunk of a prompt.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from llmc.passes.evaluate import Unknown, evaluate
 from llmc.passes.find_attention import spells_attention
 from llmc.passes.inputs import ConstantInput, StepInput, input_of, step_input
 
-_LENGTHS = (19, 37)  # of the sequences that values are worked out for
+_LENGTHS = (19, 37)  # lengths of the sequences that values are computed for
 _COUNTING = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-# These read the shape and the dtype of their first argument alone.
+# These read only the shape and dtype of their first argument.
 _OF_A_SHAPE = (
     aten.zeros_like.default,
     aten.ones_like.default,
@@ -41,18 +42,18 @@ _VIEWS = (
 )
 _CASTS = (aten.to.dtype, aten._to_copy.default)
 _CUTS = (aten.slice.Tensor, aten.select.int, aten.narrow.default)
-# Ops, besides those on single elements, that make a row of a token of its own row alone.
+# Ops, besides pointwise ones, that compute a token's row from that token's row alone.
 _ROW_BY_ROW = (aten.linear.default, aten.cat.default, aten.stack.default)
 _LOOK_UPS = (aten.embedding.default, aten.index_select.default, aten.index.Tensor)
 
 
 @dataclass(slots=True)
 class _Counted:
-    """The values that depend on the number of tokens and on constants, and on nothing else."""
+    """The values that depend only on the number of tokens and on constants."""
 
-    same: set[fx.Node] = field(default_factory=set)  # all elements alike, whatever the number
-    counts: dict[fx.Node, int] = field(default_factory=dict)  # a + 0, a + 1, ...: its a
-    derived: set[fx.Node] = field(default_factory=set)  # made of those
+    same: set[fx.Node] = field(default_factory=set)  # all elements equal, whatever the number
+    counts: dict[fx.Node, int] = field(default_factory=dict)  # a + 0, a + 1, ... -> a
+    derived: set[fx.Node] = field(default_factory=set)  # computed from counts
     others: set[fx.Node] = field(default_factory=set)
 
     def __contains__(self, node: fx.Node) -> bool:
@@ -61,11 +62,11 @@ class _Counted:
 
 @graph_pass(required=True)
 def find_positions(gm: fx.GraphModule, *, max_positions: int) -> Notes:
-    """Replace numbers that a model gives to its tokens by the positions that it is handed.
+    """Replace numbers that a model assigns to its tokens with the positions that it is given.
 
-    Whatever is made of them has to be a row for each token that depends on its position alone: it
-    is run, and compared with what it was. CompileError where that fails, or where something else
-    depends on the place of a token in the step, or on the number of tokens.
+    Any value computed from them must be a row for each token that depends only on its position:
+    it is run, and compared with its original value. Raises CompileError if that fails, or if
+    anything else depends on a token's index in the step or on the number of tokens.
 
     Before:
         i [T] = aten.arange(T)
@@ -77,11 +78,11 @@ def find_positions(gm: fx.GraphModule, *, max_positions: int) -> Notes:
     """
     graph = gm.graph
     if spells_attention(gm):
-        return ["a step has the tokens of one text (find_attention)"]
+        return ["each step has the tokens of one sequence only (see find_attention)"]
     notes = []
     for node in calls(graph, aten.slice.Tensor):
         if _is_first_rows(node):
-            notes.append(f"{node.name} has the row of a token")
+            notes.append(f"{node.name} is read by the position of a token")
             _read_by_position(graph, node)
     for node in graph.nodes:
         _refuse_numbers(node)
@@ -112,18 +113,18 @@ def _is_first_rows(node: fx.Node) -> bool:
 
 
 def _cut(node: fx.Node) -> tuple[Any, int, Any, Any, Any]:
-    """The arguments of a slice, with the defaults of those that are not given."""
+    """The arguments of a slice, with defaults for those that are omitted."""
     args: list[Any] = [*node.args, None, None, None, None][:5]
     source, dim, start, end, step = args
     return source, (dim or 0) % val(node).dim(), start, end, step or 1
 
 
 def _read_by_position(graph: fx.Graph, node: fx.Node) -> None:
-    """Rows for the tokens of a sequence, out of the whole table by their positions."""
+    """Read the tokens' rows from the whole table by their positions."""
     table, dim, *_ = _cut(node)
     path, ends = _through_views(node)
     if dim == 0 and all(_looks_up(value, reader) for value, reader in ends):
-        replace(node, table)  # positions lie within the sequence
+        replace(node, table)  # positions are always within the sequence
         for view in path:
             update_val(view)
         return
@@ -135,7 +136,7 @@ def _read_by_position(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _through_views(node: fx.Node) -> tuple[list[fx.Node], list[tuple[fx.Node, fx.Node]]]:
-    """The views and casts of a value, and who reads which of them."""
+    """The views and casts of a value, and (value, reader) for every other use of them."""
     path: list[fx.Node] = []
     ends = []
     for value in (values := [node]):
@@ -149,7 +150,7 @@ def _through_views(node: fx.Node) -> tuple[list[fx.Node], list[tuple[fx.Node, fx
 
 
 def _looks_up(table: fx.Node, reader: fx.Node) -> bool:
-    """Whether it is table[positions], of a table that was only cast."""
+    """Whether it is table[positions], where the table is at most cast."""
     while is_call(table, *_CASTS):
         table = table.args[0]  # type: ignore[assignment]
     if is_call(table, *_VIEWS) or not is_call(reader, *_LOOK_UPS):
@@ -162,7 +163,8 @@ def _looks_up(table: fx.Node, reader: fx.Node) -> bool:
 
 
 def _refuse_numbers(node: fx.Node) -> None:
-    """The number of tokens may be a size; as a value it is the number of all requests' tokens."""
+    """Raise CompileError if the number of tokens is used as a value, where it would be that of all
+    requests together. Using it as a size is fine."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or node.target in _COUNTING or _is_written(node):
         return
@@ -175,13 +177,13 @@ def _refuse_numbers(node: fx.Node) -> None:
         if is_value or (node.target in _CUTS and not _is_cut_by_tokens(node)):
             raise CompileError(
                 f"the model's code computes with the number of tokens ({node.target} in "
-                f"{node.name}), which in a step is that of all requests together: it can't be "
-                "served yet"
+                f"{node.name}), which in a step is that of all requests together; such models are "
+                "not supported yet"
             )
 
 
 def _is_cut_by_tokens(node: fx.Node) -> bool:
-    """Whether what is cut out of the first argument is cut along its tokens."""
+    """Whether the first argument is cut along its token dimension."""
     args: Any = node.args
     dim = args[1] if len(args) > 1 else 0
     return isinstance(val(args[0]).shape[dim], torch.SymInt)
@@ -199,7 +201,7 @@ def _is_size(node: fx.Node) -> bool:
 
 def _find(graph: fx.Graph) -> _Counted:
     found = _Counted()
-    known: list[dict[fx.Node, Any]] = [{} for _ in _LENGTHS]  # what was worked out, by length
+    known: list[dict[fx.Node, Any]] = [{} for _ in _LENGTHS]  # computed values, by length
     for node in graph.nodes:
         if not _is_counted(node, found):
             continue
@@ -230,7 +232,7 @@ def _is_counted(node: fx.Node, found: _Counted) -> bool:
 
 
 def _is_written(node: fx.Node) -> bool:
-    """Whether it is a part of a buffer that each step writes anew, packed as the step is."""
+    """Whether it is a part of a buffer that every step overwrites, packed like the step."""
     return bool(node.users) and all(writes(user) and user.args[0] is node for user in node.users)
 
 
@@ -240,7 +242,7 @@ def _growing(node: fx.Node) -> list[int]:
 
 
 def _sort_in(node: fx.Node, values: list[Tensor], found: _Counted) -> None:
-    """By what it is for sequences of some lengths."""
+    """Classify a node by its values for several sequence lengths."""
     row = values[0]
     for dim in _growing(node):
         row = row[(slice(None),) * dim + (slice(0, 1),)]
@@ -256,27 +258,29 @@ def _sort_in(node: fx.Node, values: list[Tensor], found: _Counted) -> None:
 
 
 def _is_read(node: fx.Node, found: _Counted) -> bool:
-    """By something that is not known from the number of tokens."""
+    """Whether it has a reader that does not depend only on the number of tokens."""
     return any(reader not in found for reader in node.users)
 
 
 def _left_alone(node: fx.Node) -> str:
-    """CompileError for a value that has to do with tokens; what has other rows is none of ours."""
+    """A note on a value that is left unchanged because its rows are not tokens. Raises CompileError
+    if they are."""
     sizes = [str(val(node).shape[dim]) for dim in _growing(node)]
     if not sizes or str(val(_tokens(node.graph)).shape[0]) in sizes:
-        raise _refused(node, "is no row for each token that depends on its position alone")
-    return f"{node.name} counts no tokens, but {sizes[0]} others"
+        raise _refused(node, "is not a row for each token that depends only on its position")
+    return f"{node.name} left unchanged: it has {sizes[0]} rows, which are not the tokens"
 
 
 def _refused(node: fx.Node, why: str) -> CompileError:
     return CompileError(
         f"the model's code numbers the tokens of a step, which are those of all requests together, "
-        f"and what it makes of that ({node.target} in {node.name}) {why}: it can't be served yet"
+        f"and a value computed from these numbers ({node.target} in {node.name}) {why}; such "
+        "models are not supported yet"
     )
 
 
 def _check_reader(node: fx.Node, reader: fx.Node) -> None:
-    """CompileError unless rows by position stay with their tokens."""
+    """Raise CompileError unless the reader keeps each row with its token."""
     is_rows = isinstance(reader.meta.get("val"), Tensor) and (
         [str(val(reader).shape[dim]) for dim in _growing(reader)]
         == [str(val(node).shape[dim]) for dim in _growing(node)]
@@ -288,7 +292,7 @@ def _check_reader(node: fx.Node, reader: fx.Node) -> None:
         tags = getattr(reader.target, "tags", ())
         is_fine = torch.Tag.pointwise in tags or is_call(reader, *_ROW_BY_ROW)
     if not (is_rows and is_fine):
-        raise _refused(node, f"is read by {reader.target}, which is not known to keep rows apart")
+        raise _refused(node, f"is read by {reader.target}, which may mix rows")
 
 
 def _run(
@@ -312,7 +316,7 @@ def _run(
     try:
         return evaluate(graph, target, length, given | (known or {}))
     except (Unknown, RuntimeError, IndexError) as e:
-        raise _refused(target, f"can't be worked out ({' '.join(str(e).split())[:200]})") from e
+        raise _refused(target, f"can't be computed ({' '.join(str(e).split())[:200]})") from e
 
 
 def _of_a_shape(node: fx.Node, length: int) -> Tensor:
@@ -326,7 +330,7 @@ def _of_a_shape(node: fx.Node, length: int) -> Tensor:
 
 
 def _at(size: Any, length: int) -> Any:
-    """A number that depends on the number of tokens, for so many."""
+    """Evaluate a size that depends on the number of tokens, for `length` tokens."""
     expr = getattr(getattr(size, "node", None), "expr", None)
     if expr is None:
         return size
@@ -335,7 +339,7 @@ def _at(size: Any, length: int) -> Any:
 
 
 def _positions(graph: fx.Graph, node: fx.Node, first: int) -> fx.Node:
-    """The positions in the form of `node`, which counts from `first`."""
+    """The positions with the shape and dtype of `node`, which counts from `first`."""
     made = _positions_input(graph)
     with graph.inserting_before(node):
         if first:
@@ -362,15 +366,15 @@ def _tokens(graph: fx.Graph) -> fx.Node:
 
 
 def _prove(graph: fx.Graph, end: fx.Node, before: list[Tensor], max_positions: int) -> None:
-    """The same as before for one sequence; and each row is the same in any company."""
+    """Check that the value is unchanged for one sequence, and that rows do not depend on others."""
     for length, value in zip(_LENGTHS, before, strict=True):
         if not torch.equal(_run(graph, end, torch.arange(length)), value):
-            raise _refused(end, "is something else when it is made of positions")
+            raise _refused(end, "changes when it is computed from positions")
     if len(_growing(end)) != 1:
-        raise _refused(end, "is no row for each token")
+        raise _refused(end, "is not a row for each token")
     generator = torch.Generator().manual_seed(0)
     some = torch.randint(0, max_positions, (_LENGTHS[1],), generator=generator)
     (dim,) = _growing(end)
     every, second = _run(graph, end, some), _run(graph, end, some[::2])
     if not torch.equal(every.movedim(dim, 0)[::2], second.movedim(dim, 0)):
-        raise _refused(end, "is no row for each token that depends on its position alone")
+        raise _refused(end, "is not a row for each token that depends only on its position")

@@ -1,4 +1,4 @@
-"""`find_shifts`: values of the token before become the op that knows where requests begin."""
+"""`find_shifts`: a shift by one token becomes an op that knows where requests begin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from llmc.passes.inputs import StepInput, add_constant
 
 @graph_pass(required=True)
 def find_shifts(gm: fx.GraphModule) -> Notes:
-    """Turn a sequence that is moved by one token into a convolution that keeps the last token.
+    """Turn a sequence shifted by one token into a convolution, which keeps each request's last
+    token as state.
 
     Before:
         y [1, T, C] = aten.pad(x [1, T, C], [0, 0, 1, -1])
@@ -39,7 +40,8 @@ def find_shifts(gm: fx.GraphModule) -> Notes:
 
 
 def _moved(node: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
-    """(what is moved by one token, what comes first); first None: zeros. None for other nodes."""
+    """(sequence that is shifted by one token, its new first row or None for zeros); None for other
+    nodes."""
     if not _is_sequence(node):
         return None
     given = arguments(node)
@@ -56,7 +58,7 @@ def _moved(node: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
 
 
 def _is_sequence(node: fx.Node) -> bool:
-    """[1, T, C] with T the tokens."""
+    """Whether it is [1, T, C], where T is the number of tokens."""
     shape = val(node).shape
     return len(shape) == 3 and shape[0] == 1 and isinstance(shape[1], torch.SymInt)
 

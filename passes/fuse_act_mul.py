@@ -1,4 +1,4 @@
-"""`fuse_act_mul`: the gated activation reads the merged projection once."""
+"""`fuse_act_mul`: fuse a gated activation, so that it reads the merged projection once."""
 
 from __future__ import annotations
 

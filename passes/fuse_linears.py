@@ -1,4 +1,4 @@
-"""`fuse_linears`: a linear takes in the norm before it and the activation or residual sum after."""
+"""`fuse_linears`: a linear absorbs the norm before it and the activation or residual sum after."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from llmc.passes.edit import (
 
 @graph_pass()
 def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
-    """Fewer and longer kernels for small batches. The op itself tells few rows from many.
+    """Run fewer, longer kernels for small batches. The op itself handles few and many rows
+    differently.
 
     Not exact: sums are rounded once instead of after every op.
 
@@ -59,7 +60,7 @@ def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
 def _fuse(
     graph: fx.Graph, at: fx.Node, linear: Any, *, act: Any = None, residual: Any = None
 ) -> None:
-    """`at` is what the linear's result becomes."""
+    """Replace `at`, a function of the linear's result, with the fused op."""
     given = arguments(linear)
     with graph.inserting_before(at):
         fused = emit(
@@ -79,7 +80,7 @@ def _fuse(
 
 
 def _addends(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """(linear, residual) of a sum, where nothing else reads the linear."""
+    """(linear, residual) of a sum, if nothing else reads the linear."""
     for linear, residual in operands(node):
         if (
             is_call(linear, aten.linear.default)
@@ -99,7 +100,7 @@ def _take_sum(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _take_sum_of_norm(graph: fx.Graph, both: fx.Node) -> None:
-    """The sum goes to the linear, and a plain norm of it stays, for the next linear to take."""
+    """Fuse the sum into the linear and leave a plain norm of it, for the next linear to absorb."""
     found = _addends(both)
     items = {arguments(u).index: u for u in both.users if is_call(u, operator.getitem)}
     if found is None or len(items) != len(both.users):

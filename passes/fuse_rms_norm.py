@@ -1,4 +1,4 @@
-"""`fuse_rms_norm`: the six or so ops of an RMSNorm become one, with the residual sum before it."""
+"""`fuse_rms_norm`: fuse the six or so ops of an RMSNorm and the residual sum before it into one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CAST = (aten.to.dtype, aten._to_copy.default)
 
 @dataclass(frozen=True, slots=True)
 class _Norm:
-    x: fx.Node  # what is normalized, before any cast
+    x: fx.Node  # the value that is normalized, before any cast
     weight: fx.Node | None
     eps: float
     offset: float
@@ -48,7 +48,7 @@ def fuse_rms_norm(gm: fx.GraphModule) -> Notes:
     After:
         y, h = llmc.add_rms_norm(x, residual, weight, eps, 0.0)
 
-    A model may spell rsqrt as a power of -0.5, which aten computes as rsqrt too.
+    A model may write rsqrt as a power of -0.5, which aten computes as rsqrt too.
     """
     graph = gm.graph
     notes = []
@@ -92,7 +92,7 @@ def _match(rsqrt: fx.Node) -> _Norm | None:
 
 
 def _follow(scaled: fx.Node) -> tuple[fx.Node, fx.Node | None, float]:
-    """Down from the normalized value: past a cast, the weight, and another cast."""
+    """Follow the users of the normalized value: past a cast, the weight, and another cast."""
     node = scaled
     weight, offset = None, 0.0
     node = _past_cast(node)
@@ -113,7 +113,7 @@ def _past_cast(node: fx.Node) -> fx.Node:
 
 
 def _weight(node: Any) -> tuple[fx.Node, float] | None:
-    """A 1-D parameter, possibly cast, possibly plus one."""
+    """(parameter, offset) for a 1-D parameter, possibly cast, possibly plus a constant."""
     offset = 0.0
     node = through(node, *_CAST)
     if is_call(node, aten.add.Tensor, aten.add.Scalar):
@@ -159,7 +159,7 @@ def _item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
 
 
 def _spell(graph: fx.Graph, node: fx.Node) -> None:
-    """aten.rms_norm over the last dimension is the same op."""
+    """Replace aten.rms_norm over the last dimension, which is the same op."""
     given = arguments(node)
     if len(given.normalized_shape) != 1 or given.eps is None:
         return

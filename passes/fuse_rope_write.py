@@ -1,4 +1,4 @@
-"""`fuse_rope_write`: query/key norm, rotary embedding and cache write as one op a layer."""
+"""`fuse_rope_write`: query/key norm, rotary embedding and cache write become one op per layer."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from llmc.passes.edit import (
 from llmc.passes.inputs import ConstantInput, StepInput, add_input, input_of
 
 _VIEWS = (aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default)
-_CASTS = (aten.to.dtype, aten._to_copy.default)  # the op computes in float32 and rounds once
+_CASTS = (aten.to.dtype, aten._to_copy.default)  # skipped: the op uses float32, rounding once
 
 
 @dataclass(frozen=True, slots=True)
 class _Rotary:
-    """x [1, H, T, D], of which the first channels are rotated by cos and sin.
+    """x [1, H, T, D], whose first channels are rotated by cos and sin.
 
-    Some models rotate before they move the heads first: then it is [1, T, H, D].
+    Some models rotate before they transpose the heads to the front: then x is [1, T, H, D].
 
-    Channel i turns with i + Dr / 2, or with its neighbour when interleaved.
+    Channel i is rotated together with i + Dr / 2, or with its neighbor if interleaved.
     """
 
     x: fx.Node
@@ -62,9 +62,11 @@ class _Source:
 
 @graph_pass()
 def fuse_rope_write(gm: fx.GraphModule) -> Notes:
-    """Rotate queries and keys (normalized first where the model does) and write the cache at once.
+    """Rotate queries and keys (after normalizing them, if the model does) and write the cache in
+    one op.
 
-    Halves or neighbours turn together, all channels or the first few; casts around them vanish.
+    Pairs of channels are halves or neighbors; all channels or only the first ones are rotated.
+    Casts around them are dropped.
 
     Before:
         q = rotary(llmc.rms_norm(q0), cos_table[positions], sin_table[positions])
@@ -82,7 +84,7 @@ def fuse_rope_write(gm: fx.GraphModule) -> Notes:
     for write in calls(graph, write_kv.overload):
         readers = arguments(write).key_cache.users
         attend = next((u for u in readers if is_call(u, paged_attention.overload)), None)
-        if attend is None:  # hidden states that are kept for a draft head
+        if attend is None:  # this cache holds hidden states for a draft head
             continue
         reason = _fuse(graph, write, attend, tables)
         if reason:
@@ -96,13 +98,13 @@ def _fuse(
     attend: fx.Node,
     tables: dict[tuple[fx.Node, bool], fx.Node],
 ) -> str | None:
-    """Rewrite one layer; the reason when it does not match."""
+    """Rewrite one layer; return the reason if it does not match."""
     given = arguments(write)
     query_rope, key_rope = _rotary(arguments(attend).query), _rotary(given.key)
     if query_rope is None or key_rope is None:
-        return "no rotary embedding that is known by its shape"
+        return "no rotary embedding of a known form"
     if (query_rope.cos, query_rope.sin) != (key_rope.cos, key_rope.sin):
-        return "query and key read different tables"
+        return "query and key read different rotary tables"
     how = (query_rope.halved, query_rope.interleaved)
     if how != (key_rope.halved, key_rope.interleaved):
         return "query and key rotate differently"
@@ -139,7 +141,7 @@ def _fuse(
 
 
 def _rotary(flat: Any) -> _Rotary | None:
-    """What page_attention squeezed, and transposed first where the heads stood first."""
+    """Match the value that page_attention squeezed, and transposed if its heads came first."""
     node = through(flat, aten.squeeze.dim)
     heads_last = not is_call(node, aten.transpose.int)
     node = through(node if heads_last else arguments(node).self, *_CASTS)
@@ -148,7 +150,7 @@ def _rotary(flat: Any) -> _Rotary | None:
 
 
 def _turn(node: Any) -> _Rotary | None:
-    """x * cos + turned * sin, with x turned by a quarter."""
+    """Match x * cos + turned * sin, where turned is x rotated by a quarter turn."""
     if not is_call(node, aten.add.Tensor):
         return None
     for straight, turned in operands(node):
@@ -168,7 +170,7 @@ def _turn(node: Any) -> _Rotary | None:
 
 
 def _swaps_neighbours(flat: Any, x: Any) -> bool:
-    """flat = stack([-x[1::2], x[0::2]], -1).flatten(-2)."""
+    """Whether flat = stack([-x[1::2], x[0::2]], -1).flatten(-2)."""
     if not is_call(flat, aten.flatten.using_ints) or val(flat).dim() != val(x).dim():
         return False
     stack = arguments(flat).self
@@ -185,7 +187,7 @@ def _swaps_neighbours(flat: Any, x: Any) -> bool:
 
 
 def _swaps_halves(cat: Any, x: Any) -> bool:
-    """cat = cat(-x[half:], x[:half])."""
+    """Whether cat = cat(-x[half:], x[:half])."""
     pair = _pair(cat)
     if pair is None or not is_call(pair[0], aten.neg.default):
         return False
@@ -218,7 +220,7 @@ def _slice_is(node: Any, source: Any, start: int, end: int | None, *, step: int 
 
 
 def _partial(node: Any) -> _Rotary | None:
-    """cat(rotated first channels, the rest)."""
+    """Match cat(rotated first channels, the rest)."""
     pair = _pair(node)
     inner = pair and _turn(pair[0])
     if pair is None or inner is None or not is_call(inner.x, aten.slice.Tensor):
@@ -232,7 +234,7 @@ def _partial(node: Any) -> _Rotary | None:
 
 
 def _two_halves(node: Any) -> _Rotary | None:
-    """cat(a cos - b sin, b cos + a sin) with a, b the two halves of x."""
+    """Match cat(a cos - b sin, b cos + a sin) with a, b the two halves of x."""
     minus: Any
     plus: Any
     minus, plus = _pair(node) or (None, None)
@@ -273,7 +275,7 @@ def _source_of_halves(a: Any, b: Any) -> fx.Node | None:
 
 
 def _table_of(node: Any) -> fx.Node | None:
-    """The table placeholder that a value is rows of, seen through views."""
+    """The table placeholder whose rows a value is, looking through views."""
     node = through(node, *_VIEWS)
     if not is_call(node, aten.index_select.default):
         return None
@@ -282,7 +284,7 @@ def _table_of(node: Any) -> fx.Node | None:
 
 
 def _flatten(graph: fx.Graph, rope: _Rotary, dtype: torch.dtype) -> fx.Node:
-    """[1, H, T, D] or [1, T, H, D] -> [T, H, D] in `dtype`, which what is rotated comes out in."""
+    """[1, H, T, D] or [1, T, H, D] -> [T, H, D] in `dtype`, the dtype of the rotated result."""
     x = rope.x
     if rope.heads_last:
         source: Any = x
@@ -293,7 +295,7 @@ def _flatten(graph: fx.Graph, rope: _Rotary, dtype: torch.dtype) -> fx.Node:
 
 
 def _source(graph: fx.Graph, rope: _Rotary, dtype: torch.dtype) -> _Source:
-    """Above the head-wise norm, when nothing else reads the normalized value."""
+    """The value before the per-head norm, if nothing else reads the normalized value."""
     x = rope.x
     heads_last: Any = arguments(x).self if is_call(x, aten.transpose.int) else None
     if rope.heads_last:
@@ -310,12 +312,12 @@ def _source(graph: fx.Graph, rope: _Rotary, dtype: torch.dtype) -> _Source:
 def _table(
     graph: fx.Graph, table: fx.Node, halved: bool, made: dict[tuple[fx.Node, bool], fx.Node]
 ) -> fx.Node:
-    """The same table in float32, and doubled where it holds one half; made once, if at all."""
+    """The same table in float32, doubled if it holds one half; created once, if needed."""
     role = input_of(table)
     assert isinstance(role, ConstantInput)
     rows = role.tensor
     if rows.dtype == torch.float32 and rows.dim() == 2 and rows.is_contiguous() and not halved:
-        return table  # layers that are not fused may read it too
+        return table  # usable as is; layers that are not fused may read it too
     if (table, halved) not in made:
         rows = rows.flatten(1).float()
         rows = torch.cat((rows, rows), -1) if halved else rows

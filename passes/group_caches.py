@@ -14,12 +14,12 @@ from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, calls, val
 from llmc.passes.inputs import CacheInput, StepInput, input_of, step_input
 
-MAX_GROUPS = 8  # each has a block table in every row
+MAX_GROUPS = 8  # every row has a block table for each group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroup:
-    """Layers that share a block table. A 0 switches window or chunk off, as in `visible`."""
+    """Layers that share a block table. A window or chunk of 0 means none, as in `visible`."""
 
     window: int
     chunk: int
@@ -28,11 +28,11 @@ class CacheGroup:
 
 @graph_pass()
 def group_caches(gm: fx.GraphModule, *, max_positions: int) -> Notes:
-    """Let sliding-window layers free blocks that left their window, for any layer to use.
+    """Let sliding-window layers free blocks that have left their window, for any layer to use.
 
     Layers with the same window form groups of the same size. The first layers of all groups share
-    one cache, and so do the second ones: a block belongs to one group at a time, whose block table
-    lists it. A window or chunk of `max_positions` tokens or more counts as none.
+    one cache, the second layers share another, and so on: a block belongs to one group at a time,
+    whose block table lists it. A window or chunk of `max_positions` tokens or more counts as none.
 
     Before:
         llmc.write_kv(k0, v0, key_cache_0, value_cache_0, slot_mapping)
@@ -50,7 +50,7 @@ def group_caches(gm: fx.GraphModule, *, max_positions: int) -> Notes:
         return ["grouped already"]
     kinds = _layers_by_window(graph, max_positions)
     if len(kinds) < 2:
-        return [] if len(kinds) == 0 else ["all layers see the same span"]
+        return [] if len(kinds) == 0 else ["all layers have the same attention window"]
     layers = _caches(graph)
     shapes = {_shape(parts) for parts in layers.values()}
     if len(shapes) > 1:
@@ -62,16 +62,16 @@ def group_caches(gm: fx.GraphModule, *, max_positions: int) -> Notes:
         for first in range(0, len(kind), size)
     ]
     if len(groups) > MAX_GROUPS:
-        return [f"{len(kinds)} kinds of layers make too many groups"]
+        return [f"layers with {len(kinds)} different windows would need too many groups"]
     _share(graph, layers, [members for _, members in groups])
     return [f"a separate block table for layers that see {_words(*window)}" for window in kinds]
 
 
 def group_size(counts: Sequence[int]) -> int:
-    """Layers of a group, for kinds of so many layers; the first kind sees most.
+    """The number of layers per group, given the number of layers of each kind, widest window first.
 
-    A block is as large as a group, so groups that are not full waste memory: that of the first
-    kind above all, which holds most blocks.
+    A block holds all layers of a group, so groups that are not full waste memory. The first kind
+    matters most, since it holds the most blocks.
     """
 
     def cost(size: int) -> tuple[bool, int, int, int]:
@@ -98,12 +98,12 @@ def cache_groups(graph: fx.Graph) -> tuple[CacheGroup, ...]:
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Whether a call reads a paged cache, in whichever version of its op."""
+    """Whether a call reads a paged cache, whichever implementation of the op it calls."""
     return any(op.name in str(node.target) for op in (paged_attention, latent_attention))
 
 
 def _limits(attention: fx.Node) -> tuple[int, int]:
-    """Its window and its chunk."""
+    """The call's window and chunk."""
     given = arguments(attention)
     return int(given.window), int(given.chunk)
 
@@ -142,7 +142,7 @@ def _layers_by_window(graph: fx.Graph, max_positions: int) -> dict[tuple[int, in
 
 
 def widest(limits: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """What a cache with these readers must keep: 0 is no limit."""
+    """The window and chunk that a cache with these readers must keep; 0 is no limit."""
     windows, chunks = zip(*limits, strict=True)
     return (max(windows) if all(windows) else 0, max(chunks) if all(chunks) else 0)
 
@@ -150,10 +150,10 @@ def widest(limits: Sequence[tuple[int, int]]) -> tuple[int, int]:
 def _share(
     graph: fx.Graph, layers: dict[int, dict[str, fx.Node]], groups: Sequence[Sequence[int]]
 ) -> None:
-    """Put the layers of each group into the caches of the first that has their place."""
+    """Let the layers at the same index of all groups share the caches of the first such layer."""
     roles = ((input_of(node), node) for node in graph.nodes)
     inputs = {role.name: node for role, node in roles if isinstance(role, StepInput)}
-    owners: dict[int, dict[str, fx.Node]] = {}  # place -> its caches
+    owners: dict[int, dict[str, fx.Node]] = {}  # index in the group -> its caches
     for number, members in enumerate(groups):
         tables = {
             inputs[name]: step_input(graph, of_group(name, number), val(inputs[name]))
@@ -180,4 +180,4 @@ def _share(
 
 def _words(window: int, chunk: int) -> str:
     limits = [f"the last {window} tokens"] * bool(window) + [f"chunks of {chunk}"] * bool(chunk)
-    return " and ".join(limits) or "the whole text"
+    return " and ".join(limits) or "the whole sequence"

@@ -1,9 +1,9 @@
 """What each placeholder of a step graph is: the roles that capture assigns and passes rewrite.
 
 Every placeholder carries one of these in `node.meta["input"]`. Weights are graph inputs, never
-constants, so that one graph serves every checkpoint of an architecture; a pass that wants them
-in another form (merged, quantized) replaces the placeholder by one with another recipe, and the
-loader fills the recipe straight from the checkpoint.
+constants, so that one graph serves every checkpoint of an architecture. A pass that wants them in
+another form (merged, quantized) replaces the placeholder with one that has another recipe, and the
+loader fills that recipe straight from the checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llmc.kernels.step_inputs import input_named
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
-    """A tensor that the runner hands over at every step, by its name (kernels/step_inputs.py)."""
+    """A tensor that the runner passes in at every step, by its name (kernels/step_inputs.py)."""
 
     name: str
 
@@ -31,8 +31,8 @@ class StepInput:
 class CacheInput:
     """One half of a layer's paged cache. `layer` counts attention calls in execution order.
 
-    After them come the caches of sparse indexers, which have keys alone. `tokens`: those of a
-    block, where its rows are others (page_entries); 0: a row is a token.
+    After them come the caches of sparse indexers, which have only keys. `tokens` is the number of
+    tokens per block if that differs from its number of rows (page_entries); 0: a row is a token.
     """
 
     layer: int
@@ -42,9 +42,9 @@ class CacheInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedPart:
-    """One of the tensors that a quantized weight becomes; in all else their recipes are alike.
+    """One of the tensors of a quantized weight; otherwise their recipes are identical.
 
-    `kept`: it has the checkpoint's bits; else it is quantized while it loads.
+    `kept`: it has the checkpoint's bits; otherwise it is quantized while loading.
     """
 
     to: Quantization
@@ -54,7 +54,7 @@ class QuantizedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateInput:
-    """What a recurrent call keeps of every request, in slots: `call` counts them in order."""
+    """The state that a recurrent call keeps per request, in slots; `call` numbers the calls."""
 
     call: int
     op: str
@@ -62,17 +62,17 @@ class StateInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TapInput:
-    """A cache that `tap_states` made in the model that a draft head is for."""
+    """A cache that `tap_states` added to a draft head's target model."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """What a rank of a tensor-parallel engine holds of a tensor: a part of each section of `dim`.
+    """A tensor-parallel rank's shard of a tensor: a part of each section of `dim`.
 
-    `sections` are (length, parts), end to end: a section of one part is on all ranks. Where it has
-    fewer parts than there are ranks (`size`), neighbours hold the same one.
+    `sections` are (length, parts), end to end; a section with one part is replicated on all ranks.
+    If it has fewer parts than there are ranks (`size`), neighboring ranks hold the same part.
     """
 
     dim: int
@@ -81,16 +81,16 @@ class Shard:
 
     @property
     def length(self) -> int:
-        """Of `dim`, on each rank."""
+        """The size of `dim` on each rank."""
         return sum(length // parts for length, parts in self.sections)
 
     @property
     def whole(self) -> int:
-        """Of `dim`, on all of them together."""
+        """The size of `dim` in the whole tensor."""
         return sum(length for length, _ in self.sections)
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
-        """(start, length) in the whole dimension of what this rank holds, in order."""
+        """The (start, length) ranges of the whole dimension that this rank holds, in order."""
         found, start = [], 0
         for length, parts in self.sections:
             part = rank * parts // self.size
@@ -108,10 +108,11 @@ class Shard:
 class WeightInput:
     """A recipe over the model's parameters: `parts` by name, concatenated along dimension 0.
 
-    `transposed`: each part is stored [in, out] and is turned to [out, in] first.
-    `quantized`: the result in few bits, its scales or zeros.
-    `shards`: what of each part, once it is turned, is taken; () takes all.
-    `first_rank`: rank 0 alone has it, and others have zeros, since what it is added to is summed.
+    `transposed`: each part is stored [in, out] and is transposed to [out, in] first.
+    `quantized`: the result is the quantized weight, its scales or its zeros.
+    `shards`: the shard of each part (after transposing) that is used; () uses all.
+    `first_rank`: only rank 0 has it and the others have zeros, since it is added to a term that is
+    summed over the ranks.
     """
 
     parts: tuple[str, ...]
@@ -122,7 +123,7 @@ class WeightInput:
 
     @property
     def pieces(self) -> list[tuple[str, Shard | None]]:
-        """Each part and what is taken of it."""
+        """Each part and the shard of it that is used."""
         return list(zip(self.parts, self.shards or [None] * len(self.parts), strict=True))
 
 
@@ -133,9 +134,9 @@ AdaptedOp = Literal["linear", "embedding", "experts"]
 class AdapterInput:
     """A or B of the LoRA adapters on one op, stacked by slot (passes/apply_lora.py).
 
-    `weights` are the parameters that a linear is made of, with `widths` output channels each;
-    embeddings and routed experts have one. `shards`: what a rank has of each, along 0 of its output
-    channels, which are those of B, along 1 of its inputs, which are those of A; () is all.
+    `weights` are the parameters that a (merged) linear consists of, with `widths` output channels
+    each; embeddings and routed experts have one. `shards` are a rank's shards of each: a `dim` of 0
+    means output channels (those of B), 1 means inputs (those of A); () is the whole weight.
     """
 
     op: AdaptedOp
@@ -147,7 +148,7 @@ class AdapterInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ConstantInput:
-    """A tensor known at capture: a buffer that the model computes from its config, or a table."""
+    """A tensor known at capture time: a buffer computed from the model's config, or a table."""
 
     tensor: Tensor
     shard: Shard | None = None
@@ -157,7 +158,7 @@ Input = StepInput | CacheInput | StateInput | TapInput | WeightInput | AdapterIn
 
 
 def input_of(node: Any) -> Input | None:
-    """The role of a placeholder, or None for every other node."""
+    """The role of a placeholder, or None for any other node."""
     if isinstance(node, fx.Node) and node.op == "placeholder":
         role: Input = node.meta["input"]
         return role
@@ -165,23 +166,23 @@ def input_of(node: Any) -> Input | None:
 
 
 def add_input(graph: fx.Graph, name: str, role: Input, val: Tensor) -> fx.Node:
-    """A new placeholder after the existing ones; `val` is a fake tensor of its shape and dtype."""
+    """Add a placeholder after the existing ones; `val` is a fake tensor of its shape and dtype."""
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(last):
         node = graph.placeholder(name)
-    node.target = node.name  # a name that is taken gets a number
+    node.target = node.name  # fx appends a number to a name that is already in use
     node.meta["input"] = role
     node.meta["val"] = val
     return node
 
 
 def add_constant(graph: fx.Graph, name: str, tensor: Tensor, like: fx.Node) -> fx.Node:
-    """A tensor of the caller as a new placeholder; `like` is any node that has a value."""
+    """Add one of the caller's tensors as a placeholder; `like` is any node that has a value."""
     fake = fake_like(like, *tensor.shape, dtype=tensor.dtype)
     return add_input(graph, name, ConstantInput(tensor=tensor), fake)
 
 
-# Sizes of fake values at capture; those of the tokens are symbolic.
+# Sizes of fake values at capture; the number of tokens is symbolic.
 _SIZES: Mapping[str, int] = {
     "2": 2, "R": 2, "R + 1": 3, "S": 2, "blocks": 2,
     "2 + 2 * prompts": 4, "2 + 2 * long prompts": 6,
@@ -196,10 +197,10 @@ def step_input(
     *,
     sizes: Mapping[str, Any] = MappingProxyType({}),
 ) -> fx.Node:
-    """The placeholder of the step input `name`, added when the graph has none yet.
+    """The placeholder of the step input `name`, added if the graph does not have it yet.
 
-    `val`: its fake value, for one that kernels/step_inputs.py does not define; `sizes`: dimensions
-    that another value of the graph has.
+    `val`: its fake value, for an input that kernels/step_inputs.py does not define; `sizes`:
+    dimensions to take from another value of the graph.
     """
     node: fx.Node
     for node in graph.nodes:
@@ -221,7 +222,7 @@ def _fake(graph: fx.Graph, name: str, sizes: Mapping[str, Any]) -> Tensor:
 
 
 def token_input(graph: fx.Graph) -> fx.Node:
-    """A placeholder with an element for each token of the step: the token ids or the positions."""
+    """A placeholder with one element per token of the step: the token ids or the positions."""
     found: fx.Node = next(
         n
         for n in graph.nodes

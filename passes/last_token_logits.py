@@ -1,4 +1,4 @@
-"""`last_token_logits`: the output head runs over the tokens that will be sampled, not all T."""
+"""`last_token_logits`: the output head runs only on the rows that will be sampled, not all T."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, emit, is_call, set_arguments, update_val, val
 from llmc.passes.inputs import ConstantInput, WeightInput, input_of, step_input
 
-# Ops between the head and the output that work on each logit alone; besides, some may be cut off.
+# Pointwise ops allowed between the head and the output; logits may also be cut off at the end.
 _POINTWISE = (
     aten.mul.Tensor,
     aten.mul.Scalar,
@@ -27,7 +27,7 @@ _POINTWISE = (
 
 @graph_pass(required=True)
 def last_token_logits(gm: fx.GraphModule) -> Notes:
-    """Select the rows that are sampled before the output head.
+    """Before the output head, select the rows that will be sampled.
 
     Before:
         logits [1, T, V] = pointwise(aten.linear(hidden [1, T, N], head))
@@ -49,7 +49,7 @@ def last_token_logits(gm: fx.GraphModule) -> Notes:
     head = is_call(node, aten.linear.default)
     source = arguments(node).input if head else logits
     if not isinstance(source, fx.Node) or val(source).dim() != 3:
-        raise CompileError("the model's logits are not made per token, so they can't be selected")
+        raise CompileError("the model's logits are not made per token, so rows can't be selected")
     with graph.inserting_before(node if head else output):
         rows = emit(graph, aten.index_select.default, source, 1, index)
     if head:
@@ -64,9 +64,10 @@ def last_token_logits(gm: fx.GraphModule) -> Notes:
 
 
 def _only_logits(node: object) -> fx.Node | None:
-    """What a pointwise op works on, when all else that it reads is weights and constants.
+    """The input of a pointwise op, if everything else that it reads is weights and constants.
 
-    Another operand that is made from the tokens has T rows and could not meet the selected ones.
+    Another operand that is computed from the tokens has T rows, which would not match the selected
+    rows.
     """
     if not isinstance(node, fx.Node):
         return None
@@ -79,5 +80,5 @@ def _only_logits(node: object) -> fx.Node | None:
 
 
 def _keeps_tokens(node: fx.Node) -> bool:
-    """Whether it cuts off logits of each token."""
+    """Whether it slices each token's logits and keeps all tokens."""
     return is_call(node, aten.slice.Tensor) and arguments(node).dim in (-1, val(node).dim() - 1)

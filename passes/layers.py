@@ -1,8 +1,8 @@
 """Which decoder layer each node of a graph belongs to, and the hidden state that leaves each layer.
 
 A model's layers are the longest numbered list among the names of its parameters
-(`model.layers.3.mlp...`). A layer ends with the first value behind its last weight on which, alone,
-everything later depends. Shared by the certificate, by inspection and by passes of users.
+(`model.layers.3.mlp...`). A layer ends with the first value after its last weight that is the only
+value that later calls depend on. Used by the certificate, by inspection and by user passes.
 """
 
 from __future__ import annotations
@@ -23,25 +23,29 @@ _NUMBERED = re.compile(r"^(.*?)\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """`path` is the list's name in the model; `of` has -1 before it and `count` behind it."""
+    """The decoder layers of a graph.
+
+    `path` is the list's name in the model; `of` is each node's layer: -1 before the layers, `count`
+    after them.
+    """
 
     path: str
     count: int
     of: dict[fx.Node, int]
-    outputs: dict[int, fx.Node]  # what leaves a layer, where it is a single value
+    outputs: dict[int, fx.Node]  # a layer's output, if it is a single value
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call in execution order. `alone` is the one value that lives on behind it, if any."""
+    """One call in execution order. `alone` is the only live value after it, or None."""
 
     node: fx.Node
-    anchor: int | None  # the layer whose weight it reads, the number of layers for a later weight
+    anchor: int | None  # the layer whose weight it reads; -1 and `count` for others (_anchor)
     alone: fx.Node | None
 
 
 def layer_list(names: Iterable[str]) -> tuple[str, int]:
-    """(path, length) of the longest numbered list of modules; ("", 0) where there is none."""
+    """(path, length) of the longest numbered list of modules; ("", 0) if there is none."""
     members: dict[str, set[int]] = {}
     for name in names:
         if found := _NUMBERED.match(name):
@@ -53,23 +57,23 @@ def layer_list(names: Iterable[str]) -> tuple[str, int]:
 
 
 def layer_outputs(graph: fx.Graph) -> list[fx.Node]:
-    """The hidden state that leaves each decoder layer, first layer first.
+    """The hidden state that leaves each decoder layer, in order.
 
-    CompileError where a layer's result is not one value, as behind some fusions: a pass that
-    needs it should run early.
+    Raises CompileError if a layer's output is not a single value, as after some fusions: a pass
+    that needs these states should run early.
     """
     layers = find_layers(graph)
     missing = [i for i in range(layers.count) if i not in layers.outputs]
     if missing or not layers.count:
         raise CompileError(
             f"no single value leaves layer {missing[0] if missing else 0}, "
-            "so the graph does not show its hidden state"
+            "so its hidden state can't be found in the graph"
         )
     return [layers.outputs[i] for i in range(layers.count)]
 
 
 def copy_out(hidden: fx.Node, buffer: Tensor, name: str) -> None:
-    """Copy a hidden state [1, T, N] to `buffer[:T]` at every step, T the tokens of the step."""
+    """Copy a hidden state [1, T, N] to `buffer[:T]` at every step, where T is its tokens."""
     graph = hidden.graph
     tokens = next(n for n in graph.nodes if n.meta.get("input") == StepInput(name="token_ids"))
     target = add_constant(graph, name, buffer, hidden)
@@ -81,7 +85,7 @@ def copy_out(hidden: fx.Node, buffer: Tensor, name: str) -> None:
 
 
 def token_embedding(graph: fx.Graph) -> WeightInput | None:
-    """The weight of which every token of the step has a row; None where there is no one such."""
+    """The weight that is looked up by the step's token ids; None if it is not exactly one."""
     tokens = next(n for n in graph.nodes if input_of(n) == StepInput(name="token_ids"))
     found: set[WeightInput] = set()
     for node in graph.nodes:
@@ -96,7 +100,7 @@ def token_embedding(graph: fx.Graph) -> WeightInput | None:
 
 
 def find_layers(graph: fx.Graph) -> Layers:
-    """Attribute every node to a layer; a placeholder goes with its first reader."""
+    """Assign every node to a layer; a placeholder belongs to the layer of its first reader."""
     names = [p for n in graph.nodes for p in _parts(n)]
     path, count = layer_list(names)
     calls = list(_calls(graph, path, count))
@@ -119,9 +123,10 @@ def find_layers(graph: fx.Graph) -> Layers:
 
 
 def _end(calls: list[_Call], layer: int) -> int:
-    """Position of the last call of a layer, -1 for none.
+    """The index of a layer's last call, -1 for none.
 
-    Between a layer's last weight and the next layer's first: where a single value lives on.
+    It lies between the layer's last weight and the next layer's first, where only one value is
+    live.
     """
     last = max((i for i, c in enumerate(calls) if c.anchor == layer), default=-1)
     if last < 0 and layer >= 0:
@@ -129,11 +134,11 @@ def _end(calls: list[_Call], layer: int) -> int:
     later = (i for i, c in enumerate(calls) if i > last and _is_later(c.anchor, layer))
     until = next(later, len(calls))
     cuts = [i for i in range(max(last, 0), until) if calls[i].alone is not None]
-    if layer < 0:  # before the layers: the rotary tables may be made after the embedding
+    if layer < 0:  # before the layers: rotary tables may be computed after the embedding
         return cuts[-1] if cuts else until - 1
     if not cuts:
         return until - 1
-    # The first such value, and what a user's pass made of it; a cast belongs to who reads it.
+    # The first such value, or what a user pass computed from it; a cast belongs to its reader.
     return next((i for i in cuts if i + 1 not in cuts or _is_cast(calls[i + 1].node)), cuts[-1])
 
 
@@ -151,9 +156,9 @@ def _parts(node: fx.Node) -> tuple[str, ...]:
 
 
 def _calls(graph: fx.Graph, path: str, count: int) -> Iterator[_Call]:
-    """Every call with the layer of its weights and with what lives on behind it.
+    """Every call with the layer of its weights and the only live value after it.
 
-    Only values made from weights count: positions, masks and rotary tables are everywhere.
+    Only values computed from weights count: positions, masks and rotary tables are live everywhere.
     """
     nodes = [n for n in graph.nodes if n.op != "placeholder"]
     position = {node: i for i, node in enumerate(nodes)}
@@ -174,7 +179,7 @@ def _calls(graph: fx.Graph, path: str, count: int) -> Iterator[_Call]:
 
 
 def _anchor(node: fx.Node, path: str, count: int, seen_layer: bool) -> int | None:
-    """-1 for a weight read before any layer (the embedding), `count` for one read behind them."""
+    """The layer of a call's weights: -1 before the layers (the embedding), `count` after them."""
     found: list[int] = []
     for source in node.all_input_nodes:
         for part in _parts(source):
@@ -185,8 +190,8 @@ def _anchor(node: fx.Node, path: str, count: int, seen_layer: bool) -> int | Non
 
 
 def _alone(live: set[fx.Node], newest: fx.Node) -> fx.Node | None:
-    """The one live value. Else the newest, if it alone is shaped like the hidden state [1, T, N]:
-    keys and values that later layers share live on beside it.
+    """The only live value. Otherwise the newest, if no other has the shape [1, T, N] of a hidden
+    state: keys and values that later layers share stay live too.
     """
     if len(live) == 1:
         [only] = live

@@ -1,11 +1,11 @@
-"""Logits processors of users: torch functions of the whole batch that become part of the graph.
+"""User logits processors: torch functions of the whole batch that become part of the graph.
 
-    request ends up in row r --begin(extra_args)--> values in the processor's tables, at r
+    request is assigned row r --begin(extra_args)--> values in the processor's tables, at r
     step: logits [S, V], tables gathered by row [S, ...] --apply--> logits [S, V] --> append_sampler
 
 `apply` is traced once, when the model is loaded, so it runs inside the compiled step and its CUDA
-graphs. What it gives goes through penalties, biases, bans and masks like the model's own logits:
-a structured output keeps to its grammar, whatever a processor does.
+graphs. Its result goes through penalties, biases, bans and masks like the model's own logits, so
+structured output follows its grammar whatever a processor does.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _DTYPES = (torch.float32, torch.int32, torch.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTable:
-    """What a processor keeps of each request: a tensor of `shape` and dtype float32, int32 or
-    int64. A request that does not ask for the processor has `neutral` everywhere in it."""
+    """State that a processor keeps for each request: a tensor of `shape` and dtype float32, int32
+    or int64. For a request that does not use the processor, all its elements are `neutral`."""
 
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
@@ -50,10 +50,10 @@ class RowTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsBatch:
-    """What `apply` may read of the requests whose logits [S, V] it is given, one in each line.
+    """What `apply` can read about the requests whose logits [S, V] it is given, one per row.
 
-    `state`: the processor's tables, [S, *shape]. `length` [S] int32: tokens of each request so far,
-    prompt and output, at least 1; `prompt_length` [S] int32: of its prompt.
+    `state`: the processor's tables, [S, *shape]. `length` [S] int32: the number of tokens of each
+    request so far, prompt and output, at least 1; `prompt_length` [S] int32: that of its prompt.
     """
 
     state: Mapping[str, Tensor]
@@ -63,41 +63,41 @@ class LogitsBatch:
     history: Tensor
 
     def tokens(self) -> Tensor:
-        """[S, L] int32: the tokens of each request; those from `length` on mean nothing."""
+        """[S, L] int32: the tokens of each request; those from `length` on are undefined."""
         return self.history.index_select(0, self.row)
 
 
 class LogitsProcessor(ABC):
-    """Changes the logits of requests that ask for it by `SamplingParams(extra_args={...})`.
+    """Changes the logits of requests that opt in with `SamplingParams(extra_args={...})`.
 
-    Made once, without arguments. `apply` must leave a request with neutral tables as it is, and
-    no request's logits may depend on another's.
+    It is created once, without arguments. `apply` must not change the logits of a request with
+    neutral tables, and no request's logits may depend on another's.
     """
 
-    arguments: Sequence[str] = ()  # the extra_args that are for this processor
+    arguments: Sequence[str] = ()  # the extra_args that this processor accepts
 
     @property
     def name(self) -> str:
         return type(self).__name__
 
     def tables(self, vocab_size: int) -> Mapping[str, RowTable]:
-        """By name; `vocab_size` is the width of the logits."""
+        """The processor's tables by name; `vocab_size` is the width of the logits."""
         return {}
 
     def begin(
         self, args: Mapping[str, Any], prompt_token_ids: Sequence[int], vocab_size: int
     ) -> Mapping[str, Any]:
-        """A request comes with some of `arguments`: the values of its tables, as numbers, lists or
-        tensors. Tables that are left out are neutral. An exception refuses the request."""
+        """Return the table values for a request that has some of `arguments`, as numbers, lists or
+        tensors. Omitted tables are neutral. Raise an exception to reject the request."""
         return {}
 
     @abstractmethod
     def apply(self, logits: Tensor, batch: LogitsBatch) -> Tensor:
-        """logits [S, V] float32 -> the same, changed; torch functions only, since it is traced."""
+        """logits [S, V] float32 -> changed logits; only torch functions, since it is traced."""
 
 
 def user_processors(given: Iterable[object]) -> tuple[LogitsProcessor, ...]:
-    """The installed processors, then the given ones; ConfigError for what is none."""
+    """The installed processors, then the given ones; ConfigError for any other object."""
     found = tuple(_as_processor(item, source) for item, source in find(GROUP, given, "class"))
     check_names([p.name for p in found], "logits processors")
     arguments = [name for p in found for name in p.arguments]
@@ -109,18 +109,18 @@ def _as_processor(item: object, source: str) -> LogitsProcessor:
     if isinstance(item, type) or (callable(item) and not isinstance(item, LogitsProcessor)):
         item = called(item, source)
     if not isinstance(item, LogitsProcessor):
-        raise ConfigError(f"{source} is no logits processor: derive a class from LogitsProcessor")
+        raise ConfigError(f"{source} is not a logits processor: derive it from LogitsProcessor")
     return item
 
 
 def tables_of(processor: LogitsProcessor, vocab_size: int) -> dict[str, RowTable]:
-    """The processor's tables by the name of their step input."""
+    """The processor's tables by the names of their step inputs."""
     found = {}
     for name, table in processor.tables(vocab_size).items():
         if not name.isidentifier() or table.dtype not in _DTYPES or table.columns < 1:
             raise ConfigError(
-                f"logits processor {processor.name!r} has a table {name!r} of {table}; a table has "
-                "an identifier for a name, dtype float32, int32 or int64, and no dimension of 0"
+                f"logits processor {processor.name!r} has a table {name!r} of {table}; a table's "
+                "name must be an identifier, its dtype float32, int32 or int64, and no dimension 0"
             )
         found[table_name(processor, name)] = table
     return found
@@ -131,12 +131,12 @@ def table_name(processor: LogitsProcessor, name: str) -> str:
 
 
 def processor_passes(processors: Sequence[LogitsProcessor]) -> tuple[Pass, ...]:
-    """One pass for each, which bears its name; logits go through them in this order."""
+    """One pass per processor, with its name; logits go through them in this order."""
     return tuple(dataclasses.replace(apply_processor(processor=p), name=p.name) for p in processors)
 
 
 def processors_digest(processors: Sequence[LogitsProcessor]) -> str | None:
-    """Of their code and attributes; None where a graph with them in it must not be kept."""
+    """Digest of their code and attributes; None if a graph with them in it must not be cached."""
     parts = []
     for processor in processors:
         code, options = code_digest(type(processor)), plain(vars(processor))
@@ -148,7 +148,7 @@ def processors_digest(processors: Sequence[LogitsProcessor]) -> str | None:
 
 @graph_pass()
 def apply_processor(gm: fx.GraphModule, *, processor: LogitsProcessor) -> Notes:
-    """Put a user's function in front of the processing of logits. Reported logits stay the model's.
+    """Apply a user's function before logits are processed. Reported logits remain the model's own.
 
     Before:
         processed = llmc.process_logits(logits [S, V], row [S], length [S], history, prompt_len ...)
@@ -179,7 +179,7 @@ def apply_processor(gm: fx.GraphModule, *, processor: LogitsProcessor) -> Notes:
         }
         batch = LogitsBatch(
             state=state,
-            length=length.clamp(min=1),  # 0 in lines that draw nothing: no index at all
+            length=length.clamp(min=1),  # 0 in rows without a sample, and length - 1 is an index
             prompt_length=prompt_len.index_select(0, row),
             row=row,
             history=history,
@@ -187,7 +187,7 @@ def apply_processor(gm: fx.GraphModule, *, processor: LogitsProcessor) -> Notes:
         return processor.apply(logits, batch)
 
     with graph.inserting_before(sampler):
-        # a copy: it may be written to, and the model's own logits are reported
+        # a copy: the user's function may write to it, and the model's own logits are reported
         own = emit(graph, aten.clone.default, emit(graph, aten.to.dtype, logits, torch.float32))
         read = (given.row, given.length, given.history, given.prompt_len)
         args = (own, *read, *inputs.values())
@@ -197,7 +197,7 @@ def apply_processor(gm: fx.GraphModule, *, processor: LogitsProcessor) -> Notes:
 
 
 def _traced(function: Any, args: Sequence[Any], processor: LogitsProcessor) -> fx.Graph:
-    """ATen calls of `function`; ConfigError where it is no function of torch alone."""
+    """The ATen calls of `function`; ConfigError if it does not consist of torch functions."""
     fakes = [val(node) for node in args]
     mode = detect_fake_mode(fakes)
     assert mode is not None, "values of a captured graph are fake"
@@ -205,7 +205,7 @@ def _traced(function: Any, args: Sequence[Any], processor: LogitsProcessor) -> f
     try:
         with torch.no_grad(), mode:
             traced = make_fx(function)(*fakes).graph
-    except Exception as e:  # of a user's code: whatever it is
+    except Exception as e:  # a user's code can raise anything
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise ConfigError(
             f"logits processor {processor.name!r} can't become part of the graph: {reason}; use "
@@ -226,7 +226,7 @@ def _traced(function: Any, args: Sequence[Any], processor: LogitsProcessor) -> f
         )
     if mode.shape_env is not None and len(mode.shape_env.guards) > num_guards:
         raise ConfigError(
-            f"logits processor {processor.name!r} works for some numbers of requests only: its "
+            f"logits processor {processor.name!r} works only for some numbers of requests: its "
             f"Python code depends on {mode.shape_env.guards[-1].expr}"
         )
     return traced
@@ -235,7 +235,7 @@ def _traced(function: Any, args: Sequence[Any], processor: LogitsProcessor) -> f
 def _inline(
     graph: fx.Graph, traced: fx.Graph, args: Sequence[Any], processor: LogitsProcessor
 ) -> fx.Node:
-    """Copy the traced calls to the insertion point; -> the node of the result."""
+    """Copy the traced calls to the insertion point; returns the node of the result."""
     placeholders = [node for node in traced.nodes if node.op == "placeholder"]
     env: dict[fx.Node, Any] = dict(zip(placeholders, args, strict=True))
     for node in traced.nodes:
@@ -246,7 +246,7 @@ def _inline(
             result: fx.Node = env[node.args[0]]
         elif node.op != "placeholder":
             raise ConfigError(
-                f"logits processor {processor.name!r} makes a tensor of Python numbers in apply(); "
-                "use torch.full, torch.arange or a table"
+                f"logits processor {processor.name!r} creates a tensor from Python numbers in "
+                "apply(); use torch.full, torch.arange or a table"
             )
     return result

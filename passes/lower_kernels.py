@@ -1,4 +1,7 @@
-"""`lower_kernels`: each op is replaced by the fastest version that is available and fits. Last."""
+"""`lower_kernels`: replace each op with the fastest implementation that supports its arguments.
+
+It is the last pass.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from llmc.kernels.registry import OPS, PREFER
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import positional
 
-# Torch's ops that one of our ops can replace, with the same arguments.
+# Torch ops that one of our ops can replace, with the same arguments.
 SAME_AS = {torch.ops.aten.linear.default: "linear", torch.ops.aten.bmm.default: "bmm"}
 
 
 @graph_pass(required=True)
 def lower_kernels(gm: fx.GraphModule, *, prefer: Sequence[str] = PREFER) -> Notes:
-    """Name the implementation of every llmc op in the graph.
+    """Select the implementation of every llmc op in the graph.
 
     Before:
         o = llmc.paged_attention(q, ...)
@@ -33,14 +36,14 @@ def lower_kernels(gm: fx.GraphModule, *, prefer: Sequence[str] = PREFER) -> Note
         if op is None:
             continue
         if node.target in SAME_AS:
-            node.args = positional(node)  # linear's bias may be left out
+            node.args = positional(node)  # linear's bias may be omitted
         args = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
         impl = op.best(args, prefer=prefer)
         if impl is None and node.target in SAME_AS:
-            continue  # torch's own op is no slow reference
+            continue  # torch's own op is not a slow reference
         if impl is None:
             slow[op.name] = slow.get(op.name, 0) + 1
         else:
             node.target = impl.op()
-    notes += [f"{count} {name} stay on the reference" for name, count in slow.items()]
+    notes += [f"{count} {name} use the slow reference" for name, count in slow.items()]
     return notes

@@ -1,4 +1,4 @@
-"""`merge_linears`: linears that read the same input become one, over concatenated weights."""
+"""`merge_linears`: linears that read the same input become one linear over concatenated weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from llmc.passes.inputs import WeightInput, add_input, input_of
 
 @graph_pass()
 def merge_linears(gm: fx.GraphModule, *, kept: Sequence[tuple[str, Quantization]] = ()) -> Notes:
-    """One matrix product where a layer had several (query, key, value; gate, up).
+    """Run one matrix product where a layer had several (query, key, value; gate, up).
 
-    Weights that are `kept` in their stored bits are merged with those of the same format alone.
+    Weights that are `kept` in their stored format are merged only with others of that format.
 
     Before:
         a = aten.linear(x, wa, ba);  b = aten.linear(x, wb, bb)

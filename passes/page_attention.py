@@ -31,14 +31,14 @@ from llmc.passes.inputs import CacheInput, add_input, input_of, step_input
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """The shape of a paged cache, which one layer of each group has for its own (group_caches)."""
+    """The shape of a paged cache, which is used by one layer of each group (group_caches)."""
 
     layer: int
     kv_heads: int
     head_dim: int
-    v_head_dim: int  # 0: keys alone; of a sparse indexer, or values are a part of them
+    v_head_dim: int  # 0: only keys, as for a sparse indexer or if values are a part of the keys
     dtype: torch.dtype
-    rows: int = 1  # for so many tokens of a block
+    rows: int = 1  # a block has `rows` rows for every `tokens` tokens
     tokens: int = 1
 
     @property
@@ -60,15 +60,16 @@ def page_attention(
 ) -> Notes:
     """Write each layer's keys and values to its cache and attend over block tables.
 
-    `cache_dtype` None: caches are of the model's own dtype. Layers that attend to the keys and
-    values of an earlier one read its cache; a module that is called twice has a cache for each.
+    `cache_dtype` None: caches have the model's own dtype. Layers that attend to the keys and values
+    of an earlier layer read its cache; a module that is called twice has a cache for each call.
 
-    Attention that shows later tokens too needs no cache: all tokens of a text are in one step, as
-    they are of an `encoder` alone. Raises CompileError where a model that is none has it.
+    Bidirectional attention needs no cache, since all tokens of a sequence are in one step; this
+    holds only for an `encoder`. Raises CompileError if another model has such attention.
 
-    Attention to chosen positions (find_indexers) is paged alike. Values that are the first channels
-    of the keys are cached with these: their own cache has no width, and v_dim is their number.
-    Those of a latent (absorb_mla) are such, and its weight goes to latent_attention.
+    Attention to chosen positions (find_indexers) is paged in the same way. Values that are the
+    first channels of the keys are not cached separately: the value cache has width 0, and v_dim is
+    the number of these channels. This is the case for latents (absorb_mla), whose weight is passed
+    to latent_attention.
 
     Before:
         o = llmc.attention(q [1, H, T, D], k, v, key_cache, value_cache, scale, window, ...)
@@ -90,8 +91,8 @@ def page_attention(
         if not given.causal:
             if not encoder:
                 raise CompileError(
-                    "the model's attention shows later tokens, as an encoder's does, but its "
-                    "config does not say so"
+                    "the model's attention is bidirectional, as in an encoder, but its config does "
+                    "not say that it is an encoder"
                 )
             _attend_both_ways(graph, marker)
             continue
@@ -128,7 +129,7 @@ def _attend_both_ways(graph: fx.Graph, marker: fx.Node) -> None:
 
 
 def _give_caches(graph: fx.Graph, marker: fx.Node) -> None:
-    """New caches for a call whose module's are taken: the next numbers."""
+    """Add caches, with the next numbers, for a call whose module's caches are already in use."""
     roles = [input_of(n) for n in graph.nodes if n.op == "placeholder"]
     layer = 1 + max(role.layer for role in roles if isinstance(role, CacheInput))
     given = arguments(marker)
@@ -151,7 +152,7 @@ def _size_caches(marker: fx.Node, block_size: int, cache_dtype: torch.dtype | No
 
 
 def _shared_channels(key: Any, value: Any) -> int:
-    """How many channels the values have, where they are the first of the keys'; else 0."""
+    """The number of channels of the values if they are the first channels of the keys; else 0."""
     if not is_call(value, aten.slice.Tensor):
         return 0
     cut = arguments(value)
@@ -212,7 +213,7 @@ def _page(graph: fx.Graph, marker: fx.Node, *, write: bool) -> None:
 
 
 def _flat(graph: fx.Graph, node: object) -> fx.Node:
-    """[1, H, T, D] -> [T, H, D], straight from the tensor that was transposed, if one was."""
+    """[1, H, T, D] -> [T, H, D]; undoes a transpose by reading its source."""
     assert isinstance(node, fx.Node)
     source = swapped(node, 1, 2)
     if source is None:

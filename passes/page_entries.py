@@ -1,8 +1,8 @@
-"""`page_entries`: tokens and the entries that stand for several of them, in one paged cache.
+"""`page_entries`: tokens and the entries that stand for several of them share one paged cache.
 
-A block of B tokens has B + E rows: first the entries that end in it, then its tokens. E is the most
-that there can be, B / rate rounded up. So an entry lies in the block of its last token: whoever has
-the block has the entry, and block tables, prefix cache and forks know nothing of them.
+A block of B tokens has B + E rows: first the entries that end in it, then its tokens. E is their
+maximum number, B / rate rounded up. An entry is stored in the block of its last token and is shared
+with that block, so block tables, prefix caching and forks need no knowledge of entries.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ def page_entries(
     cache_dtype: torch.dtype | None = None,
     long_texts: bool = False,
 ) -> Notes:
-    """Write tokens and entries to one cache, and attend to chosen rows of it: a window of tokens,
-    and all entries, or those of the highest scores.
+    """Write tokens and entries to one cache, and attend to chosen rows of it: a window of tokens
+    and either all entries or those with the highest scores.
 
-    Where an index chooses as many as a context of `max_positions` has, it is left out. Where no
-    context has an entry, attention to a window is left. CompileError where long texts have rotary
-    frequencies of their own (`long_texts`): positions are not places in a request then.
+    If an index would choose all entries of a context of `max_positions` tokens, it is dropped. If
+    no context has an entry, only attention to the window remains. Raises CompileError if long
+    sequences have their own rotary frequencies (`long_texts`), since positions are then not indices
+    into a request.
 
     Before:
         o = llmc.entry_attention(q [1, H, T, D], k, entry [T, D], iq, ik, iw, key_cache, ...)
@@ -56,13 +57,13 @@ def page_entries(
         given = arguments(marker)
         if long_texts:
             raise CompileError(
-                f"{marker.name} attends to entries that stand for several tokens, in a model whose "
-                "long texts have other rotary frequencies than short ones, which llmc does not know"
+                f"{marker.name} attends to entries that stand for several tokens, in a model with "
+                "different rotary frequencies for long sequences, which llmc does not support"
             )
-        count = max_positions // given.rate  # entries of the longest context
+        count = max_positions // given.rate  # entries in the longest context
         with graph.inserting_before(marker):
             if count == 0:
-                notes.append(f"{marker.name}: no text has an entry")
+                notes.append(f"{marker.name}: no sequence is long enough to have an entry")
                 _leave_window(graph, marker)
                 continue
             if given.rate not in steps:
@@ -77,40 +78,40 @@ def page_entries(
 
 
 class _Step:
-    """What the positions and slots of a step say of rows, for layers whose entries are of `rate`
-    tokens each. Integers are rounded down, so what is made of a number below 0 is below 0 too."""
+    """Emits row numbers from a step's positions and slots, for layers whose entries stand for
+    `rate` tokens each. Divisions round down, so negative numbers stay negative."""
 
     def __init__(self, graph: fx.Graph, tokens: int, rate: int) -> None:
         self.graph = graph
-        self.tokens = tokens  # of a block
+        self.tokens = tokens  # per block
         self.rate = rate
-        self.extra = -(-tokens // rate)  # rows of a block for entries
+        self.extra = -(-tokens // rate)  # rows per block for entries
         self.positions = step_input(graph, "positions")  # [T]
-        self.slots = step_input(graph, "slot_mapping")  # [T], of tokens: block * tokens + offset
+        self.slots = step_input(graph, "slot_mapping")  # [T]: block * tokens + offset
         self._made: dict[Any, fx.Node] = {}
 
     def once(self, what: Callable[..., fx.Node], *given: int) -> fx.Node:
-        """What a method returns, emitted for the first of the layers that ask for it."""
+        """A method's result, emitted only for the first layer that needs it."""
         key = (what.__name__, *given)
         if key not in self._made:
             self._made[key] = what(self, *given)
         return self._made[key]
 
     def context(self) -> fx.Node:
-        """[R]: rows of the contexts. Blocks have their entries before their tokens."""
+        """[R]: the length of each context in rows; a block has its entries before its tokens."""
         m, length = _Numbers(self.graph), step_input(self.graph, "context_len")
         blocks = m.over(m.add(length, self.tokens - 1), self.tokens)
         return m.add(length, m.times(blocks, self.extra))
 
     def slots_of_rows(self) -> fx.Node:
-        """[2 * T]: where the tokens go, then the entries that end with them."""
+        """[2 * T]: slots of the tokens, then of the entries that end with them."""
         own = self._row(self.slots)
         return _joined(self.graph, [own, self.ending(self.tokens + self.extra)], 0)
 
     def ending(self, rows: int) -> fx.Node:
-        """[T]: where the entry goes that ends with a token, in blocks of so many rows, or -1."""
+        """[T]: the slot of the entry that ends with a token, in blocks of `rows` rows, or -1."""
         m = _Numbers(self.graph)
-        # entries of its block before it: those in all blocks up to it, but those before its block
+        # its index in the block: the number of entries before it, less those before its block
         first = m.over(m.times(m.over(self.positions, self.tokens), self.tokens), self.rate)
         inside = m.sub(m.over(self.positions, self.rate), first)
         row = m.add(m.times(m.over(self.slots, self.tokens), rows), inside)
@@ -120,14 +121,14 @@ class _Step:
         return emit(self.graph, aten.where.ScalarOther, is_written, row, -1)
 
     def rows_of(self, number: fx.Node) -> fx.Node:
-        """Rows in a request's context of its entries, by their numbers; of -1 less than 0."""
+        """Rows of entries in a request's context, by their numbers; negative for a number of -1."""
         m = _Numbers(self.graph)
         block = m.over(m.add(m.times(number, self.rate), self.rate - 1), self.tokens)
         first = m.over(m.times(block, self.tokens), self.rate)
         return m.add(m.times(block, self.tokens + self.extra), m.sub(number, first))
 
     def all_entries(self, count: int) -> fx.Node:
-        """[T, count]: rows of the entries that each token sees, or -1."""
+        """[T, count]: rows of the entries that are visible to each token, or -1."""
         m = _Numbers(self.graph)
         number = m.count(self.positions, count)
         ended = m.column(m.over(m.add(self.positions, 1), self.rate))
@@ -135,12 +136,12 @@ class _Step:
         return emit(self.graph, aten.where.ScalarOther, is_seen, self.rows_of(number), -1)
 
     def window(self, size: int) -> fx.Node:
-        """[T, size]: rows of a token and those before it; below 0 where there are none."""
+        """[T, size]: rows of a token and those before it; negative where there are none."""
         m = _Numbers(self.graph)
         return self._row(m.sub(m.column(self.positions), m.count(self.positions, size)))
 
     def _row(self, token: fx.Node) -> fx.Node:
-        """The row of a token, by its place among tokens of blocks."""
+        """The row of a token, from its index or slot in blocks of tokens."""
         m = _Numbers(self.graph)
         block = m.times(m.over(token, self.tokens), self.tokens + self.extra)
         return m.add(m.add(block, m.rest(token, self.tokens)), self.extra)
@@ -148,7 +149,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """Integers of tensors, rounded down."""
+    """Emits integer arithmetic; divisions round down."""
 
     graph: fx.Graph
 
@@ -192,9 +193,9 @@ def _choose(graph: fx.Graph, marker: fx.Node, step: _Step) -> fx.Node:
     given = arguments(marker)
     if step.tokens % step.rate:
         raise CompileError(
-            f"the model chooses among entries that stand for {step.rate} tokens each, of which a "
-            f"block of {step.tokens} tokens has no whole number: set block_size to a multiple of "
-            f"{step.rate} (it must be a power of two)"
+            f"the model chooses among entries that stand for {step.rate} tokens each, and the "
+            f"block size of {step.tokens} is not a multiple of that: set block_size to a multiple "
+            f"of {step.rate} (it must be a power of two)"
         )
     rows = step.tokens // step.rate
     roles = [input_of(n) for n in graph.nodes if n.op == "placeholder"]
@@ -229,7 +230,7 @@ def _page(
     for part, cache, width in (("key", given.key_cache, dim), ("value", given.value_cache, 0)):
         old = input_of(cache)
         if not isinstance(old, CacheInput) or old.tokens:
-            raise CompileError(f"{marker.name} has no cache of its own, which llmc does not know")
+            raise CompileError(f"{marker.name} has no cache of its own, which is not supported")
         cache.meta["input"] = CacheInput(
             layer=old.layer, part="key" if part == "key" else "value", tokens=step.tokens
         )

@@ -48,25 +48,25 @@ from llmc.pooling import DraftHead, Method
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """What the passes need to know about the engine that the graph will run in."""
+    """What the passes need to know about the engine that will run the graph."""
 
     block_size: int
     max_positions: int
     device_type: str  # "cpu" or "cuda"
-    long_text_from: int = 0  # the first position of long texts, where they have their own
-    kv_cache_dtype: str = "auto"  # a name of fp8.CACHE_DTYPES, or the model's own
+    long_text_from: int = 0  # first position of long sequences, if they have their own frequencies
+    kv_cache_dtype: str = "auto"  # a key of fp8.CACHE_DTYPES; "auto": the model's own dtype
     quantization: Format | None = None
-    kept: tuple[tuple[str, Quantization], ...] = ()  # weights that stay as they are stored
-    activation_bits: int | None = None  # of what meets those, or new ones; None: not rounded
-    max_loras: int = 0  # LoRA adapters that steps can use at a time
+    kept: tuple[tuple[str, Quantization], ...] = ()  # weights that keep their stored format
+    activation_bits: int | None = None  # for inputs of quantized linears; None: not rounded
+    max_loras: int = 0  # LoRA adapters that can be active at a time
     max_lora_rank: int = 0
-    max_lora_expert_rank: int = 0  # of those on routed experts; 0: none are
+    max_lora_expert_rank: int = 0  # for adapters on routed experts; 0: not supported
     pooling: Method | None = None  # None: tokens are sampled
-    encoder: bool = False  # tokens see those after them too
-    whole_images: Where = "none"  # layers in which a token of an image sees all of it
-    tensor_parallel_size: int = 1  # ranks that compute a part of each layer
+    encoder: bool = False  # attention is bidirectional
+    whole_images: Where = "none"  # layers in which an image token attends to its whole image
+    tensor_parallel_size: int = 1  # ranks that each compute a part of every layer
     taps: tuple[int, ...] | None = None  # layers that a draft head reads (tap_states); None: none
-    draft_head: DraftHead | None = None  # what is compiled is one
+    draft_head: DraftHead | None = None  # set if the model being compiled is a draft head
 
 
 def pipeline(
@@ -74,32 +74,32 @@ def pipeline(
     extra: Sequence[Pass] = (),
     processors: Sequence[LogitsProcessor] = (),
 ) -> tuple[Pass, ...]:
-    """Rewrites first, then fusions of what they left. `extra` are the passes of users, and
-    `processors` their logits processors.
+    """List the passes: rewrites first, then fusions. `extra` are user passes, and `processors` are
+    user logits processors.
 
-    `lower_kernels` comes after them, when the step is bound and the machine's kernels are known.
+    `lower_kernels` runs later, when the step is bound and the machine's kernels are known.
     """
     return (
-        canonicalize(),  # first: the others match on one spelling
-        *(p for p in extra if p.place == "early"),  # see the model's own ops; ours fuse theirs too
+        canonicalize(),  # first: the other passes match the canonical form
+        *(p for p in extra if p.place == "early"),  # they see the model's own ops; we fuse theirs
         take_image_rows(),
-        *_taps(options),  # early: fusions take in what leaves a layer
-        find_attention(  # what page_attention then pages
+        *_taps(options),  # early: fusions absorb the outputs of layers
+        find_attention(  # page_attention pages what it finds
             max_positions=options.max_positions, encoder=options.encoder
         ),
-        find_indexers(  # before page_attention: what it reads of a sequence, its caches are for
+        find_indexers(  # before page_attention: it matches unpaged attention over a sequence
             max_positions=options.max_positions, block_size=options.block_size
         ),
         find_key_biases(max_positions=options.max_positions, block_size=options.block_size),
         find_entries(),
-        page_entries(  # before page_attention: it leaves attention where texts have no entries
+        page_entries(  # before page_attention: it leaves plain attention if there are no entries
             block_size=options.block_size,
             max_positions=options.max_positions,
             cache_dtype=CACHE_DTYPES[options.kv_cache_dtype],
             long_texts=options.long_text_from > 0,
         ),
         find_distance_biases(),
-        # after find_indexers: layers whose keys it chooses stay
+        # after find_indexers: layers with a sparse indexer are not rewritten
         absorb_mla(unwanted=_keeps_heads(options)),
         page_attention(
             block_size=options.block_size,
@@ -110,23 +110,23 @@ def pipeline(
         find_shifts(),
         find_linear_attention(),
         *_sums(options.pooling),
-        slot_state(),  # after those three: what they find has a state too
-        find_positions(  # after those: what numbers keys for a mask is gone
+        slot_state(),  # after those passes: the ops they insert have state too
+        find_positions(  # after those passes: the code that numbered keys for masks is gone
             max_positions=options.max_positions
         ),
         *_fed(options),
         last_token_logits(),
-        # after last_token_logits: the selected rows
+        # after last_token_logits: only the selected rows are widened
         *_widened(options.draft_head),
         append_sampler(is_head=options.draft_head is not None)
         if options.pooling is None
         else pool(),
         *processor_passes(processors),  # between the model and append_sampler's first op
-        shard_linears(  # before what joins weights and fuses ops: it knows torch's own
+        shard_linears(  # before passes that merge weights or fuse ops: its rules are for torch ops
             size=options.tensor_parallel_size, format=options.quantization, kept=options.kept
         ),
         merge_linears(kept=options.kept),
-        apply_lora(  # after merge_linears; before what reads halves of merged outputs
+        apply_lora(  # after merge_linears; before passes that read halves of merged outputs
             slots=options.max_loras,
             rank=options.max_lora_rank,
             expert_rank=options.max_lora_expert_rank,
@@ -134,30 +134,30 @@ def pipeline(
         share_rotary(max_positions=options.max_positions + options.long_text_from),
         fuse_rms_norm(),
         fuse_act_mul(),  # after merge_linears: reads the two halves of its output
-        fuse_rope_write(),  # after share_rotary and fuse_rms_norm: reads the table, takes the norm
-        group_caches(max_positions=options.max_positions),  # after all that tell layers by caches
-        see_whole_images(where=options.whole_images),  # before what serves causal attention alone
+        fuse_rope_write(),  # after share_rotary and fuse_rms_norm: it uses the table and the norm
+        group_caches(max_positions=options.max_positions),  # after passes that match by cache
+        see_whole_images(where=options.whole_images),  # before passes for causal attention only
         split_prompts(
-            unwanted=None if options.device_type == "cuda" else "FlashAttention serves GPUs"
+            unwanted=None if options.device_type == "cuda" else "FlashAttention is for GPUs only"
         ),
-        quantize_linears(  # after merge_linears: whole merged weights
+        quantize_linears(  # after merge_linears: it quantizes merged weights as a whole
             format=options.quantization, kept=options.kept
         ),
         round_activations(bits=options.activation_bits),  # after quantize_linears: its linears
-        fuse_linears(  # after the norms and activations that it takes in
-            unwanted=None if options.device_type == "cuda" else "fusing serves GPUs"
+        fuse_linears(  # after the passes that fuse the norms and activations that it absorbs
+            unwanted=None if options.device_type == "cuda" else "this fusion is for GPUs only"
         ),
-        *(p for p in extra if p.place == "late"),  # see what will run
+        *(p for p in extra if p.place == "late"),  # they see the ops that will run
     )
 
 
 def _keeps_heads(options: PipelineOptions) -> str | None:
-    """Why keys and values are those of each head, where they could be one latent."""
+    """Why keys and values are kept per head where one latent could be cached, or None."""
     if options.tensor_parallel_size > 1:
-        return "each rank has heads of its own"
+        return "each rank has its own heads"
     if options.max_loras:
-        return "adapters change keys and values"
-    return None if options.whole_images == "none" else "tokens of an image see all of it"
+        return "LoRA adapters change keys and values"
+    return None if options.whole_images == "none" else "image tokens attend to their whole image"
 
 
 def _taps(options: PipelineOptions) -> tuple[Pass, ...]:
@@ -177,5 +177,5 @@ def _widened(head: DraftHead | None) -> tuple[Pass, ...]:
 
 
 def _sums(pooling: Method | None) -> tuple[Pass, ...]:
-    """Before slot_state, which gives them their slots."""
+    """Before slot_state, which assigns their slots."""
     return () if pooling is None else (running_pool(method=pooling),)

@@ -1,4 +1,4 @@
-"""`running_pool` and `pool`: a vector for each request, in place of a sampled token."""
+"""`running_pool` and `pool`: return a vector for each request instead of a sampled token."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from llmc.pooling import Method
 
 @graph_pass(required=True)
 def running_pool(gm: fx.GraphModule, *, method: Method) -> Notes:
-    """Every token gets the pooled value of its request up to there, so that the last one has all.
+    """Give every token the pooled value of its request up to that token, so that the last token has
+    the result for the whole request.
 
-    Sums are carried from one chunk of a prompt to the next by `linear_recurrence` with nothing
-    decaying, and greatest values by `running_max`; `slot_state` then gives each a slot for each
-    request. Drawn for `mean`.
+    Sums are carried from one chunk of a prompt to the next by `linear_recurrence` without decay,
+    and maximums by `running_max`; `slot_state` then gives them a slot for each request. The picture
+    is for `mean`.
 
     Before:
         pooled [1, T, N] = llmc.pool_tokens(hidden [1, T, N])
@@ -58,13 +59,13 @@ def _pooled(graph: fx.Graph, marker: fx.Node, hidden: fx.Node, method: Method) -
         divisor = _divisor(graph, method, count)
         if divisor is not None:
             total = emit(graph, aten.div.Tensor, total, divisor)
-        if any(user.op != "output" for user in marker.users):  # the model's own layers go on
+        if any(user.op != "output" for user in marker.users):  # more layers of the model follow
             total = emit(graph, aten.to.dtype, total, val(hidden).dtype)
         return emit(graph, aten.unsqueeze.default, total, 0)
 
 
 def _divisor(graph: fx.Graph, method: Method, count: fx.Node) -> fx.Node | None:
-    """[T, 1] of what the sum up to each token is divided by."""
+    """[T, 1]: the divisor of the sum up to each token."""
     if method == "mean":
         return count
     if method == "mean_sqrt_len":
@@ -77,8 +78,8 @@ def _divisor(graph: fx.Graph, method: Method, count: fx.Node) -> fx.Node | None:
 
 @graph_pass(required=True)
 def pool(gm: fx.GraphModule) -> Notes:
-    """The vectors of the samples are the result. A token of 0 says that one is finite, -1 that it
-    is not.
+    """Return the vectors of the selected rows. A token of 0 means that a vector is finite, -1 that
+    it is not.
 
     Before:
         return rows [S, N]

@@ -1,5 +1,5 @@
-"""`quantize_linears`: linears and routed experts read weights of 4 or 8 bits: quantized while they
-load, or as the checkpoint stores them.
+"""`quantize_linears`: linears and routed experts read weights of 4 or 8 bits, quantized while they
+are loaded or stored that way in the checkpoint.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def quantize_linears(
     format: Format | None,
     kept: Sequence[tuple[str, Quantization]] = (),
 ) -> Notes:
-    """Read a half or a quarter of the bytes. Not exact: the model's numbers change a little.
+    """Read half or a quarter of the weight bytes. Not exact: the model's outputs change slightly.
 
-    Weights that are `kept` in `format`, or with None in any, stay as they are, which is exact;
-    so do those of embeddings, whose rows `quantized_embedding` widens when they are looked up.
-    The output head, if it is not the embedding's weight too, has 8 bits in every format, since its
-    errors are the logits' own; a router is not quantized, since a small error can choose another
+    `kept` weights stay in their stored format, which is exact, if that is `format` or `format` is
+    None. This includes embeddings, whose rows `quantized_embedding` dequantizes on lookup. The
+    output head, unless it is tied to the embedding, has 8 bits in every format, since its errors
+    directly change the logits. Routers are not quantized, since a small error can select another
     expert.
 
     Before:
@@ -71,7 +71,7 @@ def quantize_linears(
     """
     formats = dict(kept)
     if format is None and not formats:
-        return ["no --quantization was asked for"]
+        return ["--quantization is not set"]
     graph = gm.graph
     left: Counter[str] = Counter()
     for node in calls(graph, aten.linear.default, *_EMBEDDINGS, expert_linear.overload):
@@ -80,14 +80,14 @@ def quantize_linears(
         if to is not None:
             _rewrite(node, to, kept=found.kept)
         elif not is_call(node, *_EMBEDDINGS):
-            left[found.reason or "a rank's part is no whole blocks of 16 and 32"] += 1
+            left[found.reason or "a rank's part does not divide into blocks of 16 by 32"] += 1
     return [f"{count} linears: {reason}" for reason, count in left.items()]
 
 
 def formats_of(
     graph: fx.Graph, kept: Mapping[str, Quantization], format: Format | None
 ) -> dict[fx.Node, Quantization]:
-    """The weights that the pass will have in few bits, as long as linears are not merged."""
+    """The weights that the pass will quantize, and their formats, before linears are merged."""
     formats = {}
     for node in calls(graph, aten.linear.default, aten.embedding.default, expert_linear.overload):
         if (to := _form_of(node, kept, format).to) is not None:
@@ -97,7 +97,7 @@ def formats_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """How a call is to have its weight; `to` is None where that is plain, for `reason`."""
+    """The format of a call's weight; if `to` is None it is not quantized, and `reason` says why."""
 
     to: Quantization | None = None
     kept: bool = False
@@ -105,12 +105,12 @@ class _Form:
 
 
 def _form_of(node: fx.Node, kept: Mapping[str, Quantization], format: Format | None) -> _Form:
-    """Of the whole weight, of which a rank may hold a part."""
+    """The format of the whole weight, of which a rank may hold a part."""
     given = arguments(node)
     transposed = is_call(node, expert_linear.overload) and given.transposed
     to, reason = _kept_format(given.weight, kept)
     if to is not None and to.transposed != transposed:
-        to, reason = None, "experts are stored in another order than the model has them"
+        to, reason = None, "experts are stored in another layout than the model uses"
     if to is not None and format in (None, to.format):
         return _Form(to=to, kept=True)
     if format is None or is_call(node, *_EMBEDDINGS):
@@ -143,7 +143,7 @@ def _rewrite(node: fx.Node, to: Quantization, *, kept: bool) -> None:
 
 
 def _size(weight: fx.Node, transposed: bool) -> tuple[int, ...]:
-    """[N, K], or [E, N, K] of experts."""
+    """[N, K], or [E, N, K] for experts."""
     return _channels_first([int(n) for n in val(weight).shape], transposed)
 
 
@@ -153,7 +153,7 @@ def _channels_first(size: Sequence[int], transposed: bool) -> tuple[int, ...]:
 
 
 def _whole_size(weight: fx.Node, transposed: bool) -> tuple[int, ...]:
-    """The same of the weight of which a rank may hold a part."""
+    """The same for the whole weight, of which a rank may hold a part."""
     role = input_of(weight)
     assert isinstance(role, WeightInput)
     size = [int(n) for n in val(weight).shape]
@@ -166,8 +166,8 @@ def _whole_size(weight: fx.Node, transposed: bool) -> tuple[int, ...]:
 
 
 def _of_rank(to: Quantization, weight: fx.Node) -> Quantization | None:
-    """The same numbers over what a rank holds: a cut may go through groups, which are then smaller.
-    None where that is no whole blocks."""
+    """The same format for a rank's part: if a cut goes through groups, they become smaller. None if
+    the part does not divide into whole blocks."""
     role = input_of(weight)
     assert isinstance(role, WeightInput)
     *_, channels, depth = _size(weight, to.transposed)
@@ -181,43 +181,43 @@ def _of_rank(to: Quantization, weight: fx.Node) -> Quantization | None:
 
 
 def _new_form(node: fx.Node, weight: Any, format: Format, transposed: bool) -> _Form:
-    """How a weight is quantized, or why it is not."""
+    """The format that a weight is quantized to, or why it is not quantized."""
     role = input_of(weight)
     if not isinstance(role, WeightInput) or role.quantized:
         return _Form(reason="the weight is computed")
     if only_user(weight) is None:
-        reason = "the weight is shared with another op (tied embedding), which needs it plain"
+        reason = "the weight is shared with another op (tied embedding), which needs it unquantized"
         return _Form(reason=reason)
     is_linear = is_call(node, aten.linear.default)
     low = "int8" if format == "int4" and is_linear and _is_head(node) else format
     *_, channels, depth = _whole_size(weight, transposed)
     to = quantization_of(low, channels, depth)
     if to is None:
-        reason = f"{channels} channels of {depth} inputs are no whole blocks of 16 and 32"
+        reason = f"{channels} channels of {depth} inputs do not divide into blocks of 16 by 32"
         return _Form(reason=reason)
     if is_linear and _is_router(node):
-        return _Form(reason="a router's choice would change with small errors")
+        return _Form(reason="it is a router, whose choices would change with small errors")
     return _Form(to=dataclasses.replace(to, transposed=transposed))
 
 
 def _kept_format(weight: Any, kept: Mapping[str, Quantization]) -> tuple[Quantization | None, str]:
-    """How all parts of a weight are stored, or why it is not taken as it is."""
+    """The format in which all parts of a weight are stored, or why that format is not kept."""
     role = input_of(weight)
     if not isinstance(role, WeightInput) or role.quantized or role.transposed:
         return None, "the weight is computed"
     formats = {kept.get(part) for part in role.parts}
     format = formats.pop()
     if formats:
-        return None, "merged weights are stored in different ways, so they are widened"
+        return None, "merged weights are stored in different formats, so they are dequantized"
     if format is None:
-        return None, "stored in full, or in a way that the op can't take exactly"
+        return None, "stored unquantized, or in a format that the op can't represent exactly"
     if not all(_reads_bits(user, weight) for user in weight.users):
-        return None, "the weight is shared with another op, which needs it plain"
+        return None, "the weight is shared with another op, which needs it unquantized"
     return format, ""
 
 
 def _reads_bits(node: fx.Node, weight: fx.Node) -> bool:
-    """Whether a user of a weight can have it in few bits."""
+    """Whether a user of a weight can read it quantized."""
     if is_call(node, aten.linear.default, expert_linear.overload):
         return arguments(node).weight is weight
     return is_call(node, *_EMBEDDINGS) and arguments(node).weight is weight
@@ -226,7 +226,7 @@ def _reads_bits(node: fx.Node, weight: fx.Node) -> bool:
 def _low_bit(
     graph: fx.Graph, weight: fx.Node, to: Quantization, *, kept: bool
 ) -> dict[Part, fx.Node | None]:
-    """Placeholders of the quantized weight, its scales, its zeros and minimums, if it has any."""
+    """Placeholders of the quantized weight, its scales, and any zeros and minimums."""
     role = input_of(weight)
     assert isinstance(role, WeightInput)
     size = _size(weight, to.transposed)
@@ -251,7 +251,7 @@ def _is_head(node: fx.Node) -> bool:
 
 
 def _is_router(node: fx.Node) -> bool:
-    """Whether the largest of a linear's outputs are picked."""
+    """Whether a topk selects among a linear's outputs."""
     for user in node.users:
         if is_call(user, aten.topk.default):
             return True

@@ -12,11 +12,11 @@ from llmc.passes.edit import arguments, calls, val
 
 @graph_pass(rounds=True)
 def round_activations(gm: fx.GraphModule, *, bits: int | None) -> Notes:
-    """Let CPUs multiply the integers of a weight as they are: inputs are rounded to 16 bits,
-    relative to the largest of 32, or, where `bits` is 8, to 8 bits that meet a weight of 4.
-    docs/quantization.md has how far that is from float32.
+    """Let CPUs multiply a weight's integers without dequantizing them: inputs are rounded to 16
+    bits, relative to the largest of each 32, or to 8 bits for 4-bit weights if `bits` is 8.
+    docs/quantization.md shows how far the results are from float32.
 
-    `bits`: None where something else is quicker; then nothing is done.
+    `bits`: None if something else is faster; then nothing is done.
 
     Before:
         y = llmc.quantized_linear(x, w, scale, zero, b, minimum)
@@ -25,7 +25,7 @@ def round_activations(gm: fx.GraphModule, *, bits: int | None) -> Notes:
     and llmc.quantized_expert_linear in the same way.
     """
     if bits is None:
-        return ["integers are not asked for, or nothing here is quicker by them"]
+        return ["integer activations are not requested, or would not be faster here"]
     left = 0
     for op in (quantized_linear, quantized_expert_linear):
         for node in calls(gm.graph, op.overload):
@@ -35,4 +35,4 @@ def round_activations(gm: fx.GraphModule, *, bits: int | None) -> Notes:
                 node.kwargs = {**node.kwargs, "x_bits": own}
             else:
                 left += 1
-    return [f"{left} linears: their weights are no integers"] if left else []
+    return [f"{left} linears: their weights are not integers"] if left else []

@@ -1,4 +1,4 @@
-"""`see_whole_images`: tokens of an image attend to all of it, where the model's attention does."""
+"""`see_whole_images`: image tokens attend to their whole image, if the model's attention does."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, calls, emit, val
 from llmc.passes.inputs import step_input
 
-# Layers in which they do: all, or those with a window.
+# Layers in which image tokens attend to their whole image; "windowed": those with a window.
 Where = Literal["none", "all", "windowed"]
 
 
 @graph_pass(required=True)
 def see_whole_images(gm: fx.GraphModule, *, where: Where) -> Notes:
-    """Compute the attention of image tokens anew, with what they see besides.
+    """Recompute the attention of image tokens, including the later tokens of their image.
 
     Before:
         o = llmc.paged_attention(q, ...)
@@ -41,8 +41,8 @@ def see_whole_images(gm: fx.GraphModule, *, where: Where) -> Notes:
         has_own_sinks = given.sinks is not None and val(given.sinks).dim() == 2
         if given.distance_bias is not None or has_own_sinks:
             raise CompileError(
-                f"{node.name} adds a position bias or sinks of each token, beside which llmc can't "
-                "show tokens of an image all of it"
+                f"{node.name} adds a per-token position bias or per-token sinks, with which llmc "
+                "does not support attention to whole images"
             )
         span, users = step_input(graph, "seen_span"), list(node.users)
         with graph.inserting_after(node):

@@ -53,17 +53,17 @@ def shard_linears(
     format: Format | None = None,
     kept: Sequence[tuple[str, Quantization]] = (),
 ) -> Notes:
-    """Cut attention by heads, and what lies between two linears by channels, into `size` parts.
+    """Shard attention by heads, and everything between two linears by channels, into `size` parts.
 
-    Every rank runs this graph, over its own part of the weights and of the cache, and the parts of
-    a layer's output are summed. What is cut is found from attention and linears outward, by the
-    rules of `sharding.py`; what they do not prove stays whole, and every rank computes all of it.
-    Embedding and output head are cut by the vocabulary.
+    Every rank runs this graph over its own part of the weights and the cache, and partial outputs
+    of a layer are summed. The values to cut are found from attention and linears outward, by the
+    rules of `sharding.py`; values for which these rules prove nothing stay whole, and every rank
+    computes all of them. The embedding and the output head are cut by the vocabulary.
 
-    Of weights that `quantize_linears` will have in few bits, as `format` and `kept` say, parts are
-    whole blocks of what its ops take, so that each rank holds the numbers that one alone would.
+    Weights that `quantize_linears` will quantize (`format`, `kept`) are cut along whole blocks of
+    its ops, so that each rank holds the same numbers that a single rank would.
 
-    The drawn tokens are those of rank 0, since a tie may fall another way elsewhere.
+    The sampled tokens are those of rank 0, since other ranks might break a tie differently.
 
     Before:
         q = aten.linear(x, wq);  k = aten.linear(x, wk);  v = aten.linear(x, wv)
@@ -109,13 +109,13 @@ def shard_linears(
 
 
 def _block(weight: fx.Node, to: Quantization) -> tuple[int, ...]:
-    """The least that can be cut off in each dimension of a weight."""
+    """The smallest unit by which each dimension of a weight can be cut."""
     block = (INPUTS, CHANNELS) if to.transposed else (CHANNELS, INPUTS)
     return (1,) * (val(weight).dim() - 2) + block
 
 
 def _find(graph: fx.Graph, region: Region) -> tuple[Region, Notes]:
-    """All that can be cut: one attempt for each attention, and for each linear that is left."""
+    """Everything that can be cut: one attempt per attention, then per linear not yet covered."""
     left: Counter[str] = Counter()
     for node in calls(graph, paged_attention.overload):
         if node in region.cuts:
@@ -128,7 +128,7 @@ def _find(graph: fx.Graph, region: Region) -> tuple[Region, Notes]:
         try:
             region = _attempt_linear(region, node)
         except NoWholeBlocks as reason:
-            left[f"what lies between linears stays whole: {reason}"] += 1
+            left[f"values between linears stay whole: {reason}"] += 1
         except Unprovable:
             continue
     return region, [f"{count} x {reason}" for reason, count in left.items()]
@@ -150,7 +150,7 @@ def _attempt_linear(known: Region, node: fx.Node) -> Region:
         return known
     width = val(x).shape[-1]
     if not isinstance(input_of(given.weight), WeightInput) or x.op == "placeholder":
-        raise Unprovable(f"{node.name} is no linear over a parameter")
+        raise Unprovable(f"{node.name} is not a linear over a parameter")
     region = known.attempt()
     region.cut(x, -1, ((int(width), known.size),))
     region.grow()
@@ -158,7 +158,7 @@ def _attempt_linear(known: Region, node: fx.Node) -> Region:
 
 
 def _pieces(graph: fx.Graph, region: Region) -> dict[fx.Node, tuple[Any, ...]]:
-    """Arguments of the calls that take pieces of a dimension that is cut, in what a rank holds."""
+    """New arguments of the slices and splits along a cut dimension, within a rank's part."""
     found: dict[fx.Node, tuple[Any, ...]] = {}
     for node in calls(graph, *SPLITS, aten.slice.Tensor):
         source = arguments(node).self
@@ -178,7 +178,7 @@ def _pieces(graph: fx.Graph, region: Region) -> dict[fx.Node, tuple[Any, ...]]:
 
 
 def _held(cut: Cut, end: int) -> int:
-    """How much a rank holds of the sections before `end`."""
+    """How many elements of the sections before `end` a rank holds."""
     held = at = 0
     for length, parts in cut.sections:
         if at >= end:
@@ -189,7 +189,7 @@ def _held(cut: Cut, end: int) -> int:
 
 
 def _cut(node: fx.Node, cut: Cut, size: int) -> None:
-    """Give a value the size that it has on each rank."""
+    """Set a value's size to that on each rank."""
     if node.op != "placeholder":
         _cut_size(node, cut)
         update_val(node)
@@ -206,7 +206,7 @@ def _cut(node: fx.Node, cut: Cut, size: int) -> None:
 
 
 def _cut_size(node: fx.Node, cut: Cut) -> None:
-    """A shape that the call names has the rank's size in it, if it names that dimension's."""
+    """Replace the size of the cut dimension in a shape argument with the rank's size."""
     if not is_call(node, *RESHAPES, aten.expand.default):
         return
     sizes = list(positional(node)[1])
@@ -216,8 +216,8 @@ def _cut_size(node: fx.Node, cut: Cut) -> None:
 
 
 def _vocabulary(graph: fx.Graph, region: Region) -> list[fx.Node]:
-    """Weights with a row for each token of the vocabulary that can be dealt out to the ranks:
-    those that only embeddings of the step's tokens and the output head read."""
+    """Weights with a row per vocabulary token whose rows can be divided among the ranks: those read
+    only by the output head and by embeddings of the step's tokens."""
     head = _head(graph)
     head_weight = arguments(head).weight if head is not None else None
     found = []
@@ -239,7 +239,7 @@ def _of_tokens(embedding: fx.Node) -> bool:
 
 
 def _head(graph: fx.Graph) -> fx.Node | None:
-    """The linear whose output, but for scaling and caps, are the logits."""
+    """The linear whose output is the logits, apart from scaling and caps."""
     results = graph.output_node().args[0]
     node = results[1] if isinstance(results, tuple | list) and len(results) == 2 else None
     while isinstance(node, fx.Node) and not is_call(node, aten.linear.default):
@@ -270,18 +270,18 @@ def _cut_vocabulary(graph: fx.Graph, weight: fx.Node, size: int, turn: fx.Node) 
 
 
 def _turn(graph: fx.Graph) -> fx.Node:
-    """What keeps collectives in one order, whoever compiles the graph."""
+    """A token tensor that keeps collectives in one order, whatever compiles the graph."""
     like = next(n for n in graph.nodes if isinstance(n.meta.get("val"), Tensor))
     return add_constant(graph, "turn", torch.zeros(1, device=val(like).device), like)
 
 
 def _sum(graph: fx.Graph, term: fx.Node, turn: fx.Node) -> None:
-    """Sum the ranks' terms; those of experts where each token's are scaled and added up, so that
-    their bias, which is scaled too, is a part of rank 0's."""
+    """Sum the ranks' terms. Terms of experts are summed after each token's experts are scaled and
+    added up; since their bias is scaled too, it becomes a part of rank 0's term."""
     bias, is_expert = arguments(term).bias, is_call(term, expert_linear.overload)
     if bias is not None and is_expert:
         role = input_of(bias)
-        assert isinstance(role, WeightInput), "the rule of experts has seen to that"
+        assert isinstance(role, WeightInput), "checked by the rule for experts"
         bias.meta["input"] = dataclasses.replace(role, first_rank=True)
         bias = None
     elif bias is not None:

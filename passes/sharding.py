@@ -1,10 +1,10 @@
 """Which values of a graph can be cut into a part for each rank, proven op by op.
 
-A region starts from one value that is to be cut. What that asks of the values that it is made of,
-and of those made of it, follows from the rules of their ops, until it ends at linears: those whose
-outputs are cut have their rows cut, and those whose input is cut have their columns cut, so that
-their outputs are terms of a sum over the ranks. An op without a rule ends the attempt, and nothing
-of the region is cut: rules alone (sharding_rules.py) prove that the sum is what it was.
+A region starts from one value that is to be cut. The rules of the ops that compute it and that read
+it determine how the neighboring values must be cut, and so on, until the region ends at linears. A
+linear whose output is cut has its rows cut; one whose input is cut has its columns cut, so its
+outputs are terms of a sum over the ranks. An op without a rule ends the attempt, and nothing of the
+region is cut: only rules (sharding_rules.py) prove that the sum equals the original value.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import fx
 from llmc.passes.edit import val
 from llmc.passes.inputs import CacheInput, ConstantInput, WeightInput, input_of
 
-Sections = tuple[tuple[int, int], ...]  # (length, parts), end to end; of Shard
-Rule = Callable[["Region", fx.Node], None]  # cuts and keeps what follows for the call's values
+Sections = tuple[tuple[int, int], ...]  # (length, parts), end to end, as in Shard
+Rule = Callable[["Region", fx.Node], None]  # cuts or keeps the call's values, as they imply
 
 
 class Unprovable(Exception):
-    """The value can't be cut, or no rule says that it can; the message says what was met."""
+    """The value can't be cut, or no rule says that it can; the message says why."""
 
 
 class NoWholeBlocks(Unprovable):
-    """The parts of a weight would be no whole blocks of the form in which it is held."""
+    """The parts of a quantized weight would not be whole blocks of its format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,15 @@ class Cut:
 
     @property
     def length(self) -> int:
-        """Of `dim`, on each rank."""
+        """The size of `dim` on each rank."""
         return sum(length // parts for length, parts in self.sections)
 
 
 class Region:
-    """Cuts that follow from each other, by the rule that `rule_of` has for a call, if any.
+    """A set of cuts that imply each other, by the rules that `rule_of` returns for calls.
 
-    `blocks`: of weights that will be held in few bits, the size of a block in each dimension, of
-    which parts are multiples. `known` is an accepted region that this one adds to.
+    `blocks`: for weights that will be quantized, the block size in each dimension; parts must be
+    multiples of it. `known` is an accepted region that this one extends.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class Region:
         self.terms: set[fx.Node] = set(known.terms) if known else set()  # of a sum over the ranks
         self._queue: deque[fx.Node] = deque()
         self._unsure: list[tuple[fx.Node, Sequence[fx.Node]]] = []  # (call, unknown pieces)
-        self._call: fx.Node | None = None  # whose rule is applied
+        self._call: fx.Node | None = None  # the call whose rule is being applied
 
     def attempt(self) -> Region:
-        """One that begins with what is cut here."""
+        """A new region that starts with the cuts of this one."""
         return Region(self.size, self._rule_of, self.blocks, self)
 
     def cut(self, node: Any, dim: int, sections: Sections) -> None:
-        """The value must be cut so. Raises Unprovable where it can't be."""
+        """Require this cut of a value. Raises Unprovable if it is not possible."""
         shape = val(node).shape
         dim %= len(shape)
         if all(parts == 1 for _, parts in sections):
@@ -82,7 +82,7 @@ class Region:
         wanted = Cut(dim, sections)
         if node in self.cuts:
             if self.cuts[node] != wanted:
-                raise Unprovable(f"{node.name} would be cut in two ways")
+                raise Unprovable(f"{node.name} would have to be cut in two ways")
             return
         if node in self.whole:
             raise Unprovable(f"{node.name} is needed whole")
@@ -93,24 +93,25 @@ class Region:
         if not isinstance(shape[dim], int) or shape[dim] != sum(n for n, _ in sections):
             raise Unprovable(f"{node.name} has another size")
         if any(length % parts for length, parts in sections):
-            raise Unprovable(f"{node.name} does not divide by {self.size}")
+            raise Unprovable(f"{node.name} is not divisible by {self.size}")
         block = self.blocks[node][dim] if node in self.blocks else 1
         for length, parts in sections:
             if length // parts % block:
                 raise NoWholeBlocks(
-                    f"{length} by {parts} is no multiple of {block}, a block of a quantized weight"
+                    f"{length} / {parts} is not a multiple of {block}, the block size of a "
+                    "quantized weight"
                 )
         self.cuts[node] = wanted
         self._queue.append(node)
 
     def keep(self, node: Any) -> None:
-        """The value must be whole on every rank."""
+        """Require that a value is whole on every rank."""
         if node in self.cuts:
             raise Unprovable(f"{node.name} is needed whole")
         self.whole.add(node)
 
     def grow(self) -> None:
-        """Follow the rules until nothing new is cut. Raises Unprovable."""
+        """Follow the rules until nothing new is cut. Raises Unprovable if they fail."""
         touched: set[fx.Node] = set()
         while self._queue or self._unsure:
             if not self._queue:
@@ -140,7 +141,7 @@ class Region:
     def divide(
         self, source: fx.Node, dim: int, pieces: Sequence[tuple[fx.Node | None, int]]
     ) -> None:
-        """`source` is its pieces (value, length) end to end; None: a piece that nobody reads."""
+        """Relate `source` to its pieces (value, length), end to end; None: an unused piece."""
         cut = self.cuts.get(source)
         if cut is not None:
             at = list(cut.sections)

@@ -1,4 +1,4 @@
-"""How a cut goes through a change of shape, for the rules of `sharding`."""
+"""How a cut is carried through a change of shape, for the rules of `sharding`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_SECTIONS = 64
 def through_reshape(
     call: fx.Node, old: Sequence[Any], new: Sequence[Any], cut: Cut
 ) -> tuple[int, Sections]:
-    """Where the cut of a value of shape `old` is when its shape is `new`."""
+    """Map the cut of a value of shape `old` to shape `new`: (dimension, sections)."""
     for before, after in _groups(call, old, new):
         if cut.dim not in before:
             continue
@@ -33,7 +33,7 @@ def through_reshape(
 def _groups(
     call: fx.Node, old: Sequence[Any], new: Sequence[Any]
 ) -> Iterable[tuple[list[int], list[int]]]:
-    """Dimensions of both shapes that hold the same, in order. Unknown sizes stand alone."""
+    """Matching groups of dimensions of both shapes, in order; symbolic sizes have their own."""
     i = j = 0
     while i < len(old) or j < len(new):
         if i < len(old) and j < len(new) and str(old[i]) == str(new[j]):
@@ -56,9 +56,10 @@ def _groups(
                     break
                 b, size_b, j = [*b, j], size_b * new[j], j + 1
         if size_a != size_b:
-            # a leading 1 of one side before an unknown size that both have
+            # the sizes before a symbolic size do not match
             raise Unprovable(f"{call.name} mixes parts")
         if not a and not b:
+            # a 1 on one side before a symbolic size that both have
             if i < len(old) and not isinstance(old[i], int) and j < len(new) and new[j] == 1:
                 yield [], [j]
                 j += 1
@@ -68,7 +69,7 @@ def _groups(
 
 
 def _flat(sizes: Sequence[int], at: int, cut: Cut) -> Sections:
-    """Sections of the flattened dimension of `sizes`, of which that at `at` is cut."""
+    """Sections of the flattened `sizes`, of which dimension `at` is cut."""
     outer, inner = 1, 1
     for n in sizes[:at]:
         outer *= n
@@ -87,7 +88,7 @@ def _unflat(call: fx.Node, dims: list[int], sizes: list[int], cut: Cut) -> tuple
         for n in sizes[at + 1 :]:
             inner *= n
         count = len(cut.sections)
-        for times in range(1, count + 1):  # the same sections again and again
+        for times in range(1, count + 1):  # the same sections, repeated
             own = cut.sections[: count // times]
             if count % times or own * times != cut.sections:
                 continue

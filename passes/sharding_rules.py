@@ -1,4 +1,4 @@
-"""The rules of `sharding`: how a cut goes through the ops of a graph."""
+"""The rules of `sharding`: how a cut is carried through the ops of a graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def rule_of(call: fx.Node) -> Rule | None:
-    """None: what the call asks of its values is not known."""
+    """The rule for a call, or None if it is not known how its values can be cut."""
     rule = _RULES.get(call.target)
     if rule is None and torch.Tag.pointwise in getattr(call.target, "tags", ()):
         return _pointwise
@@ -34,7 +34,7 @@ def _tensors(call: fx.Node) -> list[fx.Node]:
 
 
 def _pointwise(region: Region, call: fx.Node) -> None:
-    """Dimensions are counted from the last; those of size 1 are the same for all."""
+    """Values are cut in the same dimension, counted from the last; sizes of 1 are broadcast."""
     rank = val(call).dim()
     sources = _tensors(call)
     for value in (call, *sources):
@@ -50,8 +50,8 @@ def _pointwise(region: Region, call: fx.Node) -> None:
 
 
 def _same(move: Callable[[fx.Node, int], int | None]) -> Rule:
-    """One tensor in, one out; `move(call, dim)` is where a dimension of the input is in the
-    output, None where it is not there."""
+    """The rule for ops with one input and one output; `move(call, dim)` maps a dimension of the
+    input to that of the output, or None if the output does not have it."""
 
     def rule(region: Region, call: fx.Node) -> None:
         source = call.args[0]
@@ -64,7 +64,7 @@ def _same(move: Callable[[fx.Node, int], int | None]) -> Rule:
         elif (cut := region.cuts.get(call)) is not None:
             origin = next((d for d, to in places.items() if to == cut.dim), None)
             if origin is None:
-                raise Unprovable(f"{call.name} makes the dimension")
+                raise Unprovable(f"{call.name} creates the dimension")
             region.cut(source, origin, cut.sections)
 
     return rule
@@ -119,12 +119,12 @@ def _move_reduce(call: fx.Node, dim: int) -> int | None:
 
 
 def _expand(region: Region, call: fx.Node) -> None:
-    """Broadcasting: a dimension of size 1 stays whole, and each rank makes its part of the rest."""
+    """Broadcasting: a dimension of size 1 stays whole; each rank makes its part of the rest."""
     _pointwise(region, call)
 
 
 def _norm(region: Region, call: fx.Node) -> None:
-    """Over the last dimensions, which must be whole."""
+    """A norm over the last dimensions, which must be whole."""
     given = arguments(call)
     first = val(call).dim() - len(given.normalized_shape)
     for value, other in ((call, given.input), (given.input, call)):
@@ -158,13 +158,13 @@ def _cat(region: Region, call: fx.Node) -> None:
 
 
 def _split(region: Region, call: fx.Node) -> None:
-    """A call that gives several values, read by getitem."""
+    """A call that returns several values, which are read by getitem."""
     given = arguments(call)
     dim = _positive(given.dim, _rank(call))
     readers: dict[int, fx.Node] = {}
     for user in call.users:
         if not is_call(user, operator.getitem) or arguments(user).index in readers:
-            raise Unprovable(f"{call.name} has a reader that is not known")
+            raise Unprovable(f"{call.name} has an unknown reader")
         readers[arguments(user).index] = user
     source = call.args[0]
     for value in (source, *readers.values()):
@@ -197,10 +197,10 @@ def _slice(region: Region, call: fx.Node) -> None:
     size = int(val(source).shape[dim])
     if step > 1:
         if start >= step or end < size or size % step:
-            raise Unprovable(f"{call.name} takes some of the parts")
+            raise Unprovable(f"{call.name} selects only some of the parts")
         if (cut := region.cuts.get(source)) is not None:  # type: ignore[arg-type]
             if any(n % (step * parts) for n, parts in cut.sections):
-                raise Unprovable(f"{call.name} takes some of the parts")
+                raise Unprovable(f"{call.name} selects only some of the parts")
             region.cut(call, dim, tuple((n // step, parts) for n, parts in cut.sections))
         else:
             region.cut(source, dim, tuple((n * step, p) for n, p in region.cuts[call].sections))
@@ -209,7 +209,7 @@ def _slice(region: Region, call: fx.Node) -> None:
 
 
 def _tiles(source: Any, dim: int, size: int) -> list[tuple[fx.Node | None, int]]:
-    """The slices of a value along `dim`, which must not overlap, and what lies between them."""
+    """The slices of a value along `dim`, which must not overlap, and the gaps between them."""
     bounds = sorted(
         ((*slice_bounds(u)[1:3], u) for u in source.users if is_call(u, aten.slice.Tensor)
          and slice_bounds(u)[0] == dim),
@@ -230,7 +230,7 @@ def _tiles(source: Any, dim: int, size: int) -> list[tuple[fx.Node | None, int]]
 
 
 def slice_bounds(call: fx.Node) -> tuple[int, int, int, int]:
-    """(dim, start, end, step) of a slice whose bounds are numbers; else Unprovable."""
+    """(dim, start, end, step) of a slice; raises Unprovable if its bounds are not numbers."""
     given = arguments(call)
     dim = _positive(given.dim, _rank(call))
     size = val(call.args[0]).shape[dim]
@@ -239,7 +239,7 @@ def slice_bounds(call: fx.Node) -> tuple[int, int, int, int]:
     bounds = (given.start or 0, size if given.end is None else given.end)
     if not all(isinstance(n, int) for n in (*bounds, size, given.step)):
         if isinstance(size, int):
-            raise Unprovable(f"{call.name} has bounds that are computed")
+            raise Unprovable(f"{call.name} has computed bounds")
         return dim, 0, 0, 1
     start, end = (min(max(n + size if n < 0 else n, 0), size) for n in bounds)
     return dim, start, max(start, end), given.step
@@ -251,7 +251,7 @@ def _linear(region: Region, call: fx.Node) -> None:
 
 
 def _matmul(region: Region, call: fx.Node) -> None:
-    """Rows of one matrix: whatever else than the row of the first factor is cut stays so."""
+    """Rows times one whole matrix: the first factor can be cut in any dimension but the last."""
     given = arguments(call)
     if val(given.other).dim() != 2:
         raise Unprovable(f"{call.name} multiplies by several matrices")
@@ -269,14 +269,14 @@ def _expert_linear(region: Region, call: fx.Node) -> None:
     _product(region, call, given.x, given.weight, given.bias, rows=rows, columns=columns)
     is_own = isinstance(input_of(given.bias), WeightInput) and only_user(given.bias) is not None
     if call in region.terms and given.bias is not None and not is_own:
-        raise Unprovable(f"{call.name} adds a bias that one rank alone can't have")
+        raise Unprovable(f"{call.name} adds a bias that can't be given to one rank only")
     region.keep(given.expert)
 
 
 def _product(
     region: Region, call: fx.Node, x: Any, weight: Any, bias: Any, *, rows: int, columns: int
 ) -> None:
-    """By rows of the weight where the output is cut, by columns where the input is."""
+    """Cut the weight by rows if the output is cut, by columns if the input is cut."""
     cut_x, cut_out, cut_w = (region.cuts.get(v) for v in (x, call, weight))
     last = val(x).dim() - 1
     if cut_x is not None or (cut_w is not None and cut_w.dim == columns):
@@ -305,10 +305,10 @@ def _product(
 
 
 def heads(size: int, count: int, kv_count: int) -> tuple[Sections, Sections]:
-    """Sections of query and of key and value heads. Where there are fewer of the latter than
-    ranks, neighbours hold the same."""
+    """Sections of the query heads, and of the key and value heads. If there are fewer of the latter
+    than ranks, neighboring ranks hold the same heads."""
     if count % size or (kv_count % size and size % kv_count):
-        raise Unprovable(f"{count} heads over {kv_count} do not divide by {size}")
+        raise Unprovable(f"{count} heads and {kv_count} KV heads are not divisible by {size}")
     return ((count, size),), ((kv_count, min(size, kv_count)),)
 
 

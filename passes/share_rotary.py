@@ -1,7 +1,7 @@
-"""`share_rotary`: what depends on a token's position alone is read from a table made at load.
+"""`share_rotary`: values that depend only on a token's position are read from a precomputed table.
 
-Cosines and sines of rotary embeddings, learned-position scalings and the like: whatever a model
-computes from the positions and its own constants, and nothing else.
+These are the cosines and sines of rotary embeddings, learned-position scalings and the like:
+anything that a model computes only from positions and its own constants.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, emit, is_call, val
 from llmc.passes.inputs import ConstantInput, StepInput, add_input, input_of
 
-_MOST_BYTES = 512 << 20  # of a table: 2**20 positions of 128 float32
+_MOST_BYTES = 512 << 20  # per table: 2**20 positions of 128 float32 values
 # Ops that treat every position on its own; anything else could mix tokens.
 _PER_TOKEN = {
     aten.unsqueeze.default,
@@ -47,7 +47,7 @@ _PER_TOKEN = {
 
 @graph_pass()
 def share_rotary(gm: fx.GraphModule, *, max_positions: int) -> Notes:
-    """Replace values that depend on positions alone by rows of a table.
+    """Replace values that depend only on positions with rows of a table.
 
     Before:
         cos [1, T, D] = aten.cos(aten.mul(positions, inv_freq)) ...
@@ -66,7 +66,7 @@ def share_rotary(gm: fx.GraphModule, *, max_positions: int) -> Notes:
     rows: dict[str, fx.Node] = {}  # by what is computed: layers may repeat a computation
     for node in [n for n in graph.nodes if n in bases]:
         if not _is_float_rows(node, positions):
-            notes.append(f"{node.name}: not one row of floats a token")
+            notes.append(f"{node.name}: not one row of floats per token")
             continue
         text = _text(node, inside, texts)
         if text not in rows:
@@ -74,12 +74,12 @@ def share_rotary(gm: fx.GraphModule, *, max_positions: int) -> Notes:
             if num_bytes > _MOST_BYTES:
                 notes.append(
                     f"{node.name}: a table of {max_positions} positions would take "
-                    f"{num_bytes >> 20} MiB; a smaller max_model_len makes room for it"
+                    f"{num_bytes >> 20} MiB; set a smaller max_model_len to allow it"
                 )
                 continue
             table = _tabulate(graph, node, inside, max_positions)
             if table is None:
-                notes.append(f"{node.name}: its rows are not functions of one position each")
+                notes.append(f"{node.name}: its rows are not functions of a single position")
                 continue
             rows[text] = _read_rows(graph, node, table, positions)
         _use_rows(graph, node, rows[text])
@@ -97,7 +97,7 @@ def _text(node: fx.Node, inside: set[fx.Node], texts: dict[fx.Node, str]) -> str
 
 
 def _closure(graph: fx.Graph, positions: fx.Node) -> set[fx.Node]:
-    """Calls that read positions (through per-token ops) and constants, and nothing else."""
+    """Calls that read only positions (through per-token ops) and constants."""
     inside: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in _PER_TOKEN:
@@ -110,7 +110,7 @@ def _closure(graph: fx.Graph, positions: fx.Node) -> set[fx.Node]:
 
 
 def _base(node: fx.Node, inside: set[fx.Node]) -> fx.Node:
-    """Above the views that only add a dimension, which every layer repeats."""
+    """The value before views that only add a dimension, which every layer repeats."""
     while is_call(node, aten.unsqueeze.default) and arguments(node).self in inside:
         source: fx.Node = arguments(node).self
         if not val(source).is_floating_point() or val(source).dim() < 3:
@@ -186,7 +186,7 @@ def _row_bytes(graph: fx.Graph, node: fx.Node, inside: set[fx.Node]) -> int:
 def _tabulate(
     graph: fx.Graph, node: fx.Node, inside: set[fx.Node], max_positions: int
 ) -> Tensor | None:
-    """Rows for positions 0 to max_positions - 1, or None when a row depends on its neighbours."""
+    """Rows for positions 0 to max_positions - 1, or None if a row depends on its neighbors."""
     table = _evaluate(graph, node, inside, torch.arange(max_positions)).flatten(0, -2)
     probe = torch.randperm(max_positions, generator=torch.Generator().manual_seed(0))[:7]
     again = _evaluate(graph, node, inside, probe).flatten(0, -2)

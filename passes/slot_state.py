@@ -1,4 +1,4 @@
-"""`slot_state`: what a recurrent layer carries between tokens lives in slots, one a request."""
+"""`slot_state`: the state of recurrent layers is kept in slots, one per request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STATE_OPS: tuple[Op, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
-    """What one recurrent call keeps of a request: a tensor of this shape in its slot."""
+    """The state that one recurrent call keeps per request: a tensor of this shape in its slot."""
 
     call: int  # in execution order
     op: str
@@ -42,10 +42,10 @@ class StateSpec:
 
 @graph_pass(required=True)
 def slot_state(gm: fx.GraphModule) -> Notes:
-    """Give every recurrent call its slots, and the bounds of the requests that are packed.
+    """Give every recurrent call its slots and the bounds of the packed requests.
 
-    A request's slot is the number of its row. One that begins in this step starts from zero, so
-    that slots need no clearing when rows are reused or a preempted request starts again.
+    A request's slot is the number of its row. A request that begins in this step starts from zero,
+    so slots need no clearing when rows are reused or a preempted request restarts.
 
     Before:
         y = llmc.delta_rule(q, k, v, decay, beta, None, None, None, None)
@@ -72,7 +72,7 @@ def slot_state(gm: fx.GraphModule) -> Notes:
 
 
 def _state_of(op: Op, marker: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape of one slot, and its dtype: float32 where values add up over a whole request."""
+    """Shape and dtype of one slot: float32 if values accumulate over a whole request."""
     given = arguments(marker)
     if op is causal_conv:
         channels, width = val(given.weight).shape

@@ -1,4 +1,4 @@
-"""`split_prompts`: attention gets a list of the prompts, which are computed in another way."""
+"""`split_prompts`: pass attention a list of the prompts, which it computes in a different way."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from llmc.passes.inputs import step_input
 
 @graph_pass()
 def split_prompts(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
-    """Fresh prompts go to torch's FlashAttention, where it computes the same.
+    """Send new prompts to torch's FlashAttention if it computes the same attention.
 
-    Attention to latents, where it has no window, gets all long prompts: it computes those expanded.
+    Latent attention without a window gets all long prompts, which it computes in expanded form.
 
     Before:
         o = llmc.paged_attention(q, key_cache, value_cache, ..., scale, 0, 0, 0.0, None, None)
@@ -41,5 +41,5 @@ def split_prompts(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
             set_arguments(node, prompts=step_input(gm.graph, "prompts"))
         else:
             left += 1
-    reason = "FlashAttention takes plain causal attention in 16 bits, heads of 8 to 256 channels"
+    reason = "FlashAttention needs plain causal attention in 16 bits, heads of 8 to 256 channels"
     return [f"{left} layers: {reason}"] if left else []

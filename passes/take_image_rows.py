@@ -1,4 +1,4 @@
-"""`take_image_rows`: tokens that stand for a part of an image have its row for their embedding."""
+"""`take_image_rows`: image placeholder tokens use rows of the image as their embeddings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmc.passes.inputs import step_input
 
 @graph_pass(required=True)
 def take_image_rows(gm: fx.GraphModule) -> Notes:
-    """Give the places behind the embedding and the first layers the rows of the step's images.
+    """Pass the rows of the step's images to the markers after the embedding and the first layers.
 
     Before:
         x = llmc.place_rows(embeddings, None, None, 0)

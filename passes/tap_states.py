@@ -1,4 +1,4 @@
-"""`tap_states`: hidden states between layers are kept in paged caches, for a head that drafts."""
+"""`tap_states`: keep hidden states between layers in paged caches, for a draft head."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _TAP = "tap_{}"
 
 @graph_pass(required=True)
 def tap_states(gm: fx.GraphModule, *, layers: Sequence[int], block_size: int) -> Notes:
-    """Keep what enters these layers, of each token, where the token's keys and values are.
+    """Cache each token's hidden state that enters these layers, in the slot of its keys and values.
 
-    `layers` count from 0; their number, or -1, is what leaves the last one. () stands for the
-    third, the middle one and the third from the end, as EAGLE-3 has it. The caches have the numbers
-    behind those of attention. CompileError where the model has no such layer, or no single value
-    enters it.
+    `layers` count from 0; the number of layers, or -1, means the output of the last one. () means
+    the third layer, the middle one and the third from the end, as in EAGLE-3. The caches are
+    numbered after those of attention. Raises CompileError if the model has no such layer, or if no
+    single value enters it.
 
     Before:
         h [1, T, N] = the output of a layer
@@ -36,8 +36,8 @@ def tap_states(gm: fx.GraphModule, *, layers: Sequence[int], block_size: int) ->
     wanted = [count if layer == -1 else layer for layer in layers or (2, count // 2, count - 3)]
     if not all(1 <= layer <= count for layer in wanted):
         raise CompileError(
-            f"a draft head reads what enters layers {', '.join(map(str, wanted))} (from 0), and "
-            f"the model has {count} layers; heads can read from 1 to {count}"
+            f"the draft head reads the inputs of layers {', '.join(map(str, wanted))} (counted "
+            f"from 0), and the model has {count} layers; heads can read from 1 to {count}"
         )
     slots = step_input(graph, "slot_mapping")
     for number, layer in enumerate(wanted):

@@ -1,7 +1,7 @@
-"""Passes of users: found under an entry point, named `module:pass` or `file.py:pass`, or given.
+"""User passes: installed under an entry point, named `module:pass` or `file.py:pass`, or objects.
 
-They join the pipeline at their place (`Pass.place`) and are switched off like ours. What names
-them for the cache is a digest of their code and options, so that an edited pass is run again.
+They join the pipeline at their place (`Pass.place`) and can be switched off like ours. The cache
+identifies them by a digest of their code and options, so an edited pass is run again.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ GROUP = "llmc.passes"
 
 
 def user_passes(given: Iterable[object]) -> tuple[Pass, ...]:
-    """The installed passes, then the given ones; ConfigError for what is no pass."""
+    """The installed passes, then the given ones; ConfigError for an object that is not a pass."""
     found = tuple(_as_pass(item, source) for item, source in find(GROUP, given, "pass"))
     check_names([p.name for p in found], "passes")
     return found
 
 
 def _as_pass(item: object, source: str) -> Pass:
-    """A Pass, or what makes one when called without options."""
+    """Accept a Pass, or a callable that returns one when called without options."""
     if callable(item) and not isinstance(item, Pass):
         item = called(item, source)
     if not isinstance(item, Pass):
         raise ConfigError(
-            f"{source} is no pass: decorate a function with @graph_pass() and call it"
+            f"{source} is not a pass: decorate a function with @graph_pass() and call it"
         )
     if item.required:
-        raise ConfigError(f"pass {item.name!r} is a user's and can't be required")
+        raise ConfigError(f"pass {item.name!r} is a user pass, so it can't be required")
     return item
 
 
 def users_digest(passes: Sequence[Pass], processors: Sequence[LogitsProcessor] = ()) -> str | None:
-    """Of all code of users that a graph was made with; None where it must not be kept."""
+    """Digest of all user code that a graph was made with; None if it must not be cached."""
     parts = [digest(passes), processors_digest(processors)]
     return None if None in parts else "".join(filter(None, parts))
 
 
 def digest(passes: Sequence[Pass]) -> str | None:
-    """Of code and options of these passes; None where a graph they made must not be kept."""
+    """Digest of the passes' code and options; None if their graph must not be cached."""
     parts = []
     for p in passes:
         code = code_digest(p.fn)

@@ -1,4 +1,4 @@
-"""Code of users: how it is named and found, and a digest that names what was made with it.
+"""User code: how it is named and found, and a digest that identifies what was made with it.
 
 Passes (user.py) and logits processors (logits_processors.py) are given as objects, as
 `package.module:attribute` or `path/to/file.py:attribute`, or are installed under an entry point.
@@ -26,9 +26,10 @@ from llmc.passes.user_names import file_of, no_attribute, split_name
 
 
 def find(group: str, given: Iterable[object], what: str) -> Iterator[tuple[object, str]]:
-    """The installed ones of an entry-point group, then the given ones; each with its description.
+    """The objects installed under an entry-point group, then the given ones, with descriptions.
 
-    `what` they are, for errors. A name is looked up; any other object stays what it is.
+    `what` says what they are, for error messages. Names are looked up; other objects are returned
+    unchanged.
     """
     for entry in sorted(entry_points(group=group), key=lambda e: e.name):
         source = f"entry point {entry.name} ({entry.value})"
@@ -42,7 +43,7 @@ def find(group: str, given: Iterable[object], what: str) -> Iterator[tuple[objec
 
 
 def called(item: Any, source: str) -> Any:
-    """What a factory or a class makes without options."""
+    """Call a factory or class without options."""
     try:
         return item()
     except TypeError as e:
@@ -52,7 +53,7 @@ def called(item: Any, source: str) -> Any:
 def check_names(names: list[str], what: str) -> None:
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None:
-        raise ConfigError(f"two {what} of users are called {twice!r}; rename one of them")
+        raise ConfigError(f"two user {what} are called {twice!r}; rename one of them")
 
 
 def _named(name: str, what: str) -> object:
@@ -79,16 +80,16 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def code_digest(code: Any) -> str | None:
-    """Digest of the file that a function or class stands in, or of its folder where that is a
+    """Digest of the file that defines a function or class, or of its folder if it is in a
     package."""
     if getattr(code, "__closure__", None):
-        return None  # what it refers to is unknown
+        return None  # it captures values that the digest can't cover
     try:
         path = Path(inspect.getfile(code))
         module = sys.modules.get(code.__module__)
         files = sorted(path.parent.glob("*.py")) if getattr(module, "__package__", "") else [path]
         return _digest_files(tuple(files))
-    except (OSError, TypeError):  # typed in, with no file
+    except (OSError, TypeError):  # defined interactively, without a file
         return None
 
 
@@ -101,7 +102,7 @@ def _digest_files(files: tuple[Path, ...]) -> str:
 
 
 def plain(value: object) -> object:
-    """Plain data that stands for an option; None where nothing can."""
+    """Convert an option to plain data; None if that is not possible."""
     if isinstance(value, Tensor):
         data = value.detach().cpu().contiguous().flatten()
         body = hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=16)

@@ -1,4 +1,4 @@
-"""Names of users' code, `package.module:attribute` or `path/to/file.py:attribute`.
+"""Names of user code: `package.module:attribute` or `path/to/file.py:attribute`.
 
 Needs no torch, so that a wrong name is reported before torch is imported (`check_paths`).
 """
@@ -12,30 +12,30 @@ from pathlib import Path
 
 from llmc.errors import ConfigError
 
-# A file with one of these may define names that do not stand in it.
+# A file that contains one of these may define names that do not appear in its text.
 _DYNAMIC = re.compile(r"\bimport \*|\b(?:globals|exec|setattr|__getattr__)\b")
 
 
 def split_name(name: str, what: str) -> tuple[str, str]:
-    """(module or file, attribute); ConfigError where the text is no such name of a `what`."""
+    """(module or file, attribute); ConfigError if the text is not such a name of a `what`."""
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute.isidentifier():
-        raise ConfigError(f"{name!r} names no {what}: write `module:{what}` or `file.py:{what}`")
+        raise ConfigError(f"{name!r} is not a {what}: write `module:{what}` or `file.py:{what}`")
     return where, attribute
 
 
 def file_of(where: str) -> Path | None:
-    """The file that is named, None for a module; ConfigError where there is no such file."""
+    """The named file, or None for a module; ConfigError if the file does not exist."""
     if not where.endswith(".py"):
         return None
     path = Path(where).expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"there is no file {where!r}")
+        raise ConfigError(f"file {where!r} does not exist")
     return path
 
 
 def check_user_code(given: Iterable[object], what: str) -> None:
-    """ConfigError for a name that can't be right, as far as that shows without running the code."""
+    """Raise ConfigError for names that are wrong, as far as is clear without running the code."""
     for name in given:
         if not isinstance(name, str):
             continue

@@ -1,4 +1,4 @@
-"""`widen_logits`: a draft head's tokens get the ids that they have in the model it drafts for."""
+"""`widen_logits`: map a draft head's tokens to their ids in the target model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import aten, emit, val
 from llmc.passes.inputs import WeightInput, add_constant, add_input, fake_like
 
-ID_MAP = "d2t"  # how far each id of the head is from the model's: the parameter's name
+ID_MAP = "d2t"  # the parameter's name: the offset from each id of the head to the model's
 
 
 @graph_pass(required=True)
 def widen_logits(gm: fx.GraphModule, *, vocab_size: int) -> Notes:
-    """Logits of all tokens of the model, of which the head knows some: the others get -inf. So its
-    draws take the random numbers, masks and penalties that the model's take.
+    """Return logits for all tokens of the model; those that the head does not know get -inf. So its
+    sampling uses the same random numbers, masks and penalties as the model's.
 
     Before:
         return logits [S, D]

@@ -1,7 +1,7 @@
-"""Writes `llmc.json`, the Grafana dashboard, next to this file.
+"""Write the Grafana dashboard `llmc.json` next to this file.
 
-Run `python -P deploy/grafana/make_dashboard.py`. One list of panels below; a test makes the
-dashboard anew and compares, and asks a server for every metric.
+Run `python -P deploy/grafana/make_dashboard.py`. All panels are in the list below. A test
+regenerates the dashboard and compares it, and checks that a server exports every metric.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
                 "short",
                 [
                     ("prompt /s", rate("llmc:prompt_tokens_total")),
-                    ("of them cached /s", rate("llmc:prompt_tokens_cached_total")),
+                    ("prompt, cached /s", rate("llmc:prompt_tokens_cached_total")),
                     ("generated /s", rate("llmc:generation_tokens_total")),
                 ],
             ),
             (
-                "HTTP answers",
+                "HTTP responses",
                 "reqps",
                 [
                     (
@@ -64,7 +64,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
                 ],
             ),
             (
-                "Refused",
+                "Rejected",
                 "reqps",
                 [("{{reason}}", rate("llmc:admission_rejections_total", "reason"))],
             ),
@@ -113,7 +113,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
                 ],
             ),
             (
-                "Tokens of a step",
+                "Tokens per step",
                 "short",
                 [
                     ("mean", mean("llmc:iteration_tokens_total")),
@@ -125,7 +125,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
                 "ops",
                 [
                     ("preempted", rate("llmc:num_preemptions_total")),
-                    ("of them swapped", rate("llmc:num_swaps_total")),
+                    ("swapped", rate("llmc:num_swaps_total")),
                 ],
             ),
             (
@@ -140,7 +140,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
                 ],
             ),
             (
-                "Steps that failed, waited for a compiler, or computed for nobody",
+                "Failed steps, steps that waited for a compiler, wasted rows",
                 "ops",
                 [
                     ("failed", rate("llmc:failed_engine_steps_total")),
@@ -154,9 +154,9 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
         "Requests",
         [
             ("Prompt tokens", "short", quantiles("llmc:request_prompt_tokens")),
-            ("Of them found in the cache", "short", quantiles("llmc:request_cached_tokens")),
+            ("Cached prompt tokens", "short", quantiles("llmc:request_cached_tokens")),
             ("Generated tokens", "short", quantiles("llmc:request_generation_tokens")),
-            ("Preemptions of a request", "short", quantiles("llmc:request_num_preemptions")),
+            ("Preemptions per request", "short", quantiles("llmc:request_num_preemptions")),
         ],
     ),
     (

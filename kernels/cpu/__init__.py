@@ -1,6 +1,6 @@
-"""Ops in C++ for CPU, built once with the C++ compiler that Inductor needs anyway.
+"""Ops in C++ for CPUs, built once with the C++ compiler that Inductor needs anyway.
 
-Importing this package lists the C++ versions in `OPS` (impls.py); `build.load()` makes them
+Importing this package adds the C++ versions to `OPS` (impls.py); `build.load()` makes them
 available.
 """
 

@@ -1,5 +1,6 @@
-// add_lora: rows of one adapter in blocks, so that its A and B are read once a block. First the
-// products with A, of all blocks, in float; then those with B, added to the output.
+// add_lora: rows of one adapter are processed in blocks, so that its A and B are read once per
+// block. First come the products with A for all blocks, in float; then those with B, added to the
+// output.
 #include "dtypes.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -11,19 +12,19 @@
 namespace llmc {
 namespace {
 
-constexpr int64_t kRows = 4;       // of a block
-constexpr int64_t kLows = 8;       // rows of A that a piece of work takes
-constexpr int64_t kStretch = 256;  // channels that a piece of work takes
+constexpr int64_t kRows = 4;       // per block
+constexpr int64_t kLows = 8;       // rows of A per work item
+constexpr int64_t kStretch = 256;  // channels per work item
 
 struct Block {
-  int64_t slot;  // of experts, slot * experts + expert
-  int64_t rows[kRows];  // those behind the last are the first once more
+  int64_t slot;  // with experts: slot * experts + expert
+  int64_t rows[kRows];  // entries past the last repeat the first
   int64_t count;
 };
 
 std::vector<Block> blocks_of(const LoraArgs& a) {
   std::vector<Block> blocks;
-  std::vector<int64_t> open(a.slots * a.experts, -1);  // the block of each that takes more rows
+  std::vector<int64_t> open(a.slots * a.experts, -1);  // the block of each that has room
   for (int64_t row = 0; row < a.rows; ++row) {
     int64_t slot = int64_t(a.adapter[row / a.choices]) - 1;
     if (slot < 0 || slot >= a.slots) continue;
@@ -41,7 +42,7 @@ std::vector<Block> blocks_of(const LoraArgs& a) {
   return blocks;
 }
 
-// low [kRows] = x of the block's rows times one row of A.
+// low [kRows] = x of the block's rows times one row of A
 template <class T>
 void products(const LoraArgs& a, const Block& block, const T* weight, float* low, int64_t stride) {
   const T* x[kRows];
@@ -60,7 +61,7 @@ void products(const LoraArgs& a, const Block& block, const T* weight, float* low
   for (int64_t i = 0; i < kRows; ++i) low[i * stride] = sum_lanes(sum[i]);
 }
 
-// out [.., channels from n to end] += low [kRows, rank] times B.
+// out [.., channels from n to end] += low [kRows, rank] times B
 template <class T>
 void add(const LoraArgs& a, const Block& block, const T* b, const float* low, int64_t stride,
          int64_t n, int64_t end) {

@@ -8,14 +8,14 @@
 
 namespace llmc {
 
-// All tiles full size. Released again before an op returns: other code on this thread (oneDNN) sets
-// its own shapes and must not find ours.
+// All tiles at full size. They are released before an op returns, since other code on this thread
+// (oneDNN) sets its own shapes.
 struct alignas(64) TileConfig {
   uint8_t palette, start_row, reserved[14];
   uint16_t row_bytes[16];
   uint8_t rows[16];
 };
-// Not a local: GCC 12 takes the instruction to read eight bytes only, and drops the other stores.
+// Not a local: GCC 12 assumes that the instruction reads only eight bytes, and drops other stores.
 static const TileConfig kFullTiles = {
     1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 

@@ -1,4 +1,4 @@
-// Memory of one thread, aligned to pages, kept between calls and handed out in order.
+// A thread's scratch memory: page-aligned, kept between calls, and allocated sequentially.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@ class Arena {
  public:
   ~Arena() { std::free(base_); }
   void reset(size_t bytes) {
-    bytes = (bytes + 8191) / 4096 * 4096;  // with room for what take() rounds up
+    bytes = (bytes + 8191) / 4096 * 4096;  // includes room for the rounding in take()
     if (bytes > size_) {
       std::free(base_);
       base_ = static_cast<char*>(std::aligned_alloc(4096, bytes));

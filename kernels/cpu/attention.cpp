@@ -1,5 +1,5 @@
-// paged_attention: cuts a step into items of similar cost, runs them over the threads, and joins
-// the requests whose keys were split.
+// paged_attention: divides a step into items of similar cost, runs them on the threads, and
+// combines the results of requests whose keys were split.
 #include "attention.h"
 #include "dtypes.h"
 #include "parallel.h"
@@ -9,12 +9,12 @@
 namespace llmc {
 namespace {
 
-constexpr int64_t kTileRows = 256;    // rows of an item in the tile kernel
-constexpr int64_t kMinSplit = 256;    // keys: a shorter part costs more to join than it saves
-constexpr int64_t kMinStream = 512;   // keys below which a decode splits heads instead
+constexpr int64_t kTileRows = 256;    // rows per item in the tile kernel
+constexpr int64_t kMinSplit = 256;    // keys: combining a shorter part costs more than it saves
+constexpr int64_t kMinStream = 512;   // keys below which decode is split by heads instead
 constexpr int64_t kItemsPerThread = 4;
 
-struct Joined {  // rows whose keys were split in `parts` parts from `part` on
+struct Joined {  // rows whose keys were split into `parts` parts, from `part` on
   Item item;
   int64_t part, parts;
 };
@@ -41,7 +41,7 @@ void add_items(const AttentionArgs& a, int64_t group, std::vector<Item>& items) 
       // a row of the tile kernel costs about as much as reading its share of the keys
       const int64_t cost = (last - first) * (8 + n * group) * (a.head_dim + a.v_dim) / 16;
       Item item{r, 0, 1, start + t, n, position, first, last, -1, cost};
-      if (is_stream(a, item)) {  // blocks hold all heads side by side: read them in that order
+      if (is_stream(a, item)) {  // a block has all heads side by side: read them in that order
         item.num_heads = a.kv_heads;
         item.cost = cost * a.kv_heads;
         items.push_back(item);
@@ -52,7 +52,7 @@ void add_items(const AttentionArgs& a, int64_t group, std::vector<Item>& items) 
   }
 }
 
-// Splits an item in about `n` by heads, where it has several and its keys are few.
+// Splits an item into about `n` by heads, if it has several heads and few keys.
 int64_t split_heads(Item item, int64_t n, std::vector<Item>& out) {
   const int64_t keys = item.last_key - item.first_key, heads = item.num_heads, first = item.kv_head;
   const int64_t by_keys = std::max<int64_t>(1, keys / kMinStream);
@@ -67,7 +67,7 @@ int64_t split_heads(Item item, int64_t n, std::vector<Item>& out) {
   return pieces;
 }
 
-// Splits the items that would leave other threads idle, by heads and by keys.
+// Splits items by heads and keys if they would leave other threads idle.
 std::vector<Item> split_items(const std::vector<Item>& items, int64_t target, int64_t& parts,
                               std::vector<Joined>& joined) {
   std::vector<Item> out, pieces;
@@ -144,7 +144,7 @@ void attend(const AttentionArgs& a) {
   if (int64_t(partials.size()) < parts * stride) partials.resize(parts * stride);
   const Plan plan{a, group, partials.data(), stride};
   const bool amx = amx_streams(a);
-  const Item* work = items.data();  // thread_local: the other threads must not name it
+  const Item* work = items.data();  // `items` is thread_local, so other threads need the pointer
   parallel_items(int64_t(items.size()), threads, [&](int64_t i) {
     const Item& item = work[i];
     if (!is_stream(a, item)) return run_tiles(plan, item);

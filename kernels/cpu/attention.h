@@ -1,6 +1,6 @@
-// What the parts of paged_attention share: a unit of work, and where its rows go.
+// Shared by the parts of paged_attention: a work item, and where its rows are written.
 //
-// Softmax runs in powers of two: a row's running maximum `m` is in units of log2, `l` is the sum of
+// Softmax uses powers of two: a row's running maximum `m` is in units of log2, `l` is the sum of
 // 2^(score - m). Rows of one item are (token, head of the group) pairs, heads fastest.
 #pragma once
 
@@ -16,10 +16,10 @@ namespace llmc {
 
 struct Item {  // some queries of one request, and KV heads, against a range of keys
   int64_t request, kv_head, num_heads;  // more than one KV head only in the stream kernel
-  int64_t token, num_tokens;  // index of the first query among the packed ones
+  int64_t token, num_tokens;  // index of the first query in the packed tokens
   int64_t position;           // of the first query in its request
   int64_t first_key, last_key;
-  int64_t part;  // -1: rows go to the output; else the partial result they go to
+  int64_t part;  // -1: rows are written to the output; else the index of their partial result
   int64_t cost;
 };
 
@@ -30,7 +30,7 @@ struct Plan {
   int64_t partial_stride;  // floats per part
 };
 
-// The keys a query sees are an interval: [first_visible, position].
+// The keys visible to a query are an interval: [first_visible, position].
 LLMC_INLINE int64_t first_visible(const AttentionArgs& a, int64_t position) {
   int64_t first = 0;
   if (a.window > 0) first = std::max(first, position - a.window + 1);
@@ -59,7 +59,7 @@ void find_rows(const AttentionArgs& a, const Item& item, int64_t first, int64_t 
   }
 }
 
-// Widens n cached rows of 8 bits to T, one after the other, and points to them instead.
+// Dequantizes n cached FP8 rows to T, contiguously, and sets `rows` to point to the results.
 template <class T>
 void widen_rows(Dtype cache, int64_t n, int64_t dim, const uint8_t* const* codes, T* to,
                 const T** rows) {
@@ -70,13 +70,13 @@ void widen_rows(Dtype cache, int64_t n, int64_t dim, const uint8_t* const* codes
   }
 }
 
-// Adds what a query at `position` has for the distances to n keys from `first` on to their scores, in
-// units of log2, which lie `step` floats apart.
+// Adds the distance bias of a query at `position` to its scores of n keys from `first` on. Scores
+// are in units of log2, `step` floats apart.
 __attribute__((noinline)) inline void add_distance_bias(const AttentionArgs& a, int64_t token,
                                                         int64_t head, int64_t position,
                                                         int64_t first, int64_t n, float* scores,
                                                         int64_t step) {
-  const int64_t farthest = position - first;  // the distance to the first key; the next are nearer
+  const int64_t farthest = position - first;  // to the first key; later keys are nearer
   const int64_t begin = std::max<int64_t>(0, farthest - a.num_distances + 1);
   const int64_t end = std::min(n, farthest + 1);
   const ByHead& bias = a.distance_bias;
@@ -87,14 +87,15 @@ __attribute__((noinline)) inline void add_distance_bias(const AttentionArgs& a, 
   });
 }
 
-// What a sink adds to a sum of weights whose largest has score m. Not inline: few models have sinks.
+// The weight of a sink, to be added to a sum of weights with maximum score m. Not inline: few
+// models have sinks.
 __attribute__((noinline)) inline float sink_weight(const AttentionArgs& a, int64_t token,
                                                    int64_t head, float m) {
   const float sink = a.sinks[token * a.sink_stride + head] * kLog2e, top = std::max(m, sink);
   return std::exp2(sink - top) / std::exp2(m - top);
 }
 
-// Rounds acc / l to the output, after the sink has joined the softmax.
+// Writes acc / l to the output, rounded, after adding the sink to the softmax.
 template <class T>
 void write_output(const AttentionArgs& a, int64_t token, int64_t head, float m, float l,
                   const float* acc) {
@@ -124,13 +125,13 @@ void finish_row(const Plan& plan, const Item& item, int64_t row, float m, float 
   std::memcpy(to + 2, acc, a.v_dim * sizeof(float));
 }
 
-bool amx_ready();  // the CPU has bf16 tiles and the kernel lets this process use them
+bool amx_ready();  // the CPU has bf16 tiles, and Linux lets this process use them
 
-void run_stream(const Plan&, const Item&);      // one token, few heads: bound by memory
-void run_stream_amx(const Plan&, const Item&);  // the same with scores by AMX
-void run_tiles(const Plan&, const Item&);       // many rows: bound by arithmetic
-void run_chosen(const AttentionArgs&);          // all of a step whose positions are chosen
-bool amx_streams(const AttentionArgs&);         // whether run_stream_amx will take its tokens
-constexpr int64_t kMaxStreamRows = 8;           // heads of a group in either
+void run_stream(const Plan&, const Item&);      // one token, few heads: memory-bound
+void run_stream_amx(const Plan&, const Item&);  // the same with scores computed by AMX
+void run_tiles(const Plan&, const Item&);       // many rows: compute-bound
+void run_chosen(const AttentionArgs&);          // a whole step with chosen positions
+bool amx_streams(const AttentionArgs&);         // whether run_stream_amx supports this call
+constexpr int64_t kMaxStreamRows = 8;           // maximum heads per group, for both
 
 }  // namespace llmc

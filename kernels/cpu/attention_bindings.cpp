@@ -1,4 +1,4 @@
-// The torch side of attention: caches, what reads them, and what chooses keys for it.
+// Torch bindings of attention: cache writes, ops that read caches, and ops that choose keys.
 #include "bindings.h"
 
 #include "dtypes.h"
@@ -115,8 +115,8 @@ Tensor rope_write(const Tensor& query, const Tensor& key, const Tensor& value,
   return out;
 }
 
-// One float a head, or a token and head where it may be of `tokens`, in `kept` unless the tensor holds
-// them so; null where there is no `t`.
+// One float per head (or per token and head, if `tokens` is given), stored in `kept` unless the
+// tensor already has this form; null if there is no `t`.
 const float* to_floats(const optional<Tensor>& t, const char* name, int64_t heads,
                        std::vector<float>& kept, int64_t tokens = -1) {
   if (!t.has_value() || !t->defined()) return nullptr;
@@ -228,7 +228,7 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
 
 namespace {
 
-// What indexers of keys and of blocks have in common; the rest is up to them.
+// Arguments that indexers of keys and of blocks have in common.
 ChooseArgs choose_args(const Tensor& query, const Tensor& key, const Tensor& key_cache,
                        const Tensor& slot_mapping, const Tensor& query_start,
                        const Tensor& context_len, const Tensor& block_table, int64_t top_k) {

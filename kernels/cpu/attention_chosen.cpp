@@ -1,4 +1,4 @@
-// Attention of each query to the positions that were chosen for it: every row by its own address.
+// Attention of each query to the positions chosen for it: every cache row has its own address.
 #include "attention.h"
 #include "dtypes.h"
 #include "parallel.h"
@@ -8,13 +8,13 @@
 namespace llmc {
 namespace {
 
-constexpr int64_t kAhead = 8;  // rows: their addresses follow no pattern that hardware would see
+constexpr int64_t kAhead = 8;  // rows to prefetch, since hardware can't predict their addresses
 
 struct Row {  // a query of a request, and the KV head of some of its heads
   int64_t token, position, request, kv_head;
 };
 
-// One row of a cache in T: where it lies, or widened to `to` where the cache has 8 bits.
+// One row of a cache in T: in the cache itself, or dequantized to `to` for FP8 caches.
 template <class T>
 const T* row_at(const void* cache, Dtype dtype, int64_t offset, int64_t dim, T* to) {
   if (!is_fp8(dtype)) return static_cast<const T*>(cache) + offset;
@@ -45,7 +45,7 @@ void add_scaled(float* acc, float weight, const T* value, int64_t dim) {
   for (; i < dim; ++i) acc[i] += to_float(value[i]) * weight;
 }
 
-// Scores in units of log2, whose softmax is taken in place: the maximum and the sum of weights.
+// Turns scores in units of log2 into weights in place; returns the maximum and the sum of weights.
 void softmax(float* scores, int64_t n, float* top, float* sum) {
   v16f most = splat(-kInf), total{};
   int64_t i = 0;

@@ -1,14 +1,14 @@
-// Decode: one token against its keys, every K and V row read once for all heads of its group.
+// Decode: one token against its keys; every K and V row is read once for all heads of its group.
 //
-// Tiles of 64 keys: scores by dot products, softmax along the keys, then weights times values. The
-// next tile is prefetched meanwhile, since block tables defeat the hardware's prefetcher.
+// For each tile of 64 keys: scores by dot products, softmax along the keys, then weights times
+// values. Meanwhile the next tile is prefetched, since block tables defeat the hardware prefetcher.
 #include "stream_pairs.h"
 #include "sums.h"
 
 namespace llmc {
 namespace {
 
-// How rows of a cache meet queries, `kStep` elements at a time, and weights.
+// How rows of a cache are multiplied by queries, `kStep` elements at a time, and by weights.
 template <class T>
 struct PlainRows {
   using Element = T;
@@ -67,7 +67,7 @@ bool are_whole(const AttentionArgs& a) {
 }
 #endif
 
-// scores[g][key] for the keys of a tile; spare rows repeat the last.
+// scores[g][key] for the keys of a tile; rows past the end repeat the last.
 template <class Rows, int G>
 void tile_scores(const typename Rows::Element* const* keys,
                  const typename Rows::Element* const* next, int64_t dim, int64_t padded,
@@ -120,7 +120,7 @@ LLMC_INLINE void finish_scores(float* scores, int64_t first, int64_t n, const Tr
   }
 }
 
-// scores become weights 2^(score - m); m and l move on; returns the factor for what came before.
+// Turns scores into weights 2^(score - m) and updates m and l; returns the factor for earlier sums.
 LLMC_INLINE float softmax(float* scores, float& m, float& l) {
   v16f top = load(scores);
   for (int64_t i = kLanes; i < kTile; i += kLanes) top = vmax(top, load(scores + i));
@@ -136,12 +136,12 @@ LLMC_INLINE float softmax(float* scores, float& m, float& l) {
   return factor;
 }
 
-// One tile for all heads of a group, of which there are at most kMaxStreamRows. The products take up to
-// four heads at a time: the tile stays in the L1 cache between them.
+// One tile for all heads of a group (at most kMaxStreamRows). The products handle up to four heads
+// at a time; the tile stays in the L1 cache in between.
 template <class Rows, class Body>
 LLMC_INLINE void each_heads(const Tile<typename Rows::Element>& tile, int64_t group, const Body& body) {
   Tile<typename Rows::Element> rest = tile;
-  rest.next_keys = rest.next_values = nullptr;  // asked for once
+  rest.next_keys = rest.next_values = nullptr;  // prefetched only once
   const int64_t parts = (group + 3) / 4;
   for (int64_t i = 0; i < parts; ++i) {
     const int64_t first = group * i / parts, count = group * (i + 1) / parts - first;

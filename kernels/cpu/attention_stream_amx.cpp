@@ -1,7 +1,8 @@
-// Decode in bf16 on AMX: scores of 16 keys by all heads of a group at once, straight from the cache.
+// Decode in bf16 with AMX: scores of 16 keys for all heads of a group at once, directly from the
+// cache.
 //
-// Scores come with the heads in the lanes, so the softmax of all of them costs as much as that of
-// one. Used where the cache's blocks are whole tiles: 16 keys, 32 elements.
+// Scores have the heads in the lanes, so the softmax of all of them costs as much as that of one.
+// Used if the cache's blocks are whole tiles: 16 keys, 32 elements.
 #include "amx.h"
 #include "stream_values.h"
 
@@ -12,9 +13,9 @@ namespace {
 
 constexpr int64_t kTileRows = 16, kTileDim = 32;
 constexpr int64_t kTileWords = kTileRows * kLanes;
-constexpr int64_t kMinGroup = 4;  // measured: below, the dot products of run_stream are faster
+constexpr int64_t kMinGroup = 4;  // measured: for fewer, the dot products of run_stream are faster
 
-// scores[key][head] of four groups of 16 keys, fewer at the end of the context.
+// scores[key][head] for four groups of 16 keys, or fewer at the end of the context.
 void score_tile(const Tile<bf16>& tile, int64_t row_bytes, int64_t dim, const uint32_t* query,
                 float* scores) {
   const bf16* rows[4];
@@ -48,7 +49,7 @@ struct HeadState {
   v16f m, l, slope;
 };
 
-// Scores of the keys [begin, end) become weights; returns by what to scale the sums so far.
+// Turns the scores of keys [begin, end) into weights; returns the factor for the sums so far.
 v16f softmax(const AttentionArgs& a, float raw_scale, HeadState& h, float* scores, int64_t begin,
              int64_t end, float distance) {
   const bool plain = a.softcap <= 0 && a.slopes == nullptr && raw_scale > 0;

@@ -1,7 +1,7 @@
-// Prefill, and decode with many heads to a KV head: blocks of query rows against tiles of keys.
+// Prefill, and decode with many heads per KV head: blocks of query rows against tiles of keys.
 //
 // An item's rows are panels of 16 lanes. For each tile of 128 keys, K and V are packed once and
-// every panel that can see the tile takes its turn: scores, softmax, weights times values.
+// used by every panel that can see the tile: scores, softmax, weights times values.
 #include "tile_engine.h"
 
 #ifdef LLMC_AMX
@@ -14,7 +14,7 @@ namespace {
 
 struct Panel {  // sixteen query rows; lanes past the last row see nothing
   v16f m, l;
-  v16i first, last;  // keys each lane sees, inclusive
+  v16i first, last;  // keys visible to each lane, inclusive
   v16f position, slope;
   int64_t least_first, most_first, least_last, most_last;
 };
@@ -43,7 +43,7 @@ void init_panel(const Plan& plan, const Item& item, int64_t row, int64_t rows, P
   }
 }
 
-// Softcap, slopes and masks, where a tile needs any of them. Leaves scores in units of log2.
+// Applies softcap, slopes and masks, if the tile needs them. The result is in units of log2.
 void transform(const AttentionArgs& a, const Panel& p, float raw_scale, float* scores,
                int64_t first, int64_t n, bool plain, bool masked) {
   for (int64_t k = 0; k < n; ++k) {
@@ -62,7 +62,7 @@ void transform(const AttentionArgs& a, const Panel& p, float raw_scale, float* s
   }
 }
 
-// What each row of a panel adds for distances, to transformed scores.
+// Adds each row's distance biases to the transformed scores of a panel.
 void add_distances(const Plan& plan, const Item& item, int64_t row, int64_t rows, float* scores,
                    int64_t first, int64_t n) {
   for (int64_t lane = 0; lane < kLanes && row + lane < rows; ++lane) {
@@ -72,8 +72,8 @@ void add_distances(const Plan& plan, const Item& item, int64_t row, int64_t rows
   }
 }
 
-// Scores of n keys, times `scale`, become weights for the next product. Rows of acc are rescaled
-// only when a maximum moved.
+// Turns scores of n keys, times `scale`, into weights for the next product. Rows of acc are
+// rescaled only if a maximum changed.
 template <class E>
 void softmax(Panel& p, float* scores, int64_t n, int64_t padded_n, float scale, uint32_t* weights,
              float* acc, int64_t v_dim) {
@@ -85,7 +85,7 @@ void softmax(Panel& p, float* scores, int64_t n, int64_t padded_n, float scale, 
   }
   if (k < n) top0 = vmax(top0, load(scores + k * kLanes));
   const v16f m = vmax(p.m, vmax(top0, top1) * scale);
-  const v16f base = select(m == splat(-kInf), v16f{}, m);  // a lane that has seen nothing yet
+  const v16f base = select(m == splat(-kInf), v16f{}, m);  // for lanes without visible keys so far
   const v16i moved = m != p.m;
   bool any = false;
   for (int i = 0; i < kLanes; ++i) any |= moved[i] != 0;
@@ -115,7 +115,7 @@ void finish(const Plan& plan, const Item& item, const Panel& p, int64_t row, int
     finish_row<typename E::T>(plan, item, row + lane, p.m[lane], p.l[lane], lines + lane * v_dim);
 }
 
-// Pointers to n key and value rows from `first` on, as T: those of 8 bits are widened to `to`.
+// Pointers to n key and value rows from `first` on, as T: FP8 rows are dequantized to `to`.
 template <class T>
 void find_wide_rows(const AttentionArgs& a, const Item& item, int64_t first, int64_t n, T* to,
                     const T** keys, const T** values) {
@@ -221,7 +221,7 @@ void run_tiles(const Plan& plan, const Item& item) {
 
 bool amx_ready() {
 #ifdef LLMC_AMX
-  // Linux hands out the tile registers on request, once for the whole process
+  // Linux grants the tile registers on request, once for the whole process
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return granted;

@@ -1,4 +1,5 @@
-// The torch side: schemas, checks of what the kernels take on trust, and outputs. Norms, linears, sampling.
+// Torch bindings: checks of everything that the kernels assume, and outputs. Norms, linears,
+// sampling.
 #include "bindings.h"
 
 #include "dtypes.h"
@@ -27,8 +28,8 @@ void check(const Tensor& t, const char* name, at::ScalarType dtype, int64_t dims
 
 namespace {
 
-// Rows of the last dimension; copies only where outer strides do not fit three sizes. `kept` holds
-// the copy.
+// A tensor as rows of its last dimension; copies to `kept` only if the outer dimensions can't be
+// expressed with three strides.
 Rows rows_of(const Tensor& given, Tensor& kept) {
   TORCH_CHECK(given.dim() >= 1, "a row op needs at least one dimension");
   const Tensor& t = at::dense_rows(given, kept);
@@ -37,7 +38,7 @@ Rows rows_of(const Tensor& given, Tensor& kept) {
   for (int64_t d = t.dim() - 2; d >= 0; --d) {
     if (t.size(d) == 1) continue;
     if (used < 3 && t.stride(d) == rows.stride[used] * rows.size[used]) {
-      rows.size[used] *= t.size(d);  // one stride serves both
+      rows.size[used] *= t.size(d);  // one stride covers both dimensions
       continue;
     }
     if (used == 0) {
@@ -83,7 +84,7 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
   Tensor kept_x, kept_residual;
   Rows x_rows = rows_of(x, kept_x), res_rows = rows_of(residual, kept_residual);
   for (int d = 0; d < 3; ++d)
-    if (x_rows.size[d] != res_rows.size[d]) {  // folded differently: make both dense
+    if (x_rows.size[d] != res_rows.size[d]) {  // folded differently: make both contiguous
       kept_x = x.contiguous(), kept_residual = residual.contiguous();
       x_rows = rows_of(kept_x, kept_x), res_rows = rows_of(kept_residual, kept_residual);
     }
@@ -113,8 +114,8 @@ Tensor act_mul(const Tensor& gate_up, const std::string& act) {
 
 namespace {
 
-// x where its rows end at a whole tile, else a view of a copy with zeros beyond their ends: oneDNN's
-// tiles multiply what lies there by zero, and a NaN would spread.
+// x if its rows fill whole tiles, else a view of a copy with zeros past their ends: oneDNN's tiles
+// multiply the memory there by zero, so a NaN would propagate.
 const Tensor& zero_padded(const Tensor& x, Tensor& kept) {
   const int64_t depth = x.size(-1), past = (32 - depth % 32) % 32;
   if (past == 0) return x;

@@ -1,4 +1,4 @@
-// What the bindings share: dtypes of tensors, and the ops that others are made of.
+// Shared by the bindings: dtypes of tensors, and ops that other ops are composed of.
 #pragma once
 
 #include "recording.h"
@@ -21,8 +21,8 @@ namespace ops {
 Tensor rms_norm(const Tensor& x, const optional<Tensor>& weight, double eps, double offset);
 Tensor act_mul(const Tensor& gate_up, const std::string& act);
 Tensor linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias);
-// x [B, M, K] times mat2 [B, K, N] to `out` [B, M, N], whose rows are dense. Matrices of `mat2` lie as
-// weights do, [channels, depth], or turned.
+// x [B, M, K] times mat2 [B, K, N] to `out` [B, M, N] with contiguous rows. Matrices of `mat2` are
+// stored like weights, [channels, depth], or transposed.
 void multiply(const Tensor& x, const Tensor& mat2, const Tensor& out);
 Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start, const Tensor& context_len,

@@ -1,10 +1,10 @@
 """Finds or compiles the library of C++ ops, and loads it into torch.
 
-A wheel brings one for every level of instructions. Else it is built once per machine, for this
-level, into `<cache>/cpu/<key>/ops.so`; the key covers everything that it depends on. Beside a
-library lies a manifest, which tells one that is torn or of other sources. A build is made aside and
-renamed into place, so any number of processes may build at once. `start_build()` returns at once;
-`load()` waits.
+A wheel contains one with kernels for every instruction set level. Otherwise it is built once per
+machine, for its level, into `<cache>/cpu/<key>/ops.so`; the key covers everything that the library
+depends on. A manifest next to the library detects corruption or different sources. A build uses a
+temporary folder that is renamed into place, so any number of processes can build concurrently.
+`start_build()` returns immediately; `load()` waits.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from llmc.kernels.cpu.levels import Level, pick_level
 
 _log = logging.getLogger("llmc.kernels.cpu")
 _lock = threading.Lock()
-_state: dict[str, bool] = {}  # "loaded": what load() returned
+_state: dict[str, bool] = {}  # "loaded": the result of load()
 _loaded_from: list[Path] = []  # the library, once it is loaded
-_builds: list[Build] = []  # the newest one, if any
+_builds: list[Build] = []  # the latest one, if any
 _start_lock = threading.Lock()
 _STALE_SECONDS = 3600
 _PROGRESS_LINES = 5  # in the log
@@ -47,11 +47,11 @@ PREBUILT = Path(__file__).parent / "prebuilt"  # in a wheel
 
 
 class BuildError(LlmcError):
-    """The C++ ops can't be built here; the message holds the compiler's first error."""
+    """The C++ ops can't be built here; the message contains the compiler's first error."""
 
 
 def cache_root() -> Path:
-    """The folder of `cache_dir` for this module, made and checked."""
+    """This module's folder in `cache_dir`, created and checked."""
     root = cache_dir()
     folder = root / "cpu"
     for path in (root, folder):
@@ -60,7 +60,7 @@ def cache_root() -> Path:
         if info.st_uid != os.getuid():
             raise BuildError(
                 f"the cache folder {path} belongs to user {info.st_uid}, so code in it can't be "
-                "trusted; set LLMC_CACHE_DIR to a folder of your own"
+                "trusted; set LLMC_CACHE_DIR to a folder that you own"
             )
         if info.st_mode & 0o077:
             path.chmod(0o700)
@@ -68,7 +68,7 @@ def cache_root() -> Path:
 
 
 def _manifest(folder: Path) -> dict[str, Any] | None:
-    """What is written of the library in `folder`; None unless it is the one that was written."""
+    """The manifest of the library in `folder`; None if it is missing or does not match."""
     library = folder / "ops.so"
     try:
         manifest: dict[str, Any] = json.loads((folder / "ops.json").read_text())
@@ -85,7 +85,7 @@ def _find_prebuilt(level: Level) -> Path | None:
     if manifest is None:
         fault = "is damaged"
     elif manifest.get("sources") != sources_digest():
-        fault = "was made from another version of its sources"
+        fault = "was built from another version of its sources"
     elif level.name not in manifest.get("levels", ()):
         fault = f"has no kernels for {level.name}"
     else:
@@ -95,21 +95,21 @@ def _find_prebuilt(level: Level) -> Path | None:
 
 
 def is_obtainable() -> bool:
-    """Whether the C++ ops came with this package, or there is a compiler to build them."""
+    """Whether the C++ ops came with this package or a compiler is available to build them."""
     if pick_level() is None:
         return False
     return (PREBUILT / "ops.so").exists() or find_toolchain() is not None
 
 
 def _remove_stale(cache: Path) -> None:
-    """Delete what builders that died have left."""
+    """Delete leftovers of builds that were killed."""
     for path in (*cache.glob("tmp-*"), *cache.glob("objects-*")):
         if time.time() - path.stat().st_mtime > _STALE_SECONDS:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _publish(made: Path, folder: Path) -> None:
-    """Rename a finished build into place; one that another process put there first serves too."""
+    """Rename a finished build into place, unless another process was first with a valid one."""
     try:
         made.rename(folder)
     except OSError:
@@ -118,7 +118,7 @@ def _publish(made: Path, folder: Path) -> None:
 
 
 class Build:
-    """A build in progress, or a library that was there. `level`: None where none fits."""
+    """A build in progress, or an existing library. `level` is None if this machine has none."""
 
     def __init__(self, level: Level | None, *, may_be_prebuilt: bool) -> None:
         self.level = level
@@ -139,7 +139,7 @@ class Build:
 
     def _find(self) -> Path:
         if self.level is None:
-            raise BuildError("they need the instructions of x86-64-v3 (AVX2), or an aarch64 CPU")
+            raise BuildError("they require an x86-64-v3 (AVX2) or aarch64 CPU")
         folder = _find_prebuilt(self.level) if self._may_be_prebuilt else None
         return folder or self._make(find_toolchain(), self.level)
 
@@ -147,7 +147,7 @@ class Build:
         if toolchain is None:
             raise BuildError(
                 "no C++ compiler was found; install the package g++ (gcc-c++ on Fedora and RHEL), "
-                "or name a compiler in $CXX"
+                "or set $CXX to a compiler"
             )
         cache = cache_root()
         folder = cache / toolchain.key([level])
@@ -166,9 +166,9 @@ class Build:
             )
             if error is None:
                 _publish(made, folder)
-            elif _manifest(folder) is None:  # else another process was first, and tidied up
+            elif _manifest(folder) is None:  # else another process was first and removed objects
                 raise BuildError(f"{toolchain.compiler[0]} failed: {error}")
-        except OSError:  # the same, before this one could put down an object
+        except OSError:  # the same, before this process could store an object
             if _manifest(folder) is None:
                 raise
         finally:
@@ -183,7 +183,7 @@ class Build:
 
     @property
     def progress(self) -> str:
-        """How far the build is, for people."""
+        """A human-readable progress message."""
         done, count = self._files
         return f"building the C++ ops, {done} of {count} files" if count else "building the C++ ops"
 
@@ -192,8 +192,8 @@ class Build:
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """The library's path, once it is there. Raises BuildError."""
-        while self._thread.is_alive():  # short waits, so that a BackgroundThread can be ended
+        """Wait for the library and return its path. Raises BuildError."""
+        while self._thread.is_alive():  # short waits, so that a BackgroundThread can be stopped
             self._thread.join(0.1)
         if self._error is not None:
             raise self._error
@@ -202,10 +202,10 @@ class Build:
 
 
 def start_build(*, may_be_prebuilt: bool = True) -> Build:
-    """Begin to build, or to find the library; compilers run beside this process.
+    """Start to find or build the library; compilers run in the background.
 
-    While a build is under way it is the one that is returned. Raises ConfigError where
-    $LLMC_CPU_TARGET is wrong.
+    If a build is already in progress, it is returned. Raises ConfigError if $LLMC_CPU_TARGET is
+    invalid.
     """
     level = pick_level()
     with _start_lock:
@@ -227,14 +227,14 @@ def _load_library() -> None:
     path = build.wait()
     try:
         load_library(str(path))
-    except OSError as error:  # whole, yet unfit: such as for a libc that was replaced since
+    except OSError as error:  # intact but unusable, for example after libc was replaced
         _log.warning("can't load %s (%s); building it again", path, error)
         if path.parent != PREBUILT:
             shutil.rmtree(path.parent, ignore_errors=True)
         build = start_build(may_be_prebuilt=False)
         path = build.wait()
         load_library(str(path))
-    assert build.level is not None, "what was built has a level"
+    assert build.level is not None, "a finished build has a level"
     use_level = ctypes.CDLL(str(path)).llmc_use_level
     use_level.argtypes, use_level.restype = [ctypes.c_char_p], ctypes.c_bool
     if not use_level(build.level.name.encode()):
@@ -244,14 +244,14 @@ def _load_library() -> None:
 
 
 def library_path() -> Path:
-    """The library that `load` has loaded."""
+    """The library that `load` loaded."""
     return _loaded_from[0]
 
 
 def load() -> bool:
-    """Build if needed and load the C++ ops. False, after one warning, where that is impossible.
+    """Load the C++ ops, building them if needed. Returns False, after one warning, if that fails.
 
-    Raises ConfigError where $LLMC_CPU_TARGET is wrong.
+    Raises ConfigError if $LLMC_CPU_TARGET is invalid.
     """
     with _lock:
         if "loaded" not in _state:
@@ -260,8 +260,8 @@ def load() -> bool:
                 _state["loaded"] = True
             except (BuildError, OSError) as error:
                 _log.warning(
-                    "the C++ ops are missing, so each runs from its reference in Python, several "
-                    "times slower: %s",
+                    "the C++ ops are not available, so each op uses its Python reference, which is "
+                    "several times slower: %s",
                     error,
                 )
                 _state["loaded"] = False

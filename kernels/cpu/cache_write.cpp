@@ -1,4 +1,4 @@
-// write_kv and rope_write: what puts a step's keys and values into the paged cache.
+// write_kv and rope_write: they write a step's keys and values to the paged cache.
 #include "dtypes.h"
 #include "fp8.h"
 #include "kernels.h"
@@ -10,13 +10,13 @@
 namespace llmc {
 namespace {
 
-template <class T>  // of the cache's elements
+template <class T>  // the type of the cache's elements
 T* slot_pointer(void* cache, const int64_t stride[3], int64_t block_size, int64_t slot, int64_t h) {
   return static_cast<T*>(cache) + slot / block_size * stride[0] + h * stride[1] +
          slot % block_size * stride[2];
 }
 
-// Rows of a cache of the inputs' own type...
+// Rows of a cache with the inputs' type...
 template <class T>
 struct SameCache {
   using Element = T;
@@ -30,7 +30,7 @@ struct SameCache {
   }
 };
 
-// ... and of one of 8 bits.
+// ... and of an FP8 cache.
 template <class T, Dtype kDtype>
 struct Fp8Cache {
   using Element = uint8_t;
@@ -73,7 +73,7 @@ void write_rows(const WriteArgs& w) {
   });
 }
 
-// One head: norm and rotation, by way of `x`, to `y`: float rows of at least `dim` + 16.
+// Normalizes and rotates one head to `y`, with `x` as scratch: float rows of at least `dim` + 16.
 template <class T>
 void turn_head(const RopeArgs& a, const T* in, const void* norm, const float* cos, const float* sin,
                float* __restrict__ x, float* __restrict__ y) {
@@ -139,7 +139,7 @@ void rope_rows(const RopeArgs& a) {
   });
 }
 
-// run(Cache()) with what the cache's type calls for.
+// Calls run(Cache()) with the class for the cache's type.
 template <class T, class Run>
 void with_cache(const WriteArgs& w, const Run& run) {
   if (w.cache == Dtype::e4m3) return run(Fp8Cache<T, Dtype::e4m3>());

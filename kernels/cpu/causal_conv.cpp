@@ -1,5 +1,5 @@
-// causal_conv: a block of channels at a time. The weights and the inputs before the tokens lie tap
-// by tap in memory; turned, a lane is a channel.
+// causal_conv: a block of channels at a time. In memory, the taps of a channel's weight and earlier
+// inputs are adjacent; they are transposed so that a lane is a channel.
 #include <algorithm>
 #include <utility>
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kBlock = 256;  // channels
 
-// to[j][c] = from[c][j] for n channels; `kTaps` where it is known, so that the loop is unrolled.
+// to[j][c] = from[c][j] for n channels; `kTaps` if known at compile time, to unroll the loop.
 template <int kTaps, class T>
 void turn(const T* from, int64_t taps, int64_t n, float (*to)[kBlock]) {
   const int64_t count = kTaps ? kTaps : taps;
@@ -32,7 +32,7 @@ void block(const ConvArgs& a, const Span& s, int64_t first, int64_t n) {
   constexpr int kPast = kTaps ? kTaps - 1 : 0;
   const int64_t taps = kTaps ? kTaps : a.taps;
   alignas(64) float weight[kMaxTaps][kBlock], lines[kMaxTaps][kBlock], bias[kBlock], out[kBlock];
-  float* input[kMaxTaps];  // the oldest first; the last one is the token's
+  float* input[kMaxTaps];  // oldest first; the last is the token's
   for (int64_t j = 0; j < taps; ++j) input[j] = lines[j];
   turn<kTaps>(static_cast<const T*>(a.weight) + first * taps, taps, n, weight);
   T* state = static_cast<T*>(a.state) + (s.slot * a.channels + first) * (taps - 1);

@@ -1,8 +1,8 @@
 // choose_keys and choose_blocks: a sparse indexer's scores over the context of each token, and the
-// best of them.
+// choice of the best.
 //
-// Keys stand in lanes: sixteen of them are turned once for all heads, so that a score is a chain of
-// products with one number of the query, and is the same whatever else is in the step.
+// Keys are lanes: sixteen of them are transposed once for all heads. A score is then a chain of
+// multiply-adds with one number of the query, and does not depend on what else is in the step.
 #include "arena.h"
 #include "dtypes.h"
 #include "kernels.h"
@@ -15,12 +15,12 @@
 namespace llmc {
 namespace {
 
-constexpr int64_t kStretch = 512;          // keys of a unit of work
-constexpr int64_t kRoundScores = 1 << 22;  // floats that scores of a round may take
+constexpr int64_t kStretch = 512;          // keys per work item
+constexpr int64_t kRoundScores = 1 << 22;  // maximum floats for the scores of a round
 
 struct Query {
   int64_t token, request, keys;
-  int64_t scores;  // where its own begin among those of the round: [keys], of blocks [heads, keys]
+  int64_t scores;  // offset of its scores in the round's: [keys], or [heads, keys] for blocks
 };
 
 struct Stretch {
@@ -104,7 +104,7 @@ void score(const ChooseArgs& a, const Query& q, int64_t first, float* scores) {
   }
 }
 
-// Orders as (score, earlier token first); no two are equal.
+// Sorts by score, then by earlier token; there are no ties.
 uint64_t rank_of(float score, int64_t position) {
   uint32_t bits;
   std::memcpy(&bits, &score, sizeof bits);
@@ -113,7 +113,7 @@ uint64_t rank_of(float score, int64_t position) {
   return uint64_t(bits) << 32 | (0xffffffffu - uint32_t(position));
 }
 
-// The numbers of the top_k highest of `count` scores, which are more.
+// The indices of the top_k highest of `count` scores, where `count` > top_k.
 void pick(const float* scores, int64_t count, int64_t top_k, int32_t* out) {
   static thread_local std::vector<uint64_t> ranks;
   ranks.resize(count);
@@ -125,7 +125,7 @@ void pick(const float* scores, int64_t count, int64_t top_k, int32_t* out) {
     if (rank_of(scores[i], i) >= least) *out++ = int32_t(i);
 }
 
-// Scores of blocks in place of those of their keys [keys]; -> how many there are.
+// Replaces the scores of keys [keys] by those of their blocks; returns the number of blocks.
 int64_t score_blocks(const ChooseArgs& a, float* scores, int64_t keys) {
   const int64_t size = a.sparse_block_size, count = (keys + size - 1) / size;
   for (int64_t i = 0; i < count; ++i) {
@@ -145,7 +145,7 @@ void pick_all(const ChooseArgs& a, const Query& q, float* scores) {
   }
 }
 
-// Scores and choices of some queries, all of which see more keys than they choose.
+// Scores and choices for queries that see more keys than they choose.
 template <class T>
 void choose(const ChooseArgs& a, const std::vector<Query>& queries, std::vector<float>& scores) {
   std::vector<Stretch> stretches;
@@ -158,7 +158,7 @@ void choose(const ChooseArgs& a, const std::vector<Query>& queries, std::vector<
   }
   if (int64_t(scores.size()) < all_scores) scores.resize(all_scores);
   float* all = scores.data();
-  const int64_t cost = a.heads * a.head_dim / 8;  // of a key
+  const int64_t cost = a.heads * a.head_dim / 8;  // per key
   const int64_t count = int64_t(stretches.size());
   parallel_rows(count, keys * cost / count, a.threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -177,7 +177,7 @@ void choose(const ChooseArgs& a, const std::vector<Query>& queries, std::vector<
 
 void choose_keys(const ChooseArgs& a) {
   with_type(a.dtype, [&](auto t) { write_keys<decltype(t)>(a); });
-  // choices of a token are rows of `out`, each among so many keys or blocks
+  // a token's choices are `rows` rows of `out`; each chooses among blocks of `size` keys
   const int64_t rows = a.weights ? 1 : a.heads, size = a.weights ? 1 : a.sparse_block_size;
   std::fill(a.out, a.out + a.tokens * rows * a.top_k, -1);
   std::vector<Query> queries;

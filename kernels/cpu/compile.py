@@ -1,9 +1,8 @@
 """Runs the C++ compiler: which one, with which flags, and the key that names the result.
 
-The kernels are compiled once for each level of instructions; what is left, the bindings, the list
-of levels and the team of threads, runs on any processor. Nothing of torch is needed to build
-(torch_abi.h), and the library, which names libtorch_cpu as what it needs, serves any torch from
-2.11 on.
+The kernels are compiled once for each instruction set level. The rest (the bindings, the list of
+levels and the thread pool) runs on any processor. Torch is not needed to build (torch_abi.h). The
+library only names libtorch_cpu as a dependency, so it works with any torch from 2.11 on.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from pathlib import Path
 from llmc.kernels.cpu.levels import Level
 
 SOURCES = Path(__file__).parent
-OnFile = Callable[[int, int], None]  # files that are compiled, and all of them
+OnFile = Callable[[int, int], None]  # (files compiled so far, total files)
 _TORCH = "libtorch_cpu.so"
 _COMPILERS = ("g++", "clang++", "c++")
-_GLUE = ("levels.cpp", "recording.cpp", "team.cpp")  # beside the bindings
+_GLUE = ("levels.cpp", "recording.cpp", "team.cpp")  # in addition to the bindings
 _FLAGS = ("-std=c++20", "-fPIC", "-pthread", "-w")
-# What nearly every source includes: parsed once a library, not by every file again.
+# Included by nearly every source: parsed once per library instead of once per file.
 _KERNEL_HEADERS = ("vec.h", "dtypes.h", "parallel.h", "kernels.h", "<functional>", "<numeric>")
 _GLUE_HEADERS = ("bindings.h",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolchain:
-    """A compiler and what it says of itself."""
+    """A compiler and its version line."""
 
     compiler: tuple[str, ...]
     version: str
@@ -45,7 +44,7 @@ class Toolchain:
         return "clang" in self.version.lower()
 
     def key(self, levels: Sequence[Level]) -> str:
-        """Names a library by all it is made from and for."""
+        """A key that identifies a library by its compiler, flags, levels and sources."""
         hasher = hashlib.sha256()
         flags = [flag for level in levels for flag in (level.name, *level.flags)]
         for part in (*self.compiler, self.version, *_FLAGS, *flags):
@@ -55,7 +54,7 @@ class Toolchain:
 
 
 def kernel_sources() -> list[Path]:
-    """What is compiled once a level."""
+    """The sources that are compiled once per level."""
     return [path for path in sources() if not _runs_anywhere(path)]
 
 
@@ -71,7 +70,7 @@ def sources_digest() -> str:
 
 
 def write_manifest(library: Path, levels: Sequence[Level]) -> None:
-    """Write beside the library what it is and what it was made from."""
+    """Write a manifest next to the library: its digest, levels and source digest."""
     manifest = {
         "library": digest(library),
         "sources": sources_digest(),
@@ -89,7 +88,7 @@ def _runs_anywhere(source: Path) -> bool:
 
 
 def find_toolchain() -> Toolchain | None:
-    """$CXX if it is set (and then nothing else), or the first compiler on the path."""
+    """$CXX if it is set (and only that), otherwise the first compiler on the path."""
     given = os.environ.get("CXX")
     for candidate in (given,) if given else _COMPILERS:
         command = shlex.split(candidate)
@@ -109,9 +108,9 @@ def object_command(
     *,
     headers: Path | None = None,
 ) -> list[str]:
-    """Compiles one source: a kernel for the one level given, anything else for any processor.
+    """The command for one source: a kernel for the one given level, others for any processor.
 
-    `headers`: the folder of `compile_headers`.
+    `headers`: the folder given to `compile_headers`.
     """
     is_kernel = source in kernel_sources()
     flags = _flags(toolchain, levels, is_kernel=is_kernel)
@@ -131,7 +130,7 @@ def _flags(toolchain: Toolchain, levels: Sequence[Level], *, is_kernel: bool) ->
     if not toolchain.is_clang:
         flags.append(
             "-fno-gnu-unique"
-        )  # statics that no linker may hide in a level (_seal_commands)
+        )  # GNU unique symbols could not be made local to a level (_seal_commands)
     return [*_FLAGS, *flags]
 
 
@@ -140,8 +139,8 @@ def _headers_file(folder: Path, levels: Sequence[Level], *, is_kernel: bool) -> 
 
 
 def compile_headers(toolchain: Toolchain, folder: Path, levels: Sequence[Level]) -> str | None:
-    """Compile into `folder` what the sources share, for each level and for the glue; the first
-    error, or None. A compiler that can't use the result reads the headers as they are."""
+    """Precompile shared headers into `folder`, for each level and for the glue. Returns the first
+    error, or None. A compiler that can't use the result parses the plain headers."""
     commands = []
     for kernel_levels in (*([level] for level in levels), None):
         is_kernel = kernel_levels is not None
@@ -156,7 +155,7 @@ def compile_headers(toolchain: Toolchain, folder: Path, levels: Sequence[Level])
 
 
 def _stub_command(toolchain: Toolchain, stub: Path) -> list[str]:
-    """Makes an empty library of the name of torch's: all that the linker has to know of torch."""
+    """The command that makes an empty library with the name of torch's, for the linker."""
     shared = [*toolchain.compiler, "-shared", "-nostdlib", f"-Wl,-soname,{_TORCH}"]
     return [*shared, "-x", "c", os.devnull, "-o", str(stub)]
 
@@ -179,14 +178,14 @@ def _link_command(
 def _seal_commands(
     toolchain: Toolchain, objects: Sequence[Path], target: Path, level: Level
 ) -> list[list[str]]:
-    """Make one object of a level's, with nothing visible but its table.
+    """Combine a level's objects into one in which only its table is visible.
 
-    Else the linker would keep one copy of what several levels instantiate (std::vector's growth),
-    perhaps that of a level which this processor lacks.
+    Otherwise the linker would keep one copy of code that several levels instantiate (such as
+    std::vector's growth), possibly from a level that this processor does not support.
     """
     asked = [*toolchain.compiler, "-print-prog-name=objcopy"]
     objcopy = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    groups = "-Wl,--force-group-allocation"  # no longer shared by name among objects
+    groups = "-Wl,--force-group-allocation"  # so sections are not merged by name across levels
     return [
         [*toolchain.compiler, "-r", "-nostdlib", groups, *map(str, objects), "-o", str(target)],
         [objcopy, f"--keep-global-symbol={level.symbol}", str(target)],
@@ -194,7 +193,7 @@ def _seal_commands(
 
 
 def first_error(output: str) -> str:
-    """The line of a compiler's or linker's output that says what is wrong."""
+    """The first line of a compiler's or linker's output that reports an error."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith("collect2:")] or lines
     for line in lines:
@@ -209,7 +208,7 @@ def run_all(
     on_file: OnFile | None,
     on_success: Callable[[list[str]], None] | None = None,
 ) -> str | None:
-    """Run commands, as many at once as there are cores; the first error, or None."""
+    """Run commands in parallel, one per core. Returns the first error, or None."""
     limit = os.cpu_count() or 1
     waiting = list(reversed(commands))
     running = dict[subprocess.Popen[bytes], tuple[Path, list[str]]]()
@@ -236,7 +235,7 @@ def run_all(
                     on_file(len(commands) - len(waiting) - len(running), len(commands))
             if not ended:
                 time.sleep(0.02)
-    finally:  # none is left behind by an error of ours
+    finally:  # leave no processes behind if an exception is raised here
         for process in running:
             process.kill()
             process.wait()
@@ -251,10 +250,10 @@ def compile_library(
     *,
     objects_folder: Path | None = None,
 ) -> str | None:
-    """Build `library` with these levels; the compiler's first error line, or None.
+    """Build `library` with these levels. Returns the compiler's first error line, or None.
 
-    Objects that lie in `objects_folder` are taken as they are; those made are moved there, each
-    when it is whole, so that a build that was ended goes on where it stopped.
+    Objects in `objects_folder` are reused. New ones are moved there when they are complete, so that
+    an interrupted build continues where it stopped.
     """
     folder = library.parent
     kept = objects_folder or folder
@@ -281,7 +280,7 @@ def compile_library(
         objects.append(kept / f"{source.stem}.o")
         if not objects[-1].exists():
             compile_to(source, objects[-1].name, levels)
-    # the slowest first, so that the others fit beside it
+    # start the slowest ones first, to balance the load
     compiles.sort(key=lambda sized: -sized[0])
 
     def keep(command: list[str]) -> None:

@@ -1,5 +1,5 @@
 // delta_rule: some columns of one head's state at a time, over a request's tokens. A token reads
-// the columns twice: once for what the key and the query find, once to write the correction. The
+// the columns twice: once for their products with key and query, once to add the correction. The
 // second time they are in the cache, so a decode step costs one read and one write of the state.
 #include <cmath>
 #include <vector>
@@ -10,11 +10,11 @@
 namespace llmc {
 namespace {
 
-// A decode step streams the state: long stretches of its rows. Otherwise the columns stay in the
-// first cache from token to token.
+// A decode step streams the state, so it uses long segments of its rows. Otherwise the columns stay
+// in the L1 cache from token to token.
 constexpr int64_t kWide = 4, kNarrow = 2;  // in vectors
 
-struct Token {  // [D] each: key and query as they are, and times the decay
+struct Token {  // [D] each: key and query, without and with the decay
   float *key, *query, *decay, *kept_key, *kept_query;
   float match;  // query . key
 };
@@ -37,7 +37,7 @@ void prepare(const DeltaArgs& a, int64_t t, int64_t head, Token& token) {
   token.match = sum_lanes(match);
 }
 
-// kVectors of columns: from -> to (which may be the same), value -> out.
+// kVectors vectors of columns: from -> to (which can be the same), value -> out.
 template <int kVectors>
 void apply(const Token& token, int64_t dim, const float* from, int64_t from_stride, float* to,
            int64_t to_stride, const float* value, float beta, float* out) {

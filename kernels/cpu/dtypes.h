@@ -1,4 +1,4 @@
-// From a dtype known at run time to a type.
+// Dispatches a run-time dtype to a type.
 #pragma once
 
 #include "kernels.h"

@@ -1,5 +1,5 @@
-// Routed experts: rows that picked the same expert are gathered, multiplied by its weight in one go,
-// and put back. The product is that of the linear or the quantized_linear op.
+// Routed experts: rows with the same expert are gathered, multiplied by its weight in one product,
+// and scattered back. The product is that of the linear or the quantized_linear op.
 #pragma once
 
 #include "bindings.h"
@@ -9,7 +9,7 @@
 
 namespace llmc::ops {
 
-// multiply(rows, k) is a dense [rows, channels]: those of `x` that picked expert k, by its weight.
+// multiply(rows, k) returns a contiguous [rows, channels]: rows of `x` for expert k, by its weight.
 template <class Multiply>
 Tensor by_expert(const Tensor& x, const Tensor& expert, int64_t experts, int64_t channels,
                  const Multiply& multiply) {
@@ -19,7 +19,7 @@ Tensor by_expert(const Tensor& x, const Tensor& expert, int64_t experts, int64_t
   const int64_t rows = x.size(0);
   const Tensor input = x.contiguous(), picked = expert.contiguous();
   Tensor out = at::empty({rows, channels}, x.scalar_type());
-  at::leave_out();  // which rows go where is read here
+  at::leave_out();  // the routing is read here, so the op can't be replayed
   const int64_t* e = picked.data_ptr<int64_t>();
   std::vector<std::vector<int64_t>> of(experts);
   for (int64_t r = 0; r < rows; ++r)
@@ -48,7 +48,7 @@ Tensor by_expert(const Tensor& x, const Tensor& expert, int64_t experts, int64_t
   return out;
 }
 
-// x, which is dense, by a weight [depth, channels].
+// Contiguous x times a weight [depth, channels].
 inline Tensor by_columns(const Tensor& x, const Tensor& weight, const Tensor* bias) {
   Tensor kept;
   const Tensor& rows = at::dense_rows(weight, kept);

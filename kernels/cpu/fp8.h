@@ -1,7 +1,7 @@
-// Eight-bit floats of the KV cache: e4m3 (no infinities, 448 at most) and e5m2 (57344 at most).
+// FP8 formats of the KV cache: e4m3 (no infinities, maximum 448) and e5m2 (maximum 57344).
 //
-// Every one of them is a bfloat16 exactly, so reading goes through a table of the 128 magnitudes;
-// writing saturates and rounds to nearest, ties to even, with integer arithmetic.
+// All their values are exact in bfloat16, so reads use a table of the 128 magnitudes. Writes
+// saturate and round to nearest, ties to even, with integer arithmetic.
 #pragma once
 
 #include "kernels.h"
@@ -29,7 +29,7 @@ LLMC_INLINE v16u encode(v16f x, const Fp8Format& f) {
   v16f a = (v16f)((v16u)x & 0x7fffffffu);
   const v16u nan = (v16u)(a != a);
   a = select(a > splat(f.largest), splat(f.largest), a);
-  // below the least normal the step is constant: adding 2^23 steps leaves their count in the bits
+  // for subnormals the step is constant: adding 2^23 steps leaves the step count in the low bits
   const int step = 1 - f.bias - f.mantissa;
   const v16u shifter = (v16u)splat_int((127 + 23 + step) << 23);
   const v16u low = (v16u)(a + (v16f)shifter) - shifter;
@@ -102,7 +102,7 @@ LLMC_INLINE void put(f16* to, uint16_t bits) {
 
 #if defined(LLMC_AVX512) && defined(__AVX512VBMI__)
 #define LLMC_FP8_BYTES 1
-// The table cut in lower and upper bytes, so that one look-up serves 64 codes.
+// The table split into low and high bytes, so that one lookup handles 64 codes.
 struct Fp8Bytes {
   __m512i low[2], high[2];
 
@@ -150,7 +150,7 @@ LLMC_INLINE void put_line(f16* to, __m512i words) {
 }
 #endif
 
-// n codes as T: exact in each.
+// Decodes n codes to T, exactly.
 template <class T>
 inline void decode_row(const uint8_t* from, int64_t n, const Fp8Table& table, T* to) {
   int64_t i = 0;

@@ -1,4 +1,4 @@
-"""Lists the C++ versions in the registry: which arguments each of them takes."""
+"""Adds the C++ versions to the registry, with the arguments that each of them supports."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _MAX_TAPS = 16  # as in state.h
 
 
 def _takes(*tensors: Tensor | None) -> bool:
-    """All on the CPU, of one supported dtype, with dense last dimensions."""
+    """Whether all are on the CPU, of one supported dtype, with contiguous last dimensions."""
     given = [t for t in tensors if t is not None]
     return all(
         t.device.type == "cpu"
@@ -60,7 +60,7 @@ def _takes(*tensors: Tensor | None) -> bool:
 
 
 def _all_of(*names: str) -> Fn:
-    """The arguments of these names are taken, those that may be None where they are given."""
+    """A check that the arguments with these names are supported; None is allowed."""
     return lambda **arguments: _takes(*(arguments[name] for name in names))
 
 
@@ -163,7 +163,7 @@ def _with_slots(
     request_row: Tensor | None,
     **inputs: Tensor | None,
 ) -> bool:
-    """An op with a state, with the slots and the bounds of the requests that a step gives it."""
+    """Whether an op with a state has its slots and request bounds, as in a step."""
     if state is None or query_start is None or context_len is None or request_row is None:
         return False
     return state.is_contiguous() and all(
@@ -227,7 +227,7 @@ def _overload(name: str) -> Callable[[], Any]:
 
 
 def declare_ops() -> None:
-    """Once, right after the library is loaded: schemas and shape functions of its ops."""
+    """Declare schemas and shape functions of the library's ops; call once, after loading it."""
     for op, _ in _SUPPORTS:
         op.declare("llmc_cpu")
 

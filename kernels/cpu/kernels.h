@@ -1,5 +1,5 @@
-// What bindings.cpp calls: plain pointers and strides (in elements), no torch headers, so that the
-// kernels compile in seconds. `threads` is an upper bound; a kernel takes fewer for little work.
+// The interface for bindings.cpp: plain pointers and strides (in elements) and no torch headers, so
+// that the kernels compile in seconds. `threads` is an upper bound; small calls use fewer.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace llmc {
 
 enum class Dtype { f32, bf16, f16, e4m3, e5m2 };  // the last two: caches only
 
-struct Rows {  // a tensor seen as rows with a dense last dimension: up to three outer dimensions
+struct Rows {  // a tensor as rows with a contiguous last dimension and up to three outer dimensions
   void* data;
   int64_t size[3];
   int64_t stride[3];
@@ -31,7 +31,7 @@ struct ActArgs {
   Act act;
   Rows x;
   void* out;
-  int64_t width;  // of the output; the input rows have twice as much
+  int64_t width;  // of the output; input rows are twice as wide
   int threads;
 };
 
@@ -43,15 +43,15 @@ struct AddArgs {  // dense
   int threads;
 };
 
-struct CopyArgs {  // rows to as many others, of `dtype`; `from` is of the same, or of a cache of 8 bits
+struct CopyArgs {  // copies rows to rows of `dtype`; `from` has that dtype or is an FP8 cache
   Dtype dtype, cache;
-  float scale;  // that codes of 8 bits are times
+  float scale;  // factor for FP8 codes
   Rows from, to;
   int64_t width;
   int threads;
 };
 
-struct Scales {  // of an 8-bit cache: null, or by KV head where stride is 1
+struct Scales {  // of an FP8 cache: null, one for all heads (stride 0) or one per KV head
   const float *key, *value;
   int64_t key_stride, value_stride;
 
@@ -84,25 +84,25 @@ struct RopeArgs {
   bool interleaved;
 };
 
-struct ByHead {  // rows of numbers of each token and head; data may be null
+struct ByHead {  // rows of numbers per token and head; data may be null
   const void* data;
-  Dtype dtype;        // not one of 8 bits
+  Dtype dtype;        // not FP8
   int64_t stride[2];  // of tokens and of heads
 };
 
 struct AttentionArgs {
-  Dtype dtype, cache;  // the cache's is dtype, or one of 8 bits
+  Dtype dtype, cache;  // the cache has dtype or FP8
   Scales scales;
   const void *query, *key_cache, *value_cache;
   void* out;  // [T, H, Dv] dense
   const int32_t *query_start, *context_len, *block_table;
   int64_t tokens, requests, heads, kv_heads, head_dim, v_dim, block_size;
   int64_t query_stride[2], key_stride[3], value_stride[3], table_stride;
-  const float *sinks, *slopes;  // [H] or null; sinks of each token where sink_stride is no 0
+  const float *sinks, *slopes;  // [H] or null; sinks are per token if sink_stride is not 0
   int64_t sink_stride;
-  ByHead distance_bias;  // for keys 0, 1, ... places before the query
+  ByHead distance_bias;  // for keys 0, 1, ... positions before the query
   int64_t num_distances;
-  const int32_t* chosen;  // [T, 1 or kv_heads, num_chosen] or null; negative: none
+  const int32_t* chosen;  // [T, 1 or kv_heads, num_chosen] or null; negative: unused
   int64_t num_chosen, chosen_stride[2], sparse_block_size;
   int64_t window, chunk;
   float scale, softcap;
@@ -112,13 +112,13 @@ struct AttentionArgs {
 struct ChooseArgs {
   Dtype dtype;  // of query, key and cache
   const void *query, *key;
-  const float* weights;  // null: heads choose sparse blocks for themselves
+  const float* weights;  // null: each head chooses its own sparse blocks
   void* key_cache;
   const int64_t* slots;
   const int32_t *query_start, *context_len, *block_table;
   int32_t* out;  // [T, top_k], or [T, heads, top_k], dense
   int64_t tokens, requests, heads, head_dim, block_size, top_k, sparse_block_size, recent;
-  int64_t rate;  // tokens that a key stands for
+  int64_t rate;  // tokens per key
   int64_t query_stride[2], key_stride, weight_stride, table_stride;
   int64_t cache_stride[2];  // block, slot
   int threads;
@@ -163,7 +163,7 @@ struct ProcessArgs {
   int threads;
 };
 
-struct LinearArgs {  // all of one dtype; x, weight and out are rows with dense last dimensions
+struct LinearArgs {  // all of one dtype; x, weight and out have contiguous last dimensions
   Dtype dtype;
   const void *x, *weight, *bias;  // bias may be null
   void* out;                      // [rows, channels]
@@ -171,15 +171,15 @@ struct LinearArgs {  // all of one dtype; x, weight and out are rows with dense 
   int threads;
 };
 
-// x, a, b and out are dense and of one dtype. Of routed experts, each slot has `experts` As and Bs, of one
-// part, and a token's `choices` rows follow one another; else both are 1.
+// x, a, b and out are contiguous and of one dtype. For routed experts, each slot has `experts` As
+// and Bs with one part, and a token's `choices` rows are consecutive; otherwise both are 1.
 struct LoraArgs {
   Dtype dtype;
   // [rows, depth], [slots, experts, parts, rank, depth], [slots, experts, rank, channels]
   const void *x, *a, *b;
   void* out;              // [rows, channels], added to
-  const int32_t *bounds;  // [parts + 1]: where the channels of each part begin
-  const int32_t *adapter; // [rows / choices]: slot + 1, or a number of no slot
+  const int32_t *bounds;  // [parts + 1]: the first channel of each part
+  const int32_t *adapter; // [rows / choices]: slot + 1; any other number: no adapter
   const int64_t *expert;  // [rows], or null
   int64_t rows, depth, channels, slots, experts, choices, parts, rank;
   int threads;
@@ -196,10 +196,10 @@ void choose_keys(const ChooseArgs&);
 void sample(const SampleArgs&);
 void token_logprobs(const TokenLogprobsArgs&);
 void process_logits(const ProcessArgs&);
-bool takes_linear(const LinearArgs&);  // whether linear() is the fastest way here
+bool takes_linear(const LinearArgs&);  // whether linear() is faster than torch's linear
 void linear(const LinearArgs&);
-// The same with a weight [depth, channels], as some checkpoints stack their experts; weight_stride is
-// that from one input to the next.
+// The same with a weight [depth, channels], as in some checkpoints' stacked experts; weight_stride
+// is the stride between inputs.
 void linear_columns(const LinearArgs&);
 void add_lora(const LoraArgs&);
 

@@ -1,7 +1,8 @@
-// Sixteen lanes in the compiler's own vector types, on any CPU: one register, or a pair of halves.
+// Vectors of sixteen lanes from the compiler's vector types, on any CPU: one register, or a pair of
+// halves.
 //
-// Compilers take vectors that are wider than a register apart badly (comparisons go lane by lane,
-// copies through memory), so what is wider is a struct of halves with the operators of a vector.
+// Compilers split vectors that are wider than a register poorly (comparisons lane by lane, copies
+// through memory), so a wider vector is a struct of two halves with the operators of a vector.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +20,7 @@
 #endif
 
 #ifdef __clang__
-#pragma clang fp contract(fast)  // as GCC does by itself: a product and a sum are one instruction
+#pragma clang fp contract(fast)  // GCC's default: use fused multiply-add
 #endif
 
 #define LLMC_INLINE static inline __attribute__((always_inline))
@@ -29,7 +30,7 @@ namespace llmc {
 
 constexpr int kLanes = 16;
 #if defined(LLMC_AVX512)
-constexpr int kNative = 16;  // lanes of a register
+constexpr int kNative = 16;  // lanes per register
 #elif defined(__AVX__)
 constexpr int kNative = 8;
 #else
@@ -46,7 +47,7 @@ struct Pair {
   Pair() = default;
   LLMC_METHOD Pair(T x) : lo(x - Half{}), hi(x - Half{}) {}
   LLMC_METHOD Pair(Half low, Half high) : lo(low), hi(high) {}
-  template <class U, class Other>  // the same bits
+  template <class U, class Other>  // bit cast
   LLMC_METHOD explicit Pair(const Pair<U, Other>& x) : lo((Half)x.lo), hi((Half)x.hi) {}
 
   LLMC_METHOD T& operator[](int64_t lane) { return reinterpret_cast<T*>(this)[lane]; }
@@ -100,7 +101,7 @@ using v16f = LanesOf<float, vf, kLanes>::Type;
 using v16i = LanesOf<int32_t, vi, kLanes>::Type;
 using v16u = LanesOf<uint32_t, vu, kLanes>::Type;
 
-// The lanes of V, as memory has them.
+// Loads the lanes of V from memory.
 template <class V>
 LLMC_INLINE V load_as(const void* p) {
   if constexpr (kIsPair<V>) {
@@ -123,7 +124,7 @@ LLMC_INLINE void store_as(void* p, const V& x) {
   }
 }
 
-// The same numbers in another type of lanes.
+// Converts lanes to another type, by value.
 template <class To, class V>
 LLMC_INLINE To convert(const V& x) {
   if constexpr (kIsPair<To>) {
@@ -134,7 +135,7 @@ LLMC_INLINE To convert(const V& x) {
   }
 }
 
-// Lanes of V from narrower integers or floats in memory...
+// Loads lanes of V from narrower integers or floats in memory...
 template <class V, class Element>
 LLMC_INLINE V widen_from(const void* p) {
   if constexpr (kIsPair<V>) {
@@ -148,7 +149,7 @@ LLMC_INLINE V widen_from(const void* p) {
   }
 }
 
-// ... and back; integers lose their upper bits.
+// ... and stores them back; integers are truncated.
 template <class Element, class V>
 LLMC_INLINE void narrow_to(void* p, const V& x) {
   if constexpr (kIsPair<V>) {

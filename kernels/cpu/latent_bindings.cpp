@@ -1,4 +1,5 @@
-// latent_attention, made of other ops and a copy: in one of two forms for each request of a step.
+// latent_attention, composed of other ops and a copy, in one of two forms for each request of a
+// step.
 #include "bindings.h"
 
 #include <algorithm>
@@ -10,7 +11,7 @@ namespace {
 constexpr int64_t kLeastNew = 32;
 constexpr int64_t kMostBytes = 256 << 20;
 
-constexpr int64_t kPieceBytes = 32 << 20;  // of the keys and values of some heads, of one at least
+constexpr int64_t kPieceBytes = 32 << 20;  // expanded keys and values at a time, at least one head
 
 Rows rows_of(const Tensor& t) {  // [A, B, width]
   return {t.data_ptr(), {1, t.size(0), t.size(1)}, {0, t.stride(0), t.stride(1)}};
@@ -35,7 +36,7 @@ optional<Tensor> part_of(const optional<Tensor>& t, int64_t from, int64_t count)
   return t.has_value() && t->defined() ? optional(t->narrow(0, from, count)) : std::nullopt;
 }
 
-struct Latent {  // what all requests have in common
+struct Latent {  // arguments that all requests have in common
   const Tensor &weight, &key_cache;
   double scale, softcap;
   int64_t window, chunk;
@@ -52,7 +53,7 @@ struct Latent {  // what all requests have in common
            context * (width() + of_head) * weight.element_size() <= kMostBytes;
   }
 
-  // All that follow: query [T, H, D + Dr], out [T, H, Dv]; bounds as in paged_attention.
+  // In the following: query [T, H, D + Dr], out [T, H, Dv]; bounds as in paged_attention.
   void absorbed(const Tensor& query, const Tensor& out, const Tensor& query_start,
                 const Tensor& context_len, const Tensor& block_table) const {
     if (out.numel() == 0) return;
@@ -70,7 +71,7 @@ struct Latent {  // what all requests have in common
     multiply(swapped(latents), turned, swapped(out));
   }
 
-  // Of one request, whose blocks are `table`.
+  // For one request, whose blocks are `table`.
   void expanded(const Tensor& query, const Tensor& out, int64_t context, const int32_t* table) const {
     const auto type = query.scalar_type();
     const Tensor cached = at::empty({context, 1, width()}, type);
@@ -137,14 +138,14 @@ Tensor latent_attention(const Tensor& query, const Tensor& weight, const Tensor&
   const Latent latent{weight, key_cache, scale, softcap, window, chunk, sinks, slopes, k_scale,
                       heads, key_dim, shared_dim, weight.size(0) / heads - key_dim, rank};
   Tensor out = at::empty({tokens, heads, latent.value_dim}, query.scalar_type());
-  if (tokens < kLeastNew) {  // whatever the values are: such a step can be recorded
+  if (tokens < kLeastNew) {  // independent of values, so the step can be recorded
     latent.absorbed(query, out, query_start, context_len, block_table);
     return out;
   }
   at::leave_out();
   const int32_t *start = query_start.data_ptr<int32_t>(), *context = context_len.data_ptr<int32_t>();
   const int64_t requests = context_len.size(0);
-  // those side by side that do not expand, and tokens of none at the end
+  // consecutive requests that are not expanded, and tokens without a request at the end
   const auto absorb = [&](int64_t first, int64_t last) {
     const int64_t from = start[first], count = (last < requests ? start[last] : tokens) - from;
     const Tensor bounds = at::empty({last - first + 1}, at::kInt);

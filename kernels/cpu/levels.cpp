@@ -1,4 +1,4 @@
-// Which levels are in this library (LLMC_TABLES, from the build), and which of them is in use.
+// The levels in this library (LLMC_TABLES, from the build), and the current one.
 #include "table.h"
 
 #include <cstring>
@@ -11,7 +11,7 @@ static const llmc::Kernels* const kTables[] = {LLMC_TABLES(LLMC_ADDRESS)};
 
 const llmc::Kernels* llmc::chosen_kernels = nullptr;
 
-// Called once, before any op. False where the library was built without that level.
+// Called once, before any op. Returns false if the library was built without that level.
 extern "C" bool llmc_use_level(const char* name) {
   for (const llmc::Kernels* table : kTables)
     if (std::strcmp(table->level, name) == 0) {

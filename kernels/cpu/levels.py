@@ -1,8 +1,8 @@
 """Instruction sets that the C++ kernels are built for, and which of them this machine uses.
 
-A level is a set of compiler flags and what the processor must have for it. The highest that the
-processor has is used; LLMC_CPU_TARGET names a lower one. The kernel's list of features is asked,
-which leaves out what the operating system does not let programs use.
+A level is a set of compiler flags and the CPU features that it requires. The highest level that the
+processor supports is used; LLMC_CPU_TARGET selects a lower one. Features are read from the Linux
+kernel's list, which omits those that the operating system does not let programs use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VARIABLE = "LLMC_CPU_TARGET"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """One set of instructions. `needs`: features as /proc/cpuinfo spells them."""
+    """One instruction set level. `needs`: the required features, as named in /proc/cpuinfo."""
 
     name: str
     flags: tuple[str, ...]
@@ -28,7 +28,7 @@ class Level:
 
     @property
     def symbol(self) -> str:
-        """The name of its table of kernels in the library."""
+        """The name of the level's kernel table in the library."""
         return "llmc_kernels_" + self.name.replace("-", "_")
 
 
@@ -42,7 +42,7 @@ _VNNI_FLAGS = (*_V4_FLAGS, "-mavx512vnni", "-mavx512vbmi")
 _BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
 _AMX_FLAGS = (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 
-X86_64 = (  # each has all that the one before it has
+X86_64 = (  # each level includes the previous one
     Level(name="x86-64-v3", flags=("-march=x86-64-v3",), needs=_V3),
     Level(name="x86-64-v4", flags=_V4_FLAGS, needs=_V4),
     Level(name="x86-64-v4-vnni", flags=_VNNI_FLAGS, needs=_VNNI),
@@ -61,13 +61,13 @@ _LADDERS = {"x86_64": X86_64, "amd64": X86_64, "aarch64": AARCH64, "arm64": AARC
 
 
 def ladder(machine: str) -> tuple[Level, ...]:
-    """The levels of a kind of processor, the lowest first; empty for kinds without kernels."""
+    """The levels of an architecture, lowest first; empty if there are no kernels for it."""
     return _LADDERS.get(machine.lower(), ())
 
 
 @cache
 def cpu_facts() -> dict[str, str]:
-    """The lines of /proc/cpuinfo about the first processor; empty where there is no such file."""
+    """The lines of /proc/cpuinfo about the first processor; empty if the file does not exist."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -84,27 +84,27 @@ def cpu_model() -> str:
 
 
 def supported() -> tuple[Level, ...]:
-    """The levels that this processor has; empty below the lowest."""
+    """The levels that this processor supports; empty if it does not support the lowest."""
     facts = cpu_facts()
     features = frozenset(facts.get("flags", facts.get("Features", "")).split())
     return tuple(level for level in ladder(platform.machine()) if level.needs <= features)
 
 
 def multiplies_integers() -> bool:
-    """Whether the kernels of the level in use take inputs that are rounded to integers."""
+    """Whether the kernels of the current level support inputs rounded to integers."""
     return pick_level() in X86_64
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether the level in use has products of bfloat16."""
+    """Whether the current level has bfloat16 multiply instructions."""
     level = pick_level()
     return level is not None and not level.needs.isdisjoint({"avx512_bf16", "bf16"})
 
 
 def pick_level() -> Level | None:
-    """What $LLMC_CPU_TARGET names, else the highest supported; None where there is none.
+    """The level named by $LLMC_CPU_TARGET, else the highest supported one; None if there is none.
 
-    Raises ConfigError for a name that is unknown, or of a level that this processor lacks.
+    Raises ConfigError for an unknown name, or a level that this processor does not support.
     """
     usable = supported()
     given = os.environ.get(VARIABLE)
@@ -114,6 +114,6 @@ def pick_level() -> Level | None:
         if level.name == given:
             return level
     known = any(level.name == given for level in (*X86_64, *AARCH64))
-    wrong = "is more than this processor has" if known else "is not a level of instructions"
+    wrong = "is not supported by this processor" if known else "is not an instruction set level"
     names = ", ".join(level.name for level in usable) or "none"
-    raise ConfigError(f"{VARIABLE}={given} {wrong}; it can run: {names}; or unset {VARIABLE}")
+    raise ConfigError(f"{VARIABLE}={given} {wrong}; it supports: {names}; or unset {VARIABLE}")

@@ -1,6 +1,6 @@
-// linear: y = x W^T + b for weights as the checkpoint stores them (no packing: a tied embedding is
-// stored once, and loading is a plain copy). Few rows are bound by reading the weight; for more, what
-// the CPU multiplies fastest: tiles or pairs of bf16 where it has them, float32 otherwise.
+// linear: y = x W^T + b for weights in the checkpoint's layout (no packing: a tied embedding is
+// stored once, and loading is a plain copy). Few rows are bound by reading the weight. More rows
+// use the fastest multiply of the CPU: tiles or pairs of bf16 if it has them, float32 otherwise.
 #include "attention.h"
 #include "linear.h"
 #include "matmul.h"
@@ -9,9 +9,9 @@ namespace llmc {
 namespace {
 
 constexpr int64_t kMaxTileRows = 192, kTileChannels = 16;
-constexpr int64_t kMaxStreamRows = 2;  // up to here reading is faster line by line than by tiles or pairs
-constexpr int64_t kFewRows = 4;        // and by columns of it than in panels
-constexpr int64_t kMaxDotRows = kNative == 8 ? 32 : 16;  // and than by panels of float32
+constexpr int64_t kMaxStreamRows = 2;  // up to here, dot products are faster than tiles or pairs
+constexpr int64_t kFewRows = 4;        // up to here, linear_columns is faster without panels
+constexpr int64_t kMaxDotRows = kNative == 8 ? 32 : 16;  // up to here, faster than float32 panels
 
 bool by_tiles(const LinearArgs& a) {
   return a.dtype == Dtype::bf16 && a.rows > kMaxStreamRows && a.channels >= kTileChannels &&
@@ -24,7 +24,7 @@ bool by_pairs(const LinearArgs& a) {
 }
 
 template <class T>
-struct Stored {  // a weight as it is, [channels, depth]
+struct Stored {  // a weight stored [channels, depth]
   static constexpr bool kByInput = false;
   const T* weight;
   int64_t stride;
@@ -38,7 +38,7 @@ struct Stored {  // a weight as it is, [channels, depth]
     }
   }
   LLMC_METHOD void fetch(int64_t n, int64_t k, int64_t m, int several) const {
-    if (k % (64 / sizeof(T))) return;  // in a line that was asked for
+    if (k % (64 / sizeof(T))) return;  // in a line that was already prefetched
     for (int j = 0; j < several; ++j) __builtin_prefetch(weight + (n + m + j) * stride + k, 0, 2);
   }
 };

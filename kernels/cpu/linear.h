@@ -1,5 +1,5 @@
-// Inside of the linear op. A share is a range of output channels that one thread computes for all
-// rows of x, so that each thread reads its own stretch of the weight, once.
+// Internals of the linear op. A share is a range of output channels that one thread computes for
+// all rows of x, so that each thread reads its own part of the weight, once.
 #pragma once
 
 #include "kernels.h"
@@ -26,12 +26,12 @@ inline float bias_of(const LinearArgs& a, int64_t n) {
 }
 
 void linear_dot(const LinearArgs&);  // for few rows, of any dtype
-// Channels [begin, end) of `rows` rows of bf16 from `row` on, by dot products.
+// Channels [begin, end) for `rows` rows of bf16 from `row` on, by dot products.
 void dot_share(const LinearArgs&, int64_t row, int64_t rows, int64_t begin, int64_t end);
 
 void few_columns(const LinearArgs&);  // linear_columns for few rows, of any dtype
-void linear_amx(const LinearArgs&);  // only where amx_ready()
-bool has_pairs();                    // the CPU multiplies pairs of bf16
+void linear_amx(const LinearArgs&);  // requires amx_ready()
+bool has_pairs();                    // the CPU has dot products of bf16 pairs
 void linear_pairs(const LinearArgs&);
 
 }  // namespace llmc

@@ -1,5 +1,6 @@
-// linear by AMX tiles: the weight, as it is stored, is the product's A, sixteen rows at once; panels
-// of x are its B. So up to sixteen rows of x cost what one does: the time to read the weight.
+// linear with AMX tiles: the weight, in its stored layout, is the product's A, sixteen rows at
+// once; panels of x are its B. So up to sixteen rows of x cost as much as one: the time to read the
+// weight.
 #include "amx.h"
 #include "linear_panels.h"
 
@@ -27,7 +28,7 @@ LLMC_INLINE void step(const bf16* w, int64_t stride, const uint32_t* x, int64_t 
   }
 }
 
-// The CPU's own prefetcher follows the rows of the tiles better than requests of ours do.
+// The hardware prefetcher follows the rows of the tiles better than software prefetching.
 template <int R, int P>
 void multiply(const LinearArgs& a, int64_t n, const uint32_t* x, int64_t panel_words,
               float* sums) {
@@ -39,7 +40,7 @@ void multiply(const LinearArgs& a, int64_t n, const uint32_t* x, int64_t panel_w
   _tile_zero(3);
   for (int64_t k = 0; k < whole; k += kStep)
     step<R, P>(w + k, stride, x + k / kStep * kTileWords, panel_words);
-  if (whole < a.depth) {  // zeros past the end, where memory may hold anything
+  if (whole < a.depth) {  // zeros past the end, since memory there can hold anything
     alignas(64) bf16 rest[R * kTile][kStep] = {};
     for (int64_t i = 0; i < R * kTile; ++i)
       std::memcpy(rest[i], w + i * stride + whole, (a.depth - whole) * sizeof(bf16));

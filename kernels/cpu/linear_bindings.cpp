@@ -1,12 +1,12 @@
-// The torch side of low-bit linears, and the linear with what surrounds it, made of other ops.
+// Torch bindings of quantized linears, and of fused_linear, which is composed of other ops.
 #include "expert_linear.h"
 
 namespace llmc::ops {
 namespace {
 
-constexpr int64_t kFewRows = 16;        // more are multiplied by tiles, where there are any,
-constexpr int64_t kFewPairRows = 4;     // and by pairs of bf16 where there are none
-constexpr int64_t kWidened = 1 << 20;   // bytes of bf16 weight at a time: the caches hold them
+constexpr int64_t kFewRows = 16;        // more rows use tiles, if the CPU has them
+constexpr int64_t kFewPairRows = 4;     // more rows use pairs of bf16, if there are no tiles
+constexpr int64_t kWidened = 1 << 20;   // bytes of bf16 weight at a time: they fit in the caches
 
 Format format_of(const Tensor& weight, const Tensor& scale) {
   if (weight.scalar_type() == at::kChar) return Format::int8;
@@ -46,7 +46,7 @@ void check_groups(const Tensor& weight, const Tensor& scale, const optional<Tens
               "minimum must be float32 or float16, in the shape of scale, and comes with integers without zero only");
 }
 
-// Of the weight alone.
+// The arguments for the weight only.
 LowBitArgs weight_args(const Tensor& weight, const Tensor& scale, const optional<Tensor>& zero,
                        const optional<Tensor>& minimum) {
   TORCH_CHECK(weight.dim() == 3 && weight.size(2) == kLineBytes && weight.is_contiguous(),
@@ -88,7 +88,8 @@ LowBitArgs make_args(const Tensor& x, const Tensor& weight, const Tensor& scale,
   return a;
 }
 
-// Many rows: stretches of the weight, widened, by a linear; the library's where it is the faster.
+// Many rows: parts of the weight are dequantized and multiplied by a linear, or by torch's linear
+// if that is faster.
 void by_stretches(const LowBitArgs& a, const Tensor& x, const optional<Tensor>& bias,
                   const Tensor& out) {
   const Tensor reordered = at::empty({a.rows, a.depth}, x.scalar_type());

@@ -1,5 +1,5 @@
-// linear_columns for few rows: a thread keeps the sums of a stretch of channels and walks down the
-// inputs, so that each row of the weight is read where it lies.
+// linear_columns for few rows: a thread keeps the sums of a range of channels and iterates over the
+// inputs, so that each row of the weight is read in place.
 #include "dtypes.h"
 #include "linear.h"
 #include "parallel.h"
@@ -10,13 +10,13 @@ namespace llmc {
 namespace {
 
 #ifdef LLMC_AVX512
-constexpr int kWide = 24;  // of 32 registers
+constexpr int kWide = 24;  // vectors; there are 32 registers
 #else
-constexpr int kWide = 4;  // a vector is two registers of 16
+constexpr int kWide = 4;  // vectors of two registers; there are 16
 #endif
 constexpr int64_t kAhead = 4;  // inputs
 
-// kVectors vectors of channels from n on; of the last one, only `lanes` lanes exist.
+// kVectors vectors of channels from n on; the last one has only `lanes` lanes.
 template <int kVectors, class T>
 void stretch(const LinearArgs& a, const T* x, T* out, int64_t n, int64_t lanes) {
   const T* w = static_cast<const T*>(a.weight) + n;

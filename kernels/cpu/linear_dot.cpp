@@ -1,6 +1,6 @@
 // linear by dot products: rows of the weight, each read once and in order, with up to four rows of
-// x at a time, for CPUs without tiles and for the channels that do not fill a tile. x is brought
-// once into the form and the order in which weights come out of a register.
+// x at a time, for CPUs without tiles and for channels that do not fill a tile. x is converted once
+// to the type and order in which weights are unpacked from a register.
 #include "arena.h"
 #include "dtypes.h"
 #include "linear.h"
@@ -12,16 +12,17 @@
 namespace llmc {
 namespace {
 
-constexpr int kToL2 = 2;          // the locality that __builtin_prefetch takes
+constexpr int kToL2 = 2;          // the locality argument of __builtin_prefetch
 constexpr int64_t kAhead = 3072;  // bytes; chosen by measurement on a Xeon with AMX: docs/cpu.md
 constexpr int64_t kLineBytes = 64;
-// Whether one or two rows of x meet the weight row after row. Registers of eight floats are faster
-// with several rows of it side by side; two rows of x are, where they take too much of the L1 cache.
+// Whether one or two rows of x are multiplied by the weight row by row. With registers of eight
+// floats, several weight rows side by side are faster; so they are for two rows of x that fill too
+// much of L1.
 constexpr bool kStreams = kNative != 8;
 template <class Words>
 constexpr int64_t kStreamedTwice = 4096 / sizeof(typename Words::X);  // elements
 
-// kStep elements of the weight as V, which add() multiplies by as many of x, packed as X.
+// kStep elements of the weight as V, which add() multiplies by kStep elements of x, packed as X.
 template <class Element>
 struct Words {  // float
   using T = Element;
@@ -53,7 +54,7 @@ struct Words<f16> {
 
 #ifdef LLMC_AVX512_BF16
 template <>
-struct Words<bf16> {  // 32 products an instruction
+struct Words<bf16> {  // 32 products per instruction
   using T = bf16;
   using X = bf16;
   using V = __m512i;
@@ -67,7 +68,7 @@ struct Words<bf16> {  // 32 products an instruction
 };
 #else
 template <>
-struct Words<bf16> {  // a register of them is two of floats: the even ones, and the odd ones
+struct Words<bf16> {  // a register of bf16 becomes two of floats: even elements and odd elements
   using T = bf16;
   using X = float;
   using V = vu;
@@ -91,12 +92,12 @@ struct Words<bf16> {  // a register of them is two of floats: the even ones, and
 #endif
 
 template <class Words>
-struct Product {  // a linear, and rows of x as Words reads them, zeros up to whole steps
+struct Product {  // a linear, and rows of x packed for Words, padded with zeros to whole steps
   using T = typename Words::T;
   using X = typename Words::X;
   const LinearArgs& a;
   const X* x;
-  int64_t stride, first;  // of the packed rows; the row that comes first
+  int64_t stride, first;  // of the packed rows; the first row
 
   const T* weight(int64_t n) const {
     return static_cast<const T*>(a.weight) + n * a.weight_stride;
@@ -116,11 +117,11 @@ LLMC_INLINE typename Words::V get_rest(const typename Words::T* p, int64_t n) {
   return Words::get(rest);
 }
 
-// kSums / M rows of the weight, one after the other as they lie in memory, by M rows of x, with one
-// request to memory ahead of each line.
+// kSums / M rows of the weight, one after the other as in memory, by M rows of x, with one prefetch
+// per line.
 template <int M, class Words>
 LLMC_INLINE void stream(const Product<Words>& p, int64_t n, int64_t m) {
-  constexpr int R = kSums / M, kSteps = 4 / M;  // sums in turn: no step waits for the one before
+  constexpr int R = kSums / M, kSteps = 4 / M;  // alternating sums, to hide the latency
   constexpr int64_t kStep = Words::kStep, kRound = kSteps * kStep;
   constexpr int64_t kSize = sizeof(typename Words::T);
   const int64_t depth = p.a.depth;
@@ -137,7 +138,7 @@ LLMC_INLINE void stream(const Product<Words>& p, int64_t n, int64_t m) {
 #pragma GCC unroll 2
         for (int j = 0; j < M; ++j)
           acc[j][s] = Words::add(acc[j][s], v, p.row(m + j) + k + s * kStep);
-        asm volatile("" ::: "memory");  // requests and loads in turn: two of a kind cost a tenth
+        asm volatile("" ::: "memory");  // alternate prefetches and loads: else a tenth slower
       }
     }
     for (; k < depth; k += kStep) {
@@ -154,11 +155,11 @@ LLMC_INLINE void stream(const Product<Words>& p, int64_t n, int64_t m) {
   }
 }
 
-// R rows of the weight side by side, by M rows of x, of which `rows` count: what is loaded of either
-// serves several products. kFetch asks for what comes kSums rows of the weight later.
+// R rows of the weight side by side, by M rows of x, of which `rows` are valid: each load is used
+// for several products. kFetch prefetches the weight kSums rows ahead.
 template <int M, int R, bool kFetch, class Words>
 LLMC_INLINE void block(const Product<Words>& p, int64_t n, int64_t m, int64_t rows) {
-  constexpr int kTurns = kSums / (M * R);  // sums in turn
+  constexpr int kTurns = kSums / (M * R);  // alternating sums
   constexpr int64_t kStep = Words::kStep, kRound = kTurns * kStep;
   const int64_t stride = p.a.weight_stride, depth = p.a.depth;
   const typename Words::T* w = p.weight(n);
@@ -205,10 +206,10 @@ LLMC_INLINE void block(const Product<Words>& p, int64_t n, int64_t m, int64_t ro
     }
 }
 
-// kSums rows of the weight by M rows of x; `rows` are all there are.
+// kSums rows of the weight by M rows of x; `rows` is the total number of rows.
 template <int M, class Words>
 LLMC_INLINE void blocks(const Product<Words>& p, int64_t n, int64_t m, int64_t rows) {
-  // Reading is faster from two places at a time, where each register read serves M products.
+  // Reading from two places at a time is faster if each loaded register is used for M products.
   constexpr int kFirst = kNative == 16 && Words::kStep == kNative && M == 4 ? 2 : kSums / M;
   constexpr int kLater = kSums / M;
   const int64_t end = n + kSums, count = std::min<int64_t>(M, rows - m);
@@ -218,7 +219,7 @@ LLMC_INLINE void blocks(const Product<Words>& p, int64_t n, int64_t m, int64_t r
     for (; n < end; n += kLater) block<M, kLater, false>(p, n, m, count);
 }
 
-// One channel and one row: what is left at the edges.
+// One channel and one row, for the edges.
 template <class Words>
 void single(const Product<Words>& p, int64_t n, int64_t m) {
   const typename Words::T* w = p.weight(n);
@@ -232,7 +233,7 @@ void single(const Product<Words>& p, int64_t n, int64_t m) {
 
 template <class Words>
 void channels(const Product<Words>& p, int64_t rows, int64_t begin, int64_t end) {
-  // By fours, and by threes where they divide kSums, so that few rows are done twice.
+  // Groups of four, and of three if that divides kSums, so that few rows are computed twice.
   constexpr bool kThrees = kSums % 3 == 0;
   constexpr int kAtOnce = kThrees ? 6 : 4;
   const bool streams = kStreams && (rows == 1 || (rows == 2 && p.stride < kStreamedTwice<Words>));
@@ -240,7 +241,7 @@ void channels(const Product<Words>& p, int64_t rows, int64_t begin, int64_t end)
   const int64_t groups = (rows + 3) / 4;
   const int64_t fours = kThrees ? std::max<int64_t>(0, rows - 3 * groups) : groups;
   int64_t n = begin;
-  for (; n + kSums <= end; n += kSums) {  // all rows of x while these of the weight are near
+  for (; n + kSums <= end; n += kSums) {  // all rows of x while these weight rows are in the cache
     if (streams && rows == 1) {
       stream<1>(p, n, 0);
     } else if (streams) {
@@ -263,7 +264,7 @@ void channels(const Product<Words>& p, int64_t rows, int64_t begin, int64_t end)
     for (int64_t m = 0; m < rows; ++m) single(p, n, m);
 }
 
-// Rows [row, row + rows) of x in the form in which Words wants them.
+// Rows [row, row + rows) of x, packed for Words.
 template <class Words>
 Product<Words> pack(const LinearArgs& a, int64_t row, int64_t rows) {
   using T = typename Words::T;

@@ -1,5 +1,5 @@
-// linear by vectors of bf16 pairs, on CPUs that have them and no tiles: words of the weight are
-// broadcast to all lanes of a panel. As many products as the CPU can start: docs/cpu.md.
+// linear with vectors of bf16 pairs, on CPUs that have them but no tiles: words of the weight are
+// broadcast to all lanes of a panel. It reaches the CPU's peak multiply rate: docs/cpu.md.
 #include "linear_panels.h"
 
 namespace llmc {
@@ -9,9 +9,10 @@ namespace {
 
 using panels::kStep, panels::kTile, panels::kTileWords;
 
-constexpr int64_t kGroup = 8;  // channels: with three panels, 24 of 32 registers hold sums
+constexpr int64_t kGroup = 8;  // channels: with three panels, sums use 24 of 32 registers
 
-// A word of the weight in every lane, or two in turn for the two lanes of a row of a half panel.
+// A word of the weight in every lane, or two alternating words for the two lanes per row of a half
+// panel.
 LLMC_INLINE __m512bh spread(const bf16* w, bool half) {
   int32_t word;
   int64_t two;
@@ -21,11 +22,11 @@ LLMC_INLINE __m512bh spread(const bf16* w, bool half) {
   return (__m512bh)_mm512_set1_epi64(two);
 }
 
-// 32 inputs of kGroup channels by P panels. kFetch asks for the same inputs of the next channels.
+// 32 inputs of kGroup channels by P panels. kFetch prefetches the same inputs of the next channels.
 template <int P, bool kHalf, bool kFetch>
 LLMC_INLINE void step(const bf16* w, int64_t stride, const uint32_t* x, int64_t panel_words,
                       __m512 (&acc)[kGroup][P]) {
-  constexpr int kWords = kHalf ? 2 : 1;  // of the weight that meet a vector of x
+  constexpr int kWords = kHalf ? 2 : 1;  // words of the weight per vector of x
   if (kFetch) {
 #pragma GCC unroll 8
     for (int i = 0; i < kGroup; ++i) __builtin_prefetch(w + (kGroup + i) * stride, 0, 2);
@@ -50,11 +51,11 @@ template <int P, bool kHalf, bool kFetch>
 void group(const LinearArgs& a, int64_t n, const uint32_t* x, int64_t panel_words, float* sums) {
   const bf16* w = weight_row(a, n);
   const int64_t stride = a.weight_stride, whole = a.depth / kStep * kStep;
-  constexpr int64_t kWords = kHalf ? kTileWords / 2 : kTileWords;  // of x that 32 inputs take
+  constexpr int64_t kWords = kHalf ? kTileWords / 2 : kTileWords;  // words of x per 32 inputs
   __m512 acc[kGroup][P] = {};
   for (int64_t k = 0; k < whole; k += kStep, x += kWords)
     step<P, kHalf, kFetch>(w + k, stride, x, panel_words, acc);
-  if (whole < a.depth) {  // zeros past the end, where memory may hold anything
+  if (whole < a.depth) {  // zeros past the end, since memory there can hold anything
     alignas(64) bf16 rest[kGroup][kStep] = {};
     for (int64_t i = 0; i < kGroup; ++i)
       std::memcpy(rest[i], w + i * stride + whole, (a.depth - whole) * sizeof(bf16));
@@ -63,7 +64,7 @@ void group(const LinearArgs& a, int64_t n, const uint32_t* x, int64_t panel_word
   for (int i = 0; i < kGroup; ++i)
     for (int p = 0; p < P; ++p) {
       __m512 sum = acc[i][p];
-      if (kHalf) {  // a row's two lanes, then the rows side by side
+      if (kHalf) {  // adds a row's two lanes, then makes the rows adjacent
         sum = _mm512_add_ps(sum, _mm512_permute_ps(sum, 0xb1));
         sum = _mm512_maskz_compress_ps(0x5555, sum);
       }

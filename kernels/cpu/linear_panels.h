@@ -1,9 +1,9 @@
-// linear by panels: sixteen rows of x side by side in the lanes of a vector, pairs of inputs one
-// after the other. The weight is read as it is stored. An engine (AMX tiles, or pairs of bf16 in
+// linear by panels: sixteen rows of x side by side in the lanes of a vector, pairs of inputs
+// consecutive. The weight is read in its stored layout. An engine (AMX tiles, or pairs of bf16 in
 // vectors) multiplies a block of channels by a few panels at a time.
 //
-// An engine has: kPanels (multiplied together), kHalves (whether it takes a panel of eight rows:
-// each row has two lanes there), enter, leave, product and half_product.
+// An engine has: kPanels (panels multiplied together), kHalves (whether it supports panels of eight
+// rows, in which each row has two lanes), enter, leave, product and half_product.
 #pragma once
 
 #include "attention.h"
@@ -18,11 +18,11 @@ namespace panels {
 
 constexpr int64_t kTile = 16, kStep = 32, kTileWords = kTile * kLanes;
 constexpr int64_t kBlock = 2 * kTile;          // channels multiplied together
-constexpr int64_t kPackedBytes = 1000 * 1000;  // of x: what stays in the L2 cache beside the weight
+constexpr int64_t kPackedBytes = 1000 * 1000;  // of x: fits in the L2 cache next to the weight
 constexpr int64_t kHalf = kTile / 2, kDotRows = 2;
 
-// How the rows from `row` on are cut: panels, then perhaps a panel of eight rows, and the last few
-// for dot products, which need not be filled up.
+// How the rows from `row` on are divided: panels, then possibly a panel of eight rows, and the last
+// few for dot products, which need no padding.
 struct Packed {
   uint32_t* words;
   int64_t panel_words, row, panels, halves, rest;
@@ -42,7 +42,7 @@ inline void pack_tile(const LinearArgs& a, int64_t row, int64_t k, uint32_t* to)
   for (int64_t i = 0; i < kTile; ++i) _mm512_store_si512(to + i * kLanes, r[i]);
 }
 
-// The same of a half panel: two words (k / 4, row, k / 2 % 2), rows that do not exist repeated.
+// The same for a half panel: two words (k / 4, row, k / 2 % 2); missing rows repeat the last one.
 inline void pack_half_tile(const LinearArgs& a, int64_t row, int64_t k, uint32_t* to) {
   const int64_t left = std::min(kStep, a.depth - k);
   alignas(64) uint32_t words[kLanes];
@@ -53,7 +53,7 @@ inline void pack_half_tile(const LinearArgs& a, int64_t row, int64_t k, uint32_t
   }
 }
 
-// Pairs of channels as words of bf16, bias added: word (pair, row of x).
+// Pairs of channels as words of bf16, with the bias added: word (pair, row of x).
 template <bool kBias>
 LLMC_INLINE void round_pairs(const float* sums, const bf16* bias, __m512i pairs[16]) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
@@ -123,7 +123,7 @@ void share(const LinearArgs& a, const Packed& x, int64_t begin, int64_t end) {
   if (n < end) dot_share(a, x.row, std::min(x.rest_row() + x.rest, a.rows) - x.row, n, end);
 }
 
-// Panels to pack at a time: a multiple of those multiplied together, in parts of about one size.
+// Panels to pack at a time: a multiple of those multiplied together, in parts of similar size.
 inline int64_t panels_at_once(int64_t panels, int64_t panel_words, int64_t together) {
   const int64_t most = std::max(together, kPackedBytes / (panel_words * 4));
   const int64_t parts = std::max<int64_t>(1, (panels + most - 1) / most), step = together * parts;

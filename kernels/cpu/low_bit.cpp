@@ -1,4 +1,4 @@
-// quantized_linear for few rows: a block of channels is read once, as one stream, and meets
+// quantized_linear for few rows: a block of channels is read once, as one stream, and multiplied by
 // several rows of x. One row is bound by reading the weight.
 #include "low_bit.h"
 #include "low_bit_bytes.h"
@@ -10,7 +10,7 @@
 namespace llmc {
 namespace {
 
-// Of x that is rounded to 8 bits, and to 16: more are quicker by integer rows.
+// Rows of x rounded to 8 and 16 bits: for more rows, quantized_integer_rows is faster.
 constexpr int64_t kMaxByteRows = 2;
 #ifdef LLMC_BYTE_PRODUCTS
 constexpr int64_t kMaxWordRows = 7;
@@ -18,8 +18,8 @@ constexpr int64_t kMaxWordRows = 7;
 constexpr int64_t kMaxWordRows = 2;
 #endif
 constexpr int64_t kRounded = 32;  // inputs that are rounded together
-constexpr int64_t kMaxBlockRows = std::max<int64_t>(8, kMaxFewRows);  // more are quicker by tiles
-constexpr int64_t kAhead = 2048;  // bytes of the weight to ask for before they are read
+constexpr int64_t kMaxBlockRows = std::max<int64_t>(8, kMaxFewRows);  // for more, tiles are faster
+constexpr int64_t kAhead = 2048;  // bytes of the weight to prefetch ahead
 
 template <class Reader>
 struct Input {  // x in the reader's words
@@ -47,7 +47,7 @@ struct Input {  // x in the reader's words
   }
 };
 
-// Lanes [part * n, (part + 1) * n) of `all`, of which one has n.
+// Sets lanes [part * n, (part + 1) * n) of `all`, where `lanes` has n.
 template <class All, class Lanes>
 LLMC_INLINE void set_part(All& all, int part, const Lanes& lanes) {
   if constexpr (sizeof(Lanes) == sizeof(All))
@@ -56,11 +56,11 @@ LLMC_INLINE void set_part(All& all, int part, const Lanes& lanes) {
     (part ? all.hi : all.lo) = lanes;
 }
 
-// What kParts parts of the lines of a stretch, from the first one on, add to the sums of M rows.
+// Adds the products of kParts parts of a stretch's lines, from `first` on, to the sums of M rows.
 template <class Reader, int M, int kParts>
 LLMC_INLINE void multiply_parts(const uint8_t* line, const typename Reader::X* words,
                                 int64_t row_words, int64_t lines, int first, v16f (&all)[M]) {
-  // few rows keep several sums each where a product would wait for the last one
+  // few rows keep several sums each, if a product depends on the previous one
   constexpr int kSums = Reader::kSums == 1 || M > 2 ? 1 : Reader::kSums / M;
   constexpr int kUnrolled = kMinGroup / Reader::kInputs;  // lines: every stretch has a multiple
   using Line = typename Reader::Line;
@@ -95,7 +95,7 @@ LLMC_INLINE void multiply_parts(const uint8_t* line, const typename Reader::X* w
     }
 }
 
-// The parts of a line together where registers hold all their sums, so that x is read once.
+// Handles all parts of a line together if their sums fit in registers, so that x is read once.
 template <class Reader, int M>
 LLMC_INLINE void multiply_lines(const uint8_t* line, const typename Reader::X* words,
                                 int64_t row_words, int64_t lines, v16f (&all)[M]) {
@@ -136,7 +136,8 @@ void multiply(const LowBitArgs& a, const Input<Reader>& x, int64_t row, int64_t 
   for (int m = 0; m < M; ++m) write_block(a, row + m, block, total[m]);
 }
 
-// kMost: of rows that this reader is for. `stretch`: of inputs of x, at the most.
+// kMost: the maximum number of rows for this reader. `stretch`: the maximum length of a stretch of
+// x.
 template <class Reader, int64_t kMost = kMaxFewRows>
 void by_blocks(const LowBitArgs& a, int64_t stretch = Reader::kMaxStretch) {
   const Input<Reader> x(a, stretch);
@@ -158,7 +159,7 @@ void by_blocks(const LowBitArgs& a, int64_t stretch = Reader::kMaxStretch) {
 template <Format kFormat>
 void run(const LowBitArgs& a) {
 #ifdef __AVX2__
-  // integers spend less on a value of the weight and more on a row of x
+  // integers cost less per value of the weight and more per row of x
   [[maybe_unused]] const bool is_narrow = a.dtype != Dtype::f32;
   if constexpr (kFormat == Format::int4)
     if (a.x_bits == 8) return by_blocks<NibbleReader<kFormat, 1>, kMaxByteRows>(a);

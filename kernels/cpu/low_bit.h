@@ -1,5 +1,5 @@
-// Inside of quantized_linear: how a line of a weight is read. A line is 64 bytes, four of each of 16
-// channels; a lane of a vector is a channel, so no sum crosses lanes and a scale is one vector.
+// Internals of quantized_linear: how a line of a weight is read. A line is 64 bytes, four for each
+// of 16 channels; a vector lane is a channel, so no sum crosses lanes and scales are one vector.
 #pragma once
 
 #include "dtypes.h"
@@ -14,7 +14,7 @@
 namespace llmc {
 
 constexpr int64_t kChannels = 16, kLineBytes = 64;
-constexpr int kExactBits = 24;  // of x as it is
+constexpr int kExactBits = 24;  // bits of x without rounding
 constexpr int64_t kMinGroup = 16, kDepthStep = 32;  // inputs; groups and depths are multiples
 
 enum class Format { int8, int4, fp8, mxfp4 };
@@ -26,45 +26,45 @@ struct LowBitArgs {
   Format format;
   const void* x;
   const uint8_t *weight, *zero;  // zero may be null, and so may bias
-  const void *scale, *bias;     // scales of mxfp4 are exponents of two, a byte each
-  const void* minimum;  // may be null; of int8 and int4 without zero
+  const void *scale, *bias;     // scales of mxfp4 are exponents of two, one byte each
+  const void* minimum;  // may be null; for int8 and int4 without zero
   Dtype scale_dtype, minimum_dtype;
   void* out;  // [rows, channels] dense
   int64_t rows, depth, channels, group, x_stride;
   int threads;
-  int x_bits;  // to which x is rounded, relative to the largest of a stretch: 8, 16, or kExactBits
+  int x_bits;  // bits that x is rounded to, relative to the largest of a stretch: 8, 16, kExactBits
 
-  int64_t lines() const { return depth / (is_4_bit(format) ? 8 : 4); }  // of a block
+  int64_t lines() const { return depth / (is_4_bit(format) ? 8 : 4); }  // per block
   int64_t groups() const { return depth / group; }
 };
 
 void quantized_linear(const LowBitArgs&);  // few rows by dot products, many by float32 tiles
 #ifdef LLMC_AVX512
-constexpr int64_t kMaxFewRows = 8;  // that are multiplied together
+constexpr int64_t kMaxFewRows = 8;  // rows multiplied together
 #else
 constexpr int64_t kMaxFewRows = 4;
 #endif
 void quantized_many_rows(const LowBitArgs&);
-bool rounds_x();                           // whether x_bits may be fewer here
+bool rounds_x();                           // whether this CPU supports x_bits below kExactBits
 void quantized_integer_rows(const LowBitArgs&);
-bool has_pair_rows();                      // whether this one serves bf16 here, for more
+bool has_pair_rows();                      // whether this CPU supports the next, for more bf16 rows
 void quantized_pair_rows(const LowBitArgs&);
-bool widens_weights();                     // whether these two serve here, for many rows
-// x in the order in which a line's values are unpacked, for the product with widened weights.
+bool widens_weights();                     // whether this CPU supports the next two, for many rows
+// x in the order in which a line's values are unpacked, for the product with dequantized weights.
 void reorder_x(const LowBitArgs&, bf16* to);
 // Channels [begin, end) as rows of bf16 in that order, scaled.
 void widen_channels(const LowBitArgs&, int64_t begin, int64_t end, bf16* to);
-// Row m of out: channel ids[m], or zeros where there is none; x and bias are not looked at.
+// Row m of out: channel ids[m], or zeros for an invalid id; x and bias are not used.
 void quantized_embedding(const LowBitArgs&, const int64_t* ids);
 
-// x is read in stretches that lie inside one group of the weight.
+// x is read in stretches, each within one group of the weight; this is their length.
 inline int64_t stretch_of(const LowBitArgs& a, int64_t most) {
   for (int64_t n = most; n > kMinGroup; n /= 2)
     if (a.group % n == 0) return n;
   return kMinGroup;
 }
 
-// 2^(e - 127) of bytes e: 0 stands for the least, which is subnormal, and 255 for NaN.
+// 2^(e - 127) for bytes e: 0 is the smallest, which is subnormal, and 255 is NaN.
 LLMC_INLINE v16f powers_of_two(const uint8_t* exponents) {
   const v16u e = widen_from<v16u, uint8_t>(exponents);
   const v16u rare = (v16u)((v16i)e < 1) | (v16u)((v16i)e > 254);
@@ -88,7 +88,7 @@ LLMC_INLINE v16f zero_of(const LowBitArgs& a, int64_t block, int64_t group) {
   return zero;
 }
 
-// What is added to all values of a group, once they are scaled.
+// The value added to all scaled values of a group.
 LLMC_INLINE v16f minimum_of(const LowBitArgs& a, int64_t block, int64_t group) {
   const int64_t at = (block * a.groups() + group) * kChannels;
   if (!a.minimum) return v16f{};
@@ -96,7 +96,7 @@ LLMC_INLINE v16f minimum_of(const LowBitArgs& a, int64_t block, int64_t group) {
                                        : load(static_cast<const float*>(a.minimum) + at);
 }
 
-// One row of a block's channels, finished but for the bias.
+// Writes one row of a block's channels, after adding the bias.
 LLMC_INLINE void write_block(const LowBitArgs& a, int64_t row, int64_t block, v16f y) {
   const int64_t n = block * kChannels, at = row * a.channels + n;
   with_type(a.dtype, [&](auto t) __attribute__((always_inline)) {
@@ -106,12 +106,12 @@ LLMC_INLINE void write_block(const LowBitArgs& a, int64_t row, int64_t block, v1
   });
 }
 
-struct Packed {  // what a stretch of x became: its words times `scale`, which add up to `sum`
+struct Packed {  // a packed stretch of x: values are words times `scale` and add up to `sum`
   float scale, sum;
 };
 
-// The fp8 in the lowest byte of each lane: twice the normal value less the least normal one is the
-// smaller for subnormal codes alone, and there it is what they stand for.
+// The fp8 in the lowest byte of each lane: twice the normal value minus the smallest normal one is
+// smaller only for subnormal codes, and there it is their value.
 template <class Floats, class Integers, class Lanes>
 LLMC_INLINE Floats fp8_floats(const Lanes& bits) {
   const Lanes size = bits & 0x7fu;
@@ -121,10 +121,10 @@ LLMC_INLINE Floats fp8_floats(const Lanes& bits) {
   return (Floats)((Lanes)value | nan | (bits << 24 & 0x80000000u));
 }
 
-// A reader gives a line, or each part of it that a register holds, as kSteps steps; a step meets one
-// word of x. Values of int4 come as they are stored: what stands for zero is taken off a whole
-// stretch at once, times the sum of its x. Stretches have kMaxStretch inputs at the most. Where a
-// product waits for the one before it, few rows need kSums sums each.
+// A reader unpacks a line, or each part of it that fits in a register, in kSteps steps; a step is
+// multiplied by one word of x. Values of int4 are used as stored: the zero point times the sum of x
+// is subtracted for a whole stretch at once. Stretches have at most kMaxStretch inputs. If a
+// product depends on the previous one, few rows need kSums sums each to hide the latency.
 template <Format kFormat>
 struct FloatReader {  // any CPU
   static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs, kSums = 4;
@@ -145,8 +145,8 @@ struct FloatReader {  // any CPU
       return convert<v16f>((v16i)(line >> (4 * step) & 15u));
     if (kFormat == Format::int8)
       return convert<v16f>((v16i)(line << (24 - 8 * step)) >> 24);
-    // twice the normal value less the least normal one is the smaller for codes below that alone,
-    // and there it is what they stand for
+    // twice the normal value minus the smallest normal one is smaller only for subnormal codes,
+    // and there it is their value
     if (kFormat == Format::mxfp4) {
       const v16u code = line >> (4 * step);
       const v16f normal = (v16f)(((code & 7u) << 22) + (126u << 23));
@@ -157,11 +157,11 @@ struct FloatReader {  // any CPU
   }
   LLMC_INLINE void add(Sum& sum, V w, const X& x) { sum.value += w * x; }
   LLMC_INLINE v16f total(const Sum& sum) { return sum.value; }
-  static constexpr float kOffset = 0;  // that get() adds to every value, int4 aside
+  static constexpr float kOffset = 0;  // added by get() to every value (besides int4's zero point)
 };
 
 #ifdef LLMC_AVX512_BF16
-struct Table {  // bf16 of value(i) for the lower five bits i of an index
+struct Table {  // value(i) in bf16 for the low five bits i of an index
   alignas(64) uint16_t bits[32];
   template <class Value>
   constexpr explicit Table(Value value) : bits{} {
@@ -179,7 +179,7 @@ inline constexpr Table kSigned([](int i) { return i - 16; });
 inline constexpr Table kTiny([](int i) { return i % 8 / 512.0f; });
 
 #ifdef __AVX512VBMI__
-// The lower and the upper bytes of the bf16 of the codes 0 to 127: e4m3 less its sign, or integers.
+// Low and high bytes of codes 0 to 127 in bf16: e4m3 without its sign, or integers.
 template <Format kFormat>
 struct ByteTables {
   alignas(64) uint8_t low[128], high[128];
@@ -207,7 +207,8 @@ struct Bytes {
   __m512i low, high;
 };
 
-// The bytes of the bf16 of 64 codes; of int8 plus 128, whose upper half needs no table.
+// The bytes of 64 codes in bf16; for int8 it is the value plus 128, whose upper half needs no
+// table.
 template <Format kFormat>
 LLMC_INLINE Bytes bytes_of(__m512i codes) {
   const auto& t = kBytes<kFormat>;
@@ -221,7 +222,7 @@ LLMC_INLINE Bytes bytes_of(__m512i codes) {
 }
 #endif
 
-// A word of x is two bf16, and so is each lane of what a step gives. All values are exact in bf16.
+// A word of x is two bf16, and so is each lane of a step's result. All values are exact in bf16.
 template <Format kFormat>
 struct PairReader {
   static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs / 2, kSums = 4;
@@ -233,7 +234,7 @@ struct PairReader {
     v16f value = {};
     void operator+=(const Sum& other) { value += other.value; }
   };
-  // half the inputs lie in the lower 16 bits of a word: input j meets input j + kSteps
+  // half the inputs are in the low 16 bits of a word: input j is paired with input j + kSteps
   static int64_t place(int64_t k) {
     const int64_t first = k / kInputs * kInputs, j = k % kInputs;
     return first + j % kSteps * 2 + j / kSteps;

@@ -1,5 +1,5 @@
-// The reader of fp8 and mxfp4 for AVX2, which unpacks the bytes of a register together: four inputs
-// of eight channels.
+// The reader of fp8 and mxfp4 for AVX2, which unpacks all bytes of a register together: four inputs
+// for eight channels.
 #pragma once
 
 #include "low_bit.h"
@@ -29,9 +29,9 @@ struct FourReader {
     }
   };
 
-  // Of nibbles the first step has the lower ones, inputs 0, 2, 4 and 6.
+  // For nibbles, the first step has the low ones: inputs 0, 2, 4 and 6.
   static constexpr int input(int step, int i) { return i * kSteps + step; }
-  static constexpr float kScale = kIsFp8 ? 1.0f : 0.5f;  // of what get() gives
+  static constexpr float kScale = kIsFp8 ? 1.0f : 0.5f;  // factor for the result of get()
 
   static Packed pack(const float* x, int64_t count, X* to) {
     for (int64_t k = 0; k < count; k += kInputs)
@@ -50,7 +50,7 @@ struct FourReader {
   static constexpr float kOffset = 0;
 
  private:
-  // Twice the values of nibbles are whole numbers.
+  // Twice the values of e2m1 nibbles are integers.
   LLMC_INLINE V integers(__m256i codes) {
     const __m256i values = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
@@ -58,8 +58,8 @@ struct FourReader {
     return {{convert<vf>(four << 24 >> 24), convert<vf>(four << 16 >> 24),
              convert<vf>(four << 8 >> 24), convert<vf>(four >> 24)}};
   }
-  // The bits of fp8 in 16-bit lanes are those of a bfloat16 but for its exponent. NaN, zeros and
-  // subnormal values, which are not, are too rare to be worth arithmetic everywhere.
+  // The bits of fp8 in 16-bit lanes are those of a bfloat16 with another exponent bias. This does
+  // not hold for NaN, zeros and subnormals, which are too rare to handle in the fast path.
   LLMC_INLINE V floats(__m256i codes) {
     const __m256i size = _mm256_and_si256(codes, _mm256_set1_epi8(0x7f));
     const __m256i above_least = _mm256_sub_epi8(size, _mm256_set1_epi8(8));
@@ -68,7 +68,7 @@ struct FourReader {
     const vu even = bfloat16(_mm256_slli_epi16(codes, 8)), odd = bfloat16(codes);
     return {{(vf)(even << 16), (vf)(odd << 16), (vf)(even & 0xffff0000u), (vf)(odd & 0xffff0000u)}};
   }
-  LLMC_INLINE vu bfloat16(__m256i upper) {  // of the upper bytes
+  LLMC_INLINE vu bfloat16(__m256i upper) {  // from the upper bytes
     const __m256i moved = _mm256_srai_epi16(upper, 4);
     const __m256i bits = _mm256_and_si256(moved, _mm256_set1_epi16(short(0x87f0)));
     return (vu)_mm256_add_epi16(bits, _mm256_set1_epi16(120 << 7));

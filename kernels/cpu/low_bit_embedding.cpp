@@ -1,5 +1,5 @@
-// quantized_embedding: rows of a low-bit weight, widened. A row is a channel: a word of four bytes of
-// each line of its block.
+// quantized_embedding: dequantized rows of a quantized weight. A row is a channel: one four-byte
+// word in each line of its block.
 #include "low_bit.h"
 #include "parallel.h"
 
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kWordBytes = kLineBytes / kChannels;
 
-// Sixteen inputs from the lines that begin at `word`, int4 as it is stored.
+// Sixteen inputs from the lines that begin at `word`, with int4 as stored.
 template <Format kFormat>
 LLMC_INLINE v16f values_at(const uint8_t* word) {
   using Reader = FloatReader<kFormat>;

@@ -1,7 +1,7 @@
-// quantized_linear for several rows by products of integers, on x86, where x may be rounded: to 16
-// bits, of which two inputs meet the weight in one instruction, or to 8 bits, of which four do. A
-// piece of a block of channels meets the first rows of x as it is unpacked; what was unpacked stays
-// in the L1 cache for the other rows.
+// quantized_linear for several rows with integer products, on x86, if x can be rounded: to 16 bits
+// (an instruction multiplies two inputs per lane) or to 8 bits (four inputs). A piece of a block of
+// channels is multiplied by the first rows of x as it is unpacked; the unpacked values stay in the
+// L1 cache for the other rows.
 #include "arena.h"
 #include "low_bit.h"
 #include "low_bit_integers.h"
@@ -12,21 +12,22 @@ namespace llmc {
 #ifdef __AVX2__
 namespace {
 
-constexpr int64_t kPiece = 256;            // inputs: at most 8 KB once they are unpacked
-constexpr int64_t kPassBytes = 256 << 10;  // of x: what stays in the L2 cache
+constexpr int64_t kPiece = 256;            // inputs: at most 8 KB when unpacked
+constexpr int64_t kPassBytes = 256 << 10;  // of x: fits in the L2 cache
 constexpr int64_t kMaxPass = 504;          // rows whose sums fit on the stack
 constexpr int64_t kStretch = 32;           // inputs of x that are rounded together, or 16
 constexpr int kParts = kLineBytes / sizeof(Register);
 #ifdef LLMC_AVX512
-constexpr int64_t kMaxRows = 12, kRowStep = 4;  // multiplied together; fewer are filled up
+constexpr int64_t kMaxRows = 12, kRowStep = 4;  // rows multiplied together; padded to the step
 #else
 constexpr int64_t kMaxRows = 6, kRowStep = 1;
 #endif
 
-// A line is unpacked to kSteps registers, each of which meets one word of x. Sums are of a stretch.
+// A line is unpacked to kSteps registers, each of which is multiplied by one word of x. Sums are
+// per stretch.
 
 template <Format kFormat>
-struct Words {  // input j and input j + kSteps of a line are a pair of 16 bits
+struct Words {  // inputs j and j + kSteps of a line are a pair of 16-bit values
   static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs / 2;
   static constexpr bool kFoldsZero = false;
   LLMC_INLINE Register get(Register line, int step, Register zero) {
@@ -54,9 +55,9 @@ struct Words {  // input j and input j + kSteps of a line are a pair of 16 bits
   }
 };
 
-struct Nibbles {  // the lower ones of a line's bytes, which meet its even inputs, then the upper ones
+struct Nibbles {  // low nibbles of a line's bytes, for even inputs, then high ones
   static constexpr int kInputs = 8, kSteps = 2;
-  static constexpr bool kFoldsZero = true;  // what stands for 0 is taken off with the minimums
+  static constexpr bool kFoldsZero = true;  // the zero point is folded into the minimums
   LLMC_INLINE Register get(Register line, int step, Register) {
     return (Register)((vu)line >> (4 * step) & 0x0f0f0f0fu);
   }
@@ -81,7 +82,7 @@ struct Nibbles {  // the lower ones of a line's bytes, which meet its even input
   }
 };
 
-// What the stretches of a piece of one block are scaled by, and what is added for the sums of x.
+// Scales of the stretches of a piece of one block, and minimums, which are multiplied by sums of x.
 struct Stretches {
   alignas(64) float scale[kPiece / kMinGroup][kChannels], minimum[kPiece / kMinGroup][kChannels];
   alignas(64) uint32_t zero[kPiece / kMinGroup][kChannels];  // twice, in 16 bits
@@ -105,7 +106,7 @@ struct Stretches {
   }
 };
 
-struct PackedRows {  // M rows of x: [word][M], and of what their stretches became [stretch][M]
+struct PackedRows {  // M rows of x: words [word][M], and scales and sums [stretch][M]
   int32_t* words;
   float *scale, *sum;
 };
@@ -129,7 +130,7 @@ void add_minimums(const Stretches& weight, const float* x, int64_t count, float*
     for (int p = 0; p < kParts; ++p) store_as(sums + m * kChannels + p * kNative, acc[m][p]);
 }
 
-// A piece by M rows. The first rows of all unpack its lines to `piece`, which the others read.
+// A piece by M rows. The first group of rows unpacks its lines to `piece`, which the others read.
 template <class Reader, int M, bool kFirst>
 void multiply(const uint8_t* line, Register* piece, const Stretches& weight, const PackedRows& rows,
               int64_t stretch, int64_t count, bool has_minimum, float* sums) {
@@ -154,7 +155,7 @@ void multiply(const uint8_t* line, Register* piece, const Stretches& weight, con
 #pragma GCC unroll 2
           for (int p = 0; p < kParts; ++p) {
             acc[m][p] = Reader::add(acc[m][p], w[p], both);
-            asm volatile("" : "+v"(acc[m][p]));  // or GCC mixes several steps, and spills
+            asm volatile("" : "+v"(acc[m][p]));  // else GCC interleaves steps and spills registers
           }
         }
       }
@@ -187,7 +188,7 @@ Multiply multiply_rows(int64_t rows) {
   return kAll[rows / kRowStep - 1];
 }
 
-// Rows [row, row + rows) of x, in groups of about as many rows, each packed by itself.
+// Rows [row, row + rows) of x, in separately packed groups of similar size.
 struct Pass {
   int64_t row, rows, stretch, row_words, stretches;
   PackedRows all;

@@ -1,6 +1,6 @@
-// Readers of int4, mxfp4 and int8 that multiply integers, on x86. x is held in fixed point, by digits of
-// one or two bytes, relative to the largest of its stretch: bf16 and f16 in 16 bits, which is finer
-// than their own rounding, float32 in 24, which is like it.
+// Readers of int4, mxfp4 and int8 that multiply integers, on x86. x is in fixed point, in digits of
+// one or two bytes, relative to the largest of its stretch: bf16 and f16 use 16 bits, which is
+// finer than their own rounding, and float32 uses 24, which is similar to its own.
 #pragma once
 
 #include "low_bit.h"
@@ -23,14 +23,14 @@ LLMC_INLINE v16i round_to_int(const Pair<float, Half>& x) {
   return {round_to_int(x.lo), round_to_int(x.hi)};
 }
 
-// x [count] as signed digits, the lowest first, that stand for it times a scale.
+// x [count] as signed digits, lowest first, with a common scale.
 template <class Digit, int kDigits, int kBits = 8 * sizeof(Digit)>
 struct FixedPoint {
   std::array<std::array<Digit, 128>, kDigits> digit;
   Packed packed;
 
   FixedPoint(const float* x, int64_t count) {
-    v16f magnitude = {}, bad = {};  // NaN where x is not finite, which must show in the result
+    v16f magnitude = {}, bad = {};  // NaN if x is not finite, which the result must show
     for (int64_t k = 0; k < count; k += kLanes) {
       const v16f values = load(x + k);
       magnitude = vmax(magnitude, (v16f)((v16u)values & 0x7fffffffu));
@@ -58,7 +58,8 @@ struct FixedPoint {
     packed = {scale, scale * float(std::accumulate(lane, lane + kLanes, 0))};
   }
 
-  // The least power of two by which the digits can hold `largest`; one byte alone takes all there is.
+  // The smallest power of two with which the digits can represent `largest`; a single byte uses its
+  // full range instead.
   static float scale_for(float largest) {
     if (kDigits * kBits == 8) return largest / 127;
     constexpr int kTotal = kBits * kDigits - 1;
@@ -72,7 +73,7 @@ struct FixedPoint {
 };
 
 template <int kDigits>
-struct DigitWords {  // of what a step meets: a word of four bytes each
+struct DigitWords {  // the inputs of a step: a word of four bytes per digit
   int32_t digit[kDigits];
 };
 
@@ -83,7 +84,8 @@ LLMC_INLINE int32_t even_bytes(uint64_t bytes) {
   return int32_t(bytes | bytes >> 16);
 }
 
-// Signed bytes of eight inputs a line: the even ones meet its lower nibbles, the odd ones its upper.
+// Signed bytes of a line's eight inputs: even ones are for its low nibbles, odd ones for its high
+// ones.
 template <int kDigits>
 Packed pack_nibbles(const float* x, int64_t count, DigitWords<kDigits>* to) {
   const FixedPoint<int8_t, kDigits> fixed(x, count);
@@ -125,8 +127,8 @@ LLMC_INLINE Register look_up(__m128i table, Register i) {
 }
 #endif
 
-// The nibbles of a step as unsigned bytes: int4 as they are, mxfp4 as twice the value, which is a
-// whole number, plus kOffset.
+// The nibbles of a step as unsigned bytes: int4 as stored, mxfp4 as twice the value, which is an
+// integer, plus kOffset.
 template <Format kFormat>
 struct NibbleBytes {
   static constexpr float kOffset = kFormat == Format::mxfp4 ? 12 : 0;
@@ -146,8 +148,8 @@ struct NibbleBytes {
   }
 };
 
-// int4 and mxfp4 by digits of a byte. A stretch adds products of two inputs to each sum of 16 bits:
-// 8 * 2 * 15 * 128 = 30720 at the most, and 4 * 2 * 24 * 128 = 24576.
+// int4 and mxfp4 with one-byte digits. A stretch adds products of two inputs to each 16-bit sum: at
+// most 8 * 2 * 15 * 128 = 30720, and 4 * 2 * 24 * 128 = 24576.
 template <Format kFormat, int kDigits>
 struct NibbleReader {
   static constexpr int kInputs = 8, kSteps = 2, kSums = 1;
@@ -180,12 +182,12 @@ struct NibbleReader {
   static constexpr float kOffset = NibbleBytes<kFormat>::kOffset;
 };
 
-// int8 by one digit of 16 bits, or two of 12: inputs 0 and 2 of a line, then 1 and 3.
+// int8 with one digit of 16 bits, or two of 12: inputs 0 and 2 of a line, then 1 and 3.
 template <int kDigits>
 struct WordReader {
   static constexpr int kBits = kDigits == 1 ? 16 : 12;
   static constexpr int kInputs = 4, kSteps = 2, kSums = 1;
-  static constexpr int64_t kMaxStretch = 32;  // of 2^15 * 2^7 each: the sums fit 32 bits
+  static constexpr int64_t kMaxStretch = 32;  // products of 2^15 * 2^7: the sums fit in 32 bits
   using X = DigitWords<kDigits>;
   using Line = Register;
   using V = Register;
@@ -218,7 +220,7 @@ struct WordReader {
 
 #if defined(LLMC_AVX512) && defined(__AVX512VNNI__)
 #define LLMC_BYTE_PRODUCTS 1
-// int4, mxfp4 and int8 with x in 16 bits, four products of bytes an instruction.
+// int4, mxfp4 and int8 with x in 16 bits, four byte products per lane and instruction.
 template <Format kFormat>
 struct ByteReader {
   static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs / 4, kSums = 4;

@@ -1,5 +1,5 @@
-// quantized_linear for many rows by float32 tiles, on CPUs that multiply neither tiles nor pairs of
-// bf16, and for x of other dtypes: a stretch of the weight is widened, scaled, and multiplied.
+// quantized_linear for many rows with float32 tiles, on CPUs that have neither tiles nor pairs of
+// bf16, and for x of other dtypes: a part of the weight is dequantized and multiplied.
 #include "low_bit.h"
 #include "low_bit_bytes.h"
 #include "matmul.h"

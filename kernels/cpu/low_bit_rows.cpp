@@ -1,6 +1,7 @@
 // quantized_linear for several rows on CPUs that multiply pairs of bf16 and have no tiles. A piece
-// of a block of channels meets up to sixteen rows of x as it is widened; what was widened stays in
-// the L1 cache for the other rows. Widened values are exact in bf16; scales meet the sums of a piece.
+// of a block of channels is multiplied by up to sixteen rows of x as it is unpacked; the unpacked
+// values stay in the L1 cache for the other rows. They are exact in bf16; scales are applied to the
+// sums of a piece.
 #include "attention.h"
 #include "low_bit.h"
 #include "parallel.h"
@@ -10,13 +11,13 @@ namespace llmc {
 #ifdef LLMC_AVX512_BF16
 namespace {
 
-constexpr int64_t kPiece = 512;        // inputs: 16 KB once they are widened
-constexpr int64_t kFirst = 16;         // rows that a piece meets while it is widened
-constexpr int64_t kMaxRows = 24;       // multiplied together: as many registers hold sums
-constexpr int64_t kPassBytes = 700000; // of x: what stays in the L2 cache
+constexpr int64_t kPiece = 512;        // inputs: 16 KB when unpacked
+constexpr int64_t kFirst = 16;         // rows multiplied while a piece is unpacked
+constexpr int64_t kMaxRows = 24;       // rows multiplied together: sums use as many registers
+constexpr int64_t kPassBytes = 700000; // of x: fits in the L2 cache
 constexpr int64_t kMaxPass = 512;      // rows whose sums fit on the stack
 
-// The values of a line as pairs, in the order of PairReader, less what stands for zero.
+// The values of a line as pairs, in the order of PairReader, minus the zero point.
 template <Format kFormat>
 struct Widen {
   static constexpr int kSteps = PairReader<kFormat>::kSteps;
@@ -29,7 +30,7 @@ struct Widen {
 template <>
 struct Widen<Format::int4> {
   static constexpr int kSteps = PairReader<Format::int4>::kSteps;
-  v16u offset;  // of a nibble in the table: it has -16 to 15
+  v16u offset;  // of a nibble in the table, which has -16 to 15
   explicit Widen(v16f zero)
       : offset((v16u)convert<v16i>(16 - zero) * 0x10001u) {}
   __attribute__((always_inline)) __m512i get(v16u line, int step) const {
@@ -53,7 +54,7 @@ LLMC_INLINE void add_sums(const __m512 (&acc)[M], v16f scale, float* sums) {
     store(sums + m * kChannels, load(sums + m * kChannels) + (v16f)acc[m] * scale);
 }
 
-// A piece, as pairs [inputs / 2][channel], by x, [inputs / 2][M].
+// Multiplies a piece, as pairs [inputs / 2][channel], by x [inputs / 2][M].
 template <int M>
 void multiply(const uint32_t* piece, const uint32_t* x, int64_t pairs, v16f scale, float* sums) {
   __m512 acc[M] = {};
@@ -67,7 +68,7 @@ using Multiply = decltype(&multiply<4>);
 constexpr Multiply kMultiply[] = {multiply<4>,  multiply<8>,  multiply<12>,
                                   multiply<16>, multiply<20>, multiply<24>};
 
-// The same of a piece that is still to be widened.
+// The same for a piece that is not unpacked yet; unpacks it to `piece`.
 template <Format kFormat, int M>
 void widen(const uint8_t* line, const uint32_t* x, int64_t pairs, v16f zero, v16f scale,
            float* sums, uint32_t* piece) {
@@ -86,11 +87,12 @@ void widen(const uint8_t* line, const uint32_t* x, int64_t pairs, v16f zero, v16
   add_sums<M>(acc, scale, sums);
 }
 
-// Rows [row, row + rows) of x, in groups whose rows lie pair by pair; the last are filled up.
+// Rows [row, row + rows) of x, in groups whose rows are interleaved pair by pair; the last is
+// padded.
 struct Pass {
   int64_t row, rows;
   const uint32_t* words;
-  const float* totals;  // of each row and group, where a reader adds an offset to all values
+  const float* totals;  // per row and group, if the reader adds an offset to all values
 
   int64_t first() const { return rows > kFirst - 4 ? kFirst : kFirst / 2; }
   int64_t groups() const {

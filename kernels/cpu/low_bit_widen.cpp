@@ -1,6 +1,6 @@
-// quantized_linear for many rows: a stretch of the weight that the caches hold is widened to bf16
-// rows, for a product by tiles. Their inputs lie in the order in which a line is unpacked, and x is
-// put in the same order once.
+// quantized_linear for many rows: a part of the weight that fits in the caches is dequantized to
+// bf16 rows, for a product with tiles. Their inputs are in the order in which a line is unpacked,
+// and x is reordered once to match.
 #include "attention.h"
 #include "low_bit.h"
 #include "parallel.h"
@@ -11,7 +11,7 @@ namespace llmc {
 #ifdef LLMC_AVX512_BF16
 namespace {
 
-// Lanes of two bf16 times a scale each, less an offset.
+// Lanes of two bf16, each times a scale and minus an offset.
 LLMC_INLINE __m512i scaled(v16f even, v16f odd, v16f scale, v16f offset) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
                                          8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);

@@ -1,14 +1,14 @@
-// Products of many rows in float32, for every CPU and every form of weight: y = x W^T + b.
+// Products of many rows in float32, for every CPU and every weight format: y = x W^T + b.
 //
-// Rows of x are widened once and packed in panels of sixteen lanes. A block of channels of the
-// weight is widened, a stretch of inputs at a time, to where the caches hold it; a tile of a few
-// channels by one panel has all its sums in registers.
+// Rows of x are converted once and packed in panels of sixteen lanes. A block of channels of the
+// weight is converted, a range of inputs at a time, to a buffer that fits in the caches. A tile of
+// a few channels by one panel has all its sums in registers.
 //
-// A Source of weights has: kByInput (whether it widens to [input][kBlock], else to
-// [channel][kStride]); widen(n, count, k, depth, to) for channels [n, n + count) and inputs
-// [k, k + depth); what `to` holds of the channels past `count` is of no matter; and
-// fetch(n, k, m, several), which asks memory for the inputs [k, k + kFetchStep) of `several` of the
-// kBlock channels from n on: the first panel's products do so for the stretch that comes next.
+// A Source of weights has: kByInput (whether it writes [input][kBlock], else [channel][kStride]);
+// widen(n, count, k, depth, to), which converts channels [n, n + count) and inputs [k, k + depth),
+// where channels of `to` past `count` can have any value; and fetch(n, k, m, several), which
+// prefetches inputs [k, k + kFetchStep) of `several` of the kBlock channels from n on: the first
+// panel's products do this for the next range.
 #pragma once
 
 #include "arena.h"
@@ -18,23 +18,23 @@
 
 namespace llmc::matmul {
 
-constexpr int64_t kBlock = 48;   // channels that one item of work is
-constexpr int64_t kDepth = 256;  // inputs at a time: a panel of them fits the first cache
-constexpr int64_t kShort = 64;   // of few panels, so that a block fits the first cache too
-constexpr int64_t kStride = kDepth + 16;  // not a power of two: rows would share lines of a cache
+constexpr int64_t kBlock = 48;   // channels per work item
+constexpr int64_t kDepth = 256;  // inputs at a time: a panel of them fits in the L1 cache
+constexpr int64_t kShort = 64;   // the same for few panels, so that a block fits in L1 too
+constexpr int64_t kStride = kDepth + 16;  // not a power of two: rows would share cache sets
 constexpr int64_t kFetchStep = 16;
 constexpr int64_t kPackedBytes = 8 << 20;  // of x at a time
-constexpr int64_t kMaxRows = 512;          // whose sums stay in the second cache
+constexpr int64_t kMaxRows = 512;          // rows whose sums stay in the L2 cache
 
 #ifdef LLMC_AVX512
 constexpr int64_t kHalf = kLanes;  // a panel can't be narrower than a register
-constexpr int kGroup = 24, kHalfGroup = 24;  // channels whose sums the registers hold
+constexpr int kGroup = 24, kHalfGroup = 24;  // channels whose sums fit in registers
 #else
 constexpr int64_t kHalf = kLanes / 2;
 constexpr int kGroup = 6, kHalfGroup = 12;
 #endif
 
-// One of each a thread, whatever the types that are multiplied.
+// One of each per thread, shared by all types.
 inline Arena& panel_arena() {
   static thread_local Arena arena;
   return arena;
@@ -45,7 +45,7 @@ inline Arena& block_arena() {
   return arena;
 }
 
-struct Next {  // the stretch of the weight to ask for, and the channel of it that a tile begins with
+struct Next {  // the part of the weight to prefetch, and the channel of it that a tile begins with
   int64_t n, k, m;
 };
 
@@ -84,11 +84,11 @@ void tile(const Source& source, const float* w, const float* x, int64_t depth, f
 
 struct Panels {  // rows [row, row + rows) of x; the last panel may be a half one
   const float* data;
-  int64_t row, rows, count, floats;  // of a whole panel
+  int64_t row, rows, count, floats;  // `floats` are per whole panel
   bool half;
 };
 
-// Inputs [k, k + n) of up to sixteen rows, to [input][width].
+// Packs inputs [k, k + n) of up to sixteen rows as [input][width].
 template <class T>
 void pack(const LinearArgs& a, int64_t row, int64_t rows, int64_t k, int64_t n, int64_t width,
           float* to) {
@@ -105,7 +105,7 @@ void pack(const LinearArgs& a, int64_t row, int64_t rows, int64_t k, int64_t n, 
   }
 }
 
-// Sums [channel][kLanes] of `count` channels from n on, to rows of the output.
+// Writes sums [channel][kLanes] of `count` channels from n on to rows of the output.
 template <class T>
 void write(const LinearArgs& a, const float* sums, int64_t n, int64_t count, int64_t row,
            int64_t rows) {
@@ -158,7 +158,7 @@ void block(const LinearArgs& a, const Source& source, const Panels& x, int64_t n
 
 template <class T, class Source>
 void multiply(const LinearArgs& a, const Source& source) {
-  constexpr int64_t kPiece = 2 * kDepth;  // inputs of a panel that are packed at once
+  constexpr int64_t kPiece = 2 * kDepth;  // inputs of a panel that are packed at a time
   const int64_t fit = kPackedBytes / (a.depth * sizeof(float)) / kLanes * kLanes;
   const int64_t most = std::clamp<int64_t>(fit, 4 * kLanes, kMaxRows);
   const int64_t chunks = (a.rows + most - 1) / most;

@@ -1,7 +1,7 @@
-"""Huge pages for large tensors: streaming weights is faster when fewer pages are looked up.
+"""Huge pages for large tensors: streaming weights is faster with fewer TLB misses.
 
-Linux gives them on request where /sys/kernel/mm/transparent_hugepage/enabled says `madvise`
-(the usual setting). Anywhere else nothing happens.
+Linux provides them on request if /sys/kernel/mm/transparent_hugepage/enabled is `madvise` (the
+usual setting). Elsewhere, requests have no effect.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from llmc.background_thread import BackgroundThread
 
-_MADV_DONTNEED = 4  # madvise(2): the pages go back to the system, and read as zeros from then on
+_MADV_DONTNEED = 4  # madvise(2): frees the pages, which then read as zeros
 _MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23  # makes pages present without changing them; Linux 5.14
+_MADV_POPULATE_WRITE = 23  # faults pages in without changing them; since Linux 5.14
 _IDLE = 19  # the lowest priority
 _PAGE = 4096
 _HUGE_PAGE = 2 << 20
-_LEAST_BYTES = 2 * _HUGE_PAGE  # below, the ends would not be covered
+_LEAST_BYTES = 2 * _HUGE_PAGE  # a smaller tensor may not contain a whole huge page
 
 
 @cache
@@ -37,26 +37,26 @@ def _madvise() -> Any:
 
 
 def _whole_pages(tensor: Tensor) -> tuple[int, int]:
-    """Addresses of the first and past the last page that lies wholly in the tensor's memory."""
+    """The address range of the pages that are entirely in the tensor's memory."""
     start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     return -(-start // _PAGE) * _PAGE, end // _PAGE * _PAGE
 
 
 def advise_huge_pages(tensor: Tensor) -> Tensor:
-    """Ask for huge pages under a CPU tensor's memory, before it is first written; returns it."""
+    """Request huge pages for a CPU tensor's memory, before it is first written; returns it."""
     is_large = tensor.device.type == "cpu" and tensor.nbytes >= _LEAST_BYTES
     if is_large and (madvise := _madvise()):
         start, end = _whole_pages(tensor)
-        # A refusal (no such pages on this system) changes nothing.
+        # A failure (the system has no huge pages) has no effect.
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
     return tensor
 
 
 def give_back(tensors: Sequence[Tensor]) -> int:
-    """Return the memory under CPU tensors to the system. -> bytes, 0 where that is not possible.
+    """Return the memory of CPU tensors to the system. Returns bytes, 0 if that is not possible.
 
-    The tensors stay, at their addresses, with undefined contents; what is written to takes memory
-    again. Memory that the allocator keeps for later is returned too.
+    The tensors keep their addresses, with undefined contents; pages that are written again use
+    memory again. Memory that the allocator keeps for reuse is returned too.
     """
     madvise = _madvise()
     if madvise is None:
@@ -68,7 +68,7 @@ def give_back(tensors: Sequence[Tensor]) -> int:
             ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED
         ):
             given += end - start
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
     return given
@@ -77,9 +77,9 @@ def give_back(tensors: Sequence[Tensor]) -> int:
 def empty_in_huge_pages(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """`torch.empty` that, on CPU, begins with a huge page, so that all but the last part has some.
+    """`torch.empty` that is aligned to huge pages on CPU, so all but its end can be in huge pages.
 
-    What lies before it is never touched, and so takes addresses but no memory.
+    The padding before it is never touched, so it uses address space but no memory.
     """
     size = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or size < _HUGE_PAGE or _madvise() is None:
@@ -91,10 +91,11 @@ def empty_in_huge_pages(
 
 
 def touch_in_background(tensors: Sequence[Tensor], limit_bytes: int) -> threading.Thread:
-    """Make the first pages of CPU tensors present, an equal share of `limit_bytes` of each.
+    """Fault in the first pages of CPU tensors, an equal share of `limit_bytes` for each.
 
-    The first write to a page costs several times the second, and a request should not pay for it.
-    A thread of the lowest priority does it; contents do not change, so others may write meanwhile.
+    The first write to a page is several times slower than the second, and requests should not pay
+    for it. A thread with the lowest priority does it. Contents do not change, so other threads can
+    write meanwhile.
     """
     thread = BackgroundThread(partial(_touch, tuple(tensors), limit_bytes), "llmc-touch")
     thread.start()
@@ -114,4 +115,4 @@ def _touch(tensors: Sequence[Tensor], limit_bytes: int) -> None:
             if size > 0 and madvise(
                 ctypes.c_void_p(start + offset), ctypes.c_size_t(size), _MADV_POPULATE_WRITE
             ):
-                return  # an older kernel: pages come as they are written
+                return  # an older Linux: pages are faulted in when they are written

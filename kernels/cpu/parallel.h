@@ -1,5 +1,6 @@
-// Work over the threads of team.h, handed out in pieces to those that are awake: a thread that the
-// system runs late, since another process keeps its core busy, finds less left to do or nothing.
+// Parallel loops over the threads of team.h. Threads take work items as they become free, so a
+// thread that the system schedules late, because another process uses its core, finds little or no
+// work left.
 #pragma once
 
 #include "team.h"
@@ -10,7 +11,7 @@
 
 namespace llmc {
 
-// A parallel region costs several microseconds: below this much work it is not worth one.
+// A parallel region costs several microseconds; less work than this runs serially.
 constexpr int64_t kSerialCost = 60000;  // in units of about a clock cycle per 4 elements
 constexpr int64_t kPieceCost = kSerialCost / 4;
 constexpr int64_t kPiecesPerThread = 8;
@@ -21,11 +22,11 @@ inline int worth_threads(int64_t cost, int64_t items, int threads) {
   return static_cast<int>(useful < threads ? useful : threads);
 }
 
-constexpr int kMostThreads = 256;  // more are not used
+constexpr int kMostThreads = 256;  // maximum number of threads
 
-// Pieces [begin, end) that a thread takes one after the other, and of which others take the last.
+// Items [begin, end) that a thread takes in order, and of which other threads steal the last ones.
 struct alignas(64) Stretch {
-  uint64_t left;  // begin in the upper half, end in the lower; not set by itself, being on the stack
+  uint64_t left;  // begin in the high half, end in the low half; uninitialized on the stack
 
   static uint64_t begin(uint64_t range) { return range >> 32; }
   static uint64_t end(uint64_t range) { return range & 0xffffffffu; }
@@ -36,7 +37,7 @@ struct alignas(64) Stretch {
   std::atomic_ref<uint64_t> shared() { return std::atomic_ref(left); }
   void put(uint64_t begin, uint64_t end) { shared() = begin << 32 | end; }
 
-  // The first one; negative: none is left.
+  // Takes the first remaining item; negative if there is none.
   int64_t take() {
     uint64_t range = shared();
     while (count(range))
@@ -44,7 +45,7 @@ struct alignas(64) Stretch {
     return -1;
   }
 
-  // The latter half of what the stretch with the most has left, for this one, which has none.
+  // For an empty stretch: steals the second half of the stretch with the most remaining items.
   bool take_half(Stretch* all, int threads) {
     for (;;) {
       Stretch* most = nullptr;
@@ -61,8 +62,8 @@ struct alignas(64) Stretch {
   }
 };
 
-// body(item) for items that lie side by side and cost about the same: each thread begins with a
-// stretch of its own, so that it reads memory in order, which is fastest.
+// Calls body(item) for adjacent items of similar cost. Each thread starts with its own contiguous
+// stretch, so that it reads memory in order, which is fastest.
 template <class Body>
 void parallel_stretches(int64_t items, int threads, const Body& body) {
   if (threads <= 1 || items <= 1) {
@@ -87,7 +88,7 @@ void parallel_stretches(int64_t items, int threads, const Body& body) {
   }, &work);
 }
 
-// body(item) for items of any cost, one at a time in their order.
+// Calls body(item) for items of any cost; threads take them one at a time, in order.
 template <class Body>
 void parallel_items(int64_t items, int threads, const Body& body) {
   if (threads <= 1 || items <= 1) {
@@ -105,7 +106,7 @@ void parallel_items(int64_t items, int threads, const Body& body) {
   }, &work);
 }
 
-// body(item) for items that lie side by side, in a few pieces a thread of about as many each.
+// Calls body(item) for adjacent items, grouped in a few pieces of similar size per thread.
 template <class Body>
 void parallel_pieces(int64_t items, int threads, const Body& body) {
   const int64_t pieces = threads <= 1 ? 1 : std::min(items, threads * kPiecesPerThread);
@@ -114,7 +115,7 @@ void parallel_pieces(int64_t items, int threads, const Body& body) {
   });
 }
 
-// body(begin, end) over stretches of `items` rows; `cost` is that of one row.
+// Calls body(begin, end) for ranges of `items` rows; `cost` is that of one row.
 template <class Body>
 void parallel_rows(int64_t items, int64_t cost, int threads, const Body& body) {
   const int n = worth_threads(items * cost, items, threads);

@@ -1,4 +1,4 @@
-// rms_norm, add_rms_norm, act_mul, a sum and a copy: one pass over each row, float inside.
+// rms_norm, add_rms_norm, act_mul, a sum and a copy: one pass over each row, computed in float.
 #include "dtypes.h"
 #include "fp8.h"
 #include "kernels.h"
@@ -33,7 +33,7 @@ void norm_row(const NormArgs& a, const T* x, const T* residual, T* out, T* sum) 
       return load_n(sum + i, left);
     }
     store(sum + i, y);
-    return load(sum + i);  // rounded, as the unfused graph normalizes it
+    return load(sum + i);  // rounded, as in the unfused graph
   };
   int64_t i = 0;
   if (residual != nullptr) {
@@ -104,7 +104,7 @@ LLMC_INLINE v16f activate(v16f x) {
 template <class T, Act kAct>
 void act_rows(const ActArgs& a) {
   const int64_t n = a.width, blocks = (n + 1023) / 1024;
-  // a decode step has one long row: split rows in blocks, so that both grow the same way
+  // a decode step has one long row: split rows into blocks, so that it also runs in parallel
   parallel_rows(count(a.x) * blocks, 1024 * 12, a.threads, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t r = item / blocks, first = item % blocks * 1024;

@@ -1,4 +1,5 @@
-// process_logits: a copy to float, then the few logits that penalties and biases touch, then masks.
+// process_logits: converts logits to float, changes the few that penalties and biases affect, then
+// applies masks.
 #include "dtypes.h"
 #include "kernels.h"
 #include "parallel.h"

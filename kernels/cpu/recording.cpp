@@ -1,4 +1,4 @@
-// The C functions by which Python records ops and runs them again (recording.py).
+// The C functions with which Python records ops and replays them (recording.py).
 #include "recording.h"
 
 namespace llmc::aten {
@@ -20,13 +20,14 @@ using llmc::recorder;
 
 extern "C" {
 
-// From here on this thread records.
+// Starts recording on this thread.
 void llmc_record() {
   delete recorder;
   recorder = new llmc::Recorder;
 }
 
-// After each op: whether its kernels are recorded, else torch has to call it.
+// Called after each op. Returns whether its kernels are recorded; if not, torch has to call it
+// again.
 bool llmc_record_op() {
   llmc::Recording& current = recorder->current;
   const bool is_whole = !std::exchange(recorder->is_left_out, false);
@@ -39,7 +40,8 @@ bool llmc_record_op() {
   return is_whole;
 }
 
-// What was recorded since the last one, to be freed by llmc_free_recording; null: no call.
+// Returns the calls since the last recording, to be freed by llmc_free_recording; null if there are
+// none.
 llmc::Recording* llmc_take_recording() {
   auto done = std::exchange(recorder->done, std::make_unique<llmc::Recording>());
   if (done->calls.empty()) {
@@ -53,7 +55,7 @@ void llmc_stop_recording() {
   delete std::exchange(recorder, nullptr);
 }
 
-// False where memory ran out.
+// Returns false if memory ran out.
 bool llmc_replay(const llmc::Recording* recording) {
   try {
     for (const auto& call : recording->calls) call();

@@ -1,9 +1,9 @@
-// What the kernels of a step were called with, so that the step can be run again without torch:
-// what a CUDA graph is on a GPU.
+// Records the kernel calls of a step, so that the step can be replayed without torch: the
+// counterpart of a CUDA graph.
 //
-// While a thread records, the bindings call the kernels through a table that also notes the call and
-// keeps the memory it names. A binding that does work of its own with the values of a tensor calls
-// leave_out(): torch has to call that op again.
+// While a thread records, the bindings call the kernels through a table that also records the call
+// and keeps its memory alive. A binding that reads tensor values itself calls leave_out(): then
+// torch has to call that op again.
 #pragma once
 
 #include "table.h"
@@ -19,16 +19,16 @@ using aten::Tensor;
 
 struct Recording {
   std::vector<std::function<void()>> calls;
-  std::vector<Tensor> memory;  // of results and in between
+  std::vector<Tensor> memory;  // results and intermediate tensors
 };
 
 struct Recorder {
-  std::unique_ptr<Recording> done = std::make_unique<Recording>();  // ops that are recorded whole
-  Recording current;                                               // what the op at hand added
-  bool is_left_out = false;                                        // torch has to call it
+  std::unique_ptr<Recording> done = std::make_unique<Recording>();  // fully recorded ops
+  Recording current;                                               // calls of the current op
+  bool is_left_out = false;                                        // torch has to call it again
 };
 
-inline thread_local Recorder* recorder = nullptr;  // of this thread, while it records
+inline thread_local Recorder* recorder = nullptr;  // not null while this thread records
 
 namespace recorded {
 
@@ -46,7 +46,7 @@ struct Entry<kMember, Result (*)(Arguments...)> {
             std::apply(function, kept);
           });
     } else {
-      return function(arguments...);  // a question about the machine
+      return function(arguments...);  // a query about the machine
     }
   }
 };

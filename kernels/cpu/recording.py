@@ -1,8 +1,8 @@
-"""A sequence of ops on fixed tensors, recorded while it runs, to be run again without torch.
+"""Records a sequence of ops on fixed tensors while it runs, to replay it without torch.
 
-What a CUDA graph is on a GPU: of a step of one token, torch's dispatcher takes a large part. Our
-own kernels are called again in C++ (recording.h). What else computes is called again through torch,
-into the same results, and views cost nothing.
+This is the counterpart of a CUDA graph: torch's dispatcher takes a large part of a one-token step.
+Our own kernels are replayed in C++ (recording.h). Other ops that compute something are called again
+through torch, into the same results; views need no replay.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _READ_BY_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 class NotRecordable(Exception):
-    """What runs depends on values, or is not made of ops on the CPU."""
+    """The sequence depends on values, or does not consist of ops on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class _TorchCall:
-    """An op that torch calls again. `results`: a None for each that lies in its arguments."""
+    """An op that torch calls again. `results` has None for results that alias its arguments."""
 
     op: Callable[..., Any]
     args: tuple[Any, ...]
@@ -45,7 +45,7 @@ class _TorchCall:
 
 
 class _Kernels:
-    """Calls of our own kernels, one after the other."""
+    """A sequence of calls of our own kernels."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -54,11 +54,11 @@ class _Kernels:
 
     def replay(self) -> None:
         if not self._run(self._handle):
-            raise MemoryError("a kernel of a recorded step found no memory")
+            raise MemoryError("a kernel of a recorded step ran out of memory")
 
 
 class Recorded:
-    """What `record` saw. `results` are the same tensors at every replay."""
+    """A recorded sequence. `results` are the same tensors at every replay."""
 
     def __init__(self, mode: _Mode, results: Any) -> None:
         self._parts = mode.parts
@@ -71,7 +71,7 @@ class Recorded:
         return sum(isinstance(part, _TorchCall) for part in self._parts)
 
     def check(self) -> None:
-        """Raises NotRecordable where a replay would be wrong, or not worth it."""
+        """Raise NotRecordable if a replay would be wrong, or not worthwhile."""
         if self._reason is not None:
             raise NotRecordable(self._reason)
         if self.num_torch_calls > self._num_ours:
@@ -86,9 +86,9 @@ class Recorded:
 
 
 def record(run: Callable[[], Any]) -> Recorded:
-    """Call `run`, whose results count, and note the ops that it calls.
+    """Call `run` and record the ops that it calls; its results are valid.
 
-    It must do nothing but call ops on tensors that stay where they are: `check` says what it can.
+    `run` must only call ops on tensors whose memory does not move. `check` detects some violations.
     """
     mode = _Mode()
     library = _library()
@@ -105,13 +105,13 @@ def record(run: Callable[[], Any]) -> Recorded:
 class _Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is traced here, and to tell Dynamo so torch would import all of it: seconds."""
+        """Nothing is traced here; without this, torch would import all of Dynamo, in seconds."""
         return False
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.parts: list[_TorchCall | _Kernels] = []
-        self.num_ours = 0  # ops whose kernels are recorded
+        self.num_ours = 0  # ops whose kernels were recorded
         self.reason: str | None = None
 
     def __torch_dispatch__(

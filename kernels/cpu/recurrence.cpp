@@ -1,5 +1,5 @@
-// linear_recurrence, decayed_softmax and pool_windows: the state is some vectors, brought from token
-// to token where it lies, some channels at a time.
+// linear_recurrence, decayed_softmax and pool_windows: the state is a few vectors, which are
+// updated in place from token to token, some channels at a time.
 #include <algorithm>
 #include <cstring>
 
@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kTile = 1024;  // channels
 constexpr float kLowest = -1e38f;  // the largest logit before any token
 
-// body(span, first, last) over the channels of every request; `cost` is that of one channel.
+// Calls body(span, first, last) for channel ranges of every request; `cost` is that of one channel.
 template <class Body>
 void by_channels(const Step& step, int64_t channels, int64_t cost, int threads, const Body& body) {
   const int64_t tiles = (channels + kTile - 1) / kTile, items = step.requests * tiles;
@@ -79,7 +79,7 @@ void mix(const MixArgs& a, const Span& s, int64_t first, int64_t last) {
   }
 }
 
-// Of a softmax over tokens: the highest logit, the sum of weights, the weighted sum of values.
+// Resets the sums of a softmax over tokens: highest logit, sum of weights, weighted sum of values.
 void clear(float* sums, int64_t all, int64_t n) {
   std::fill(sums, sums + n, kLowest);
   std::fill(sums + all, sums + all + n, 0.0f);
@@ -97,7 +97,7 @@ void add(float* sums, int64_t all, int64_t n, const float* logit, const float* v
   }
 }
 
-// The result of a softmax whose tokens are in two parts, or twice in the same one.
+// The result of a softmax over two parts; the same part twice counts like once.
 void finish(const float* one, const float* other, int64_t all, int64_t n, float* out) {
   for (int64_t i = 0; i < n; i += kLanes) {
     const v16f a = load_to(one + i, n - i), b = load_to(other + i, n - i), top = vmax(a, b);

@@ -1,7 +1,8 @@
 // sample: the next token of each row without sorting the vocabulary.
 //
 // One pass divides by the temperature and keeps the maximum of every block of 64 logits. The block
-// maxima bound what top_k, top_p and the noise can still let win, so later passes touch few blocks.
+// maxima bound which tokens can still win under top_k, top_p and the noise, so later passes read
+// few blocks.
 #include "dtypes.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -22,7 +23,7 @@ struct Candidate {
   int32_t token;
 };
 
-struct Scratch {  // of one thread, kept between calls
+struct Scratch {  // per thread, kept between calls
   std::vector<float> scaled, block_max, order;
   std::vector<Candidate> candidates, selection;
 };
@@ -81,7 +82,7 @@ int64_t first_equal(const Scratch& s, float value) {
   return -1;
 }
 
-// Every finite logit of at least `floor`, in the order of the tokens.
+// Gathers every finite logit of at least `floor`, in token order.
 void gather(Scratch& s, float floor) {
   s.candidates.clear();
   for (size_t b = 0; b < s.block_max.size(); ++b) {
@@ -128,7 +129,7 @@ double total_mass(const Scratch& s, float floor, float highest) {
 }
 
 // Keeps the smallest set of the highest candidates whose mass reaches `target`, ties included: a
-// value stays when what is strictly above it has less. A quickselect by mass.
+// value is kept if the mass strictly above it is less than that. This is a quickselect by mass.
 void keep_top_p(Scratch& s, double target, float highest) {
   auto& items = s.selection;
   items = s.candidates;
@@ -179,7 +180,7 @@ int64_t draw_candidates(const Scratch& s, const Philox& philox) {
   return best.token;
 }
 
-// Noise is bounded, so a block far enough below the best draw so far can't win.
+// Noise is bounded, so blocks far enough below the current best can be skipped.
 int64_t draw_all(const Scratch& s, float floor, int64_t start, const Philox& philox) {
   Best best;
   const v16u lane = (v16u)convert<v16i>(lane_numbers());
@@ -223,7 +224,7 @@ int64_t sample_row(const SampleArgs& a, int64_t r, Scratch& s) {
     gather(s, std::max(floor, bound_for_top_k(s, k)));
     keep_top_k(s, k);
   } else {
-    // all that lies below the bound together weighs less than what top_p leaves out
+    // all logits below the bound together have less mass than top_p excludes
     total = total_mass(s, floor, highest);
     const double rest = std::max(1e-30, (1.0 - top_p) * total / double(a.vocab));
     gather(s, std::max(floor, highest + float(std::log(rest)) - 0.01f));

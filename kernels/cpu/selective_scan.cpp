@@ -1,5 +1,5 @@
-// selective_scan: a part of a request's state, small enough for the first cache, is brought from
-// token to token where it lies.
+// selective_scan: a part of a request's state that fits in the L1 cache is updated in place from
+// token to token.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kTile = 4096;  // elements of the state
 constexpr int64_t kMaxRows = 256;
 
-// Rows [first, last) of the H * P that have N states each.
+// Rows [first, last) of the H * P rows with N values each.
 void scan_rows(const ScanArgs& a, const Span& s, int64_t first, int64_t last) {
   const int64_t n = whole_vectors(a.size), tail = a.size % kLanes, whole = a.size - tail;
   const int64_t heads_a_group = a.heads / a.groups;
@@ -26,7 +26,7 @@ void scan_rows(const ScanArgs& a, const Span& s, int64_t first, int64_t last) {
   for (int64_t t = s.first; t < s.last; ++t) {
     widen(a.x, t, 0, first, last - first, x);
     int64_t head = first / a.width - 1, group = -1;
-    int64_t next = first;  // where the next head begins
+    int64_t next = first;  // the first row of the next head
     float dt = 0;
     for (int64_t row = first; row < last; ++row) {
       if (row == next) {

@@ -1,5 +1,5 @@
-// What state_bindings.cpp calls: ops that carry a state from token to token, over packed requests.
-// Everything is float inside; inputs of any dtype are widened a row at a time.
+// The interface for state_bindings.cpp: ops that carry a state from token to token, over packed
+// requests. They compute in float; inputs of any dtype are converted a row at a time.
 #pragma once
 
 #include "dtypes.h"
@@ -13,7 +13,7 @@ namespace llmc {
 struct Span {  // a request's tokens [first, last), its slot, and whether it starts from zero
   int64_t first, last, slot;
   bool fresh;
-  int64_t place;  // of the first token in the request
+  int64_t place;  // position of the first token in the request
 };
 
 struct Step {
@@ -29,7 +29,7 @@ struct Step {
   int64_t tokens_each() const { return requests ? (tokens + requests - 1) / requests : 0; }
 };
 
-struct TokenRows {  // [T, ...] of any dtype, dense in its last dimension
+struct TokenRows {  // [T, ...] of any dtype, contiguous in its last dimension
   Dtype dtype;
   const void* data;
   int64_t token_stride, head_stride;
@@ -41,7 +41,7 @@ struct TokenRows {  // [T, ...] of any dtype, dense in its last dimension
 
 struct DeltaArgs {
   Step step;
-  TokenRows query, key, value, decay, beta;  // decay has D or 1 a head, beta a number
+  TokenRows query, key, value, decay, beta;  // decay has D values or 1 per head, beta has one
   bool decays_by_channel;
   float* state;  // [slots, H, D, Dv] dense
   Dtype dtype;   // of out [T, H, Dv], dense

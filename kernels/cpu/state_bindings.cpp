@@ -1,11 +1,11 @@
-// The torch side of the ops with a state. Slots come from the scheduler: sizes are checked, values
-// not.
+// Torch bindings of the ops with a state. Slots come from the scheduler, so sizes are checked but
+// values are not.
 #include "bindings.h"
 
 namespace llmc::ops {
 namespace {
 
-// Rows a token; of a tensor that lies otherwise a copy, which `kept` holds.
+// A tensor as rows per token, copied to `kept` if its last dimension is not contiguous.
 TokenRows packed(const Tensor& given, const char* name, at::Sizes sizes, Tensor& kept) {
   TORCH_CHECK(given.sizes() == sizes, name, " must be ", sizes, ", got ", given.sizes());
   const Tensor& t = at::dense_rows(given, kept);
@@ -31,7 +31,7 @@ Step step_of(int64_t tokens, const optional<Tensor>& query_start,
           list<int64_t>(request_row, "request_row", requests), requests, tokens};
 }
 
-// The state [slots, ...]; its slots hold `sizes`.
+// The data of the state [slots, ...], whose slots have `sizes`.
 void* slots(const optional<Tensor>& state, at::ScalarType dtype, at::Sizes sizes) {
   TORCH_CHECK(state.has_value() && state->defined(),
               "state is missing: without slots only the reference runs");

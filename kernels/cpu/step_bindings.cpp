@@ -1,4 +1,5 @@
-// The torch side of step_rows.cpp. Indices come from the scheduler: sizes are checked, values not.
+// Torch bindings of step_rows.cpp. Indices come from the scheduler, so sizes are checked but values
+// are not.
 #include "bindings.h"
 
 namespace llmc::ops {

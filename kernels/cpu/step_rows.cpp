@@ -1,4 +1,5 @@
-// write_segments, prepare_step, record_tokens and ban_words: a few hundred words a step, so one thread.
+// write_segments, prepare_step, record_tokens and ban_words: a few hundred words per step, so they
+// use one thread.
 #include "step_rows.h"
 
 #include <cstring>

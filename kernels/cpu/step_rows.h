@@ -1,5 +1,5 @@
-// What step_bindings.cpp hands to step_rows.cpp: rows, deltas, the packed inputs of a step, and what
-// is read off the rows after it.
+// The interface between step_bindings.cpp and step_rows.cpp: row tables, deltas, the packed inputs
+// of a step, and ops that use the rows after it.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct PrepareArgs {
   const int32_t* row_block_table;
   int64_t row_block_table_stride;
   const int32_t* position_offset;
-  int64_t block_size, groups;  // a row of the table holds a block of each group, then the next
+  int64_t block_size, groups;  // a table row has a block of each group, then the next ones
   int64_t *token_ids, *positions, *slot_mapping;
   int64_t slot_group;  // stride of a group
   int32_t *query_start, *context_len;

@@ -1,6 +1,6 @@
-// Decode in bf16 by products of pairs, with a cache of bf16 or of 8 bits: what a row of K is to a
-// query, and two rows of V to their weights, which are rounded to bf16. Codes of 8 bits become bf16
-// in registers, so that a cache of half the bytes is read at about twice the rate.
+// Decode in bf16 with products of pairs, for bf16 and FP8 caches: a row of K times a query, and two
+// rows of V times their weights, which are rounded to bf16. FP8 codes are converted to bf16 in
+// registers, so that a cache with half the bytes is read at about twice the rate.
 #pragma once
 
 #include "stream_values.h"
@@ -8,7 +8,7 @@
 namespace llmc {
 
 #ifdef LLMC_AVX512_BF16
-struct PairRows {  // of bf16
+struct PairRows {  // rows of bf16
   using Element = bf16;
   using Query = bf16;
   static constexpr int64_t kStep = 32, kVectors = 2;  // elements, and vectors of pairs of them
@@ -30,7 +30,7 @@ struct PairRows {  // of bf16
 };
 
 #ifdef LLMC_FP8_BYTES
-struct CodeRows {  // of 8 bits
+struct CodeRows {  // rows of FP8 codes
   using Element = uint8_t;
   using Query = bf16;
   static constexpr int64_t kStep = 64, kVectors = 4;
@@ -57,7 +57,7 @@ struct CodeRows {  // of 8 bits
   LLMC_INLINE __m512bh load_query(const bf16* query) {
     return (__m512bh)_mm512_loadu_si512(query);
   }
-  // In the order in which 64 codes are unpacked: the lower halves of all 16 first.
+  // In the order in which 64 codes are unpacked: the low halves of each 16 first.
   static void pack_query(const bf16* query, int64_t dim, bf16* to) {
     for (int64_t d = 0; d < dim; d += 64)
       for (int64_t i = 0; i < 64; i += 8)
@@ -66,7 +66,7 @@ struct CodeRows {  // of 8 bits
 };
 #endif
 
-// N vectors of sums of G heads from column d on.
+// Adds to N vectors of sums for G heads, from column d on.
 template <class Rows, int G, int N>
 LLMC_INLINE void add_pair_columns(const Tile<typename Rows::Element>& tile, int64_t d,
                                   const uint32_t (*weights)[kTile / 2], float* acc,
@@ -119,7 +119,7 @@ void add_pairs(const Tile<typename Rows::Element>& tile, int64_t v_dim,
   }
 }
 
-// Sums back to the order of the row: each vector holds four of every quarter of kStep elements.
+// Restores the row's order of sums: each vector has four from every quarter of kStep elements.
 template <class Rows>
 void order_sums(float* acc, int64_t dim) {
   for (int64_t d = 0; d < dim; d += Rows::kStep) {

@@ -1,4 +1,5 @@
-// The half of decode that both stream kernels share: weights times values, and the walk over tiles.
+// The part of decode that both stream kernels share: weights times values, and iteration over
+// tiles.
 #pragma once
 
 #include "attention.h"
@@ -7,7 +8,7 @@ namespace llmc {
 
 constexpr int64_t kTile = 64;  // keys
 
-struct Weights {  // of head g and key k of a tile, whichever of the two lies densely
+struct Weights {  // weight of head g and key k of a tile, in either layout
   const float* data;
   int64_t of_head, of_key;
   float operator()(int64_t g, int64_t k) const {
@@ -20,8 +21,9 @@ LLMC_INLINE void prefetch_row(const T* row, int64_t width) {
   for (int64_t i = 0; i < width; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + i, 0, 2);
 }
 
-// Values are read as float lanes. With registers of a line, one of bf16 is split in even and odd
-// elements, which needs no shuffle; `unpermute` puts the accumulator back in order at the end.
+// Values are read as float lanes. If a register holds a cache line, a line of bf16 is split into
+// even and odd elements, which needs no shuffle; `unpermute` restores the accumulator's order at
+// the end.
 #ifdef LLMC_AVX512
 constexpr bool kSplitsPairs = true;
 #else
@@ -57,7 +59,7 @@ template <class T, int G, int N>
 LLMC_INLINE void add_columns(const T* const* values, const T* const* next, int64_t begin, int64_t end, int64_t d,
                              const Weights& weights, float* acc, int64_t padded) {
   constexpr int kLine = 64 / sizeof(T);
-  const bool asks = next && d % kLine == 0;  // once for all columns of a line
+  const bool asks = next && d % kLine == 0;  // prefetch once for all columns of a line
   vf sum[G][N];
   for (int g = 0; g < G; ++g)
     for (int i = 0; i < N; ++i) sum[g][i] = load_as<vf>(acc + g * padded + d + i * kNative);
@@ -106,11 +108,11 @@ template <class T>
 struct Tile {  // the keys [first, first + end) of one KV head; row pointers past `end` repeat the last
   int64_t head, first, end;
   const T* const *keys, *const *values;
-  const T* const *next_keys, *const *next_values;  // of the tile to come, or null
+  const T* const *next_keys, *const *next_values;  // of the next tile, or null
 };
 
-// Calls body(tile) for every tile from `start` on, for each of the item's heads in turn: rows as
-// the cache holds them.
+// Calls body(tile) for every tile from `start` on and each of the item's heads, with rows as stored
+// in the cache.
 template <class T, class Body>
 void walk_cached_tiles(const AttentionArgs& a, const Item& item, int64_t start, const Body& body) {
   const T* rows[2][2][kTile];  // [this, next][keys, values]
@@ -137,7 +139,7 @@ void walk_cached_tiles(const AttentionArgs& a, const Item& item, int64_t start, 
     }
 }
 
-// The same with rows as T: those of 8 bits are widened first, while the next tile's are fetched.
+// The same with rows as T: FP8 rows are dequantized first, while the next tile's are prefetched.
 template <class T, class Body>
 void walk_tiles(const AttentionArgs& a, const Item& item, int64_t start, const Body& body) {
   if (!is_fp8(a.cache)) return walk_cached_tiles<T>(a, item, start, body);

@@ -1,4 +1,4 @@
-// As many sums as the registers hold beside what is added to them, and their lanes added up.
+// As many sums as fit in registers along with their operands, and the reduction of their lanes.
 #pragma once
 
 #include "vec.h"
@@ -11,8 +11,8 @@ constexpr int kSums = 16;  // of 32 registers
 constexpr int kSums = 12;  // of 16 registers
 #endif
 
-// The sums of the lanes of kSums vectors, in order: in a tree, so that the loads of the next block
-// need not wait behind hundreds of instructions.
+// Reduces the lanes of kSums vectors to kSums sums, in order. It uses a tree, so that the loads of
+// the next block do not wait for hundreds of instructions.
 LLMC_INLINE void sum_each(const vf* acc, float* sums) {
 #if defined(LLMC_AVX512)
   __m512 t[16];

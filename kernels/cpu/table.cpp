@@ -1,4 +1,4 @@
-// The table of one level. The build names it: LLMC_TABLE, and its level: LLMC_LEVEL.
+// The table of one level. The build defines its name (LLMC_TABLE) and its level (LLMC_LEVEL).
 #include "table.h"
 
 #define LLMC_ENTRY(name) &llmc::name,

@@ -1,5 +1,5 @@
-// The kernels of one instruction set as a table of functions. Every source but the bindings is
-// compiled once a level (levels.py); the bindings call through the table of the level in use.
+// The kernels of one instruction set as a table of functions. Kernel sources are compiled once per
+// level (levels.py); the bindings call through the table of the current level.
 #pragma once
 
 #include "kernels.h"
@@ -23,6 +23,6 @@ struct Kernels {
 #undef LLMC_MEMBER
 };
 
-extern const Kernels* chosen_kernels;  // of the level in use: levels.cpp
+extern const Kernels* chosen_kernels;  // the table of the current level: levels.cpp
 
 }  // namespace llmc

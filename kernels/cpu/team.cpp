@@ -1,5 +1,5 @@
-// A team of threads that wait for work: spinning while the next work is likely to be near, so that
-// the many short products of a decode step need no system call, and asleep after that.
+// A pool of threads that wait for work. They spin while more work is likely soon, so that the many
+// short products of a decode step need no system calls, and then sleep.
 #include "team.h"
 
 #include <linux/futex.h>
@@ -17,22 +17,22 @@
 #include <exception>
 
 #ifdef __x86_64__
-// The version that glibc has always had, so that the library runs on older ones than it is built
-// with: 2.34 only moved the function.
+// The symbol version that glibc has always had, so that the library runs with an older glibc than
+// it was built with: 2.34 only moved the function.
 __asm__(".symver pthread_create,pthread_create@GLIBC_2.2.5");
 #endif
 
 namespace {
 
-// Between two products of a step lie up to 100 us; waking a thread takes about as long.
+// Two products of a step can be up to 100 us apart; waking a thread takes about as long.
 constexpr auto kSpin = std::chrono::microseconds(200);
-constexpr int kSpinsPerLook = 64;  // at the clock
+constexpr int kSpinsPerLook = 64;  // between reads of the clock
 
-// Members save time while they have a core, and cost time where the system takes it from them in
-// the middle of a piece, or lets them run on this thread's core. The sum of both is kept, up to
-// kMostSaved: a virtual machine loses a core for a moment hundreds of times a second and the team is
-// worth it all the same, while a busy process on a member's core uses the sum up. Then works are done
-// alone, twice as many each time it happens again before the sum was full.
+// Members save time while they have a core. They cost time if the system preempts them in the
+// middle of a piece, or runs them on this thread's core. The sum of both is kept, up to kMostSaved.
+// A virtual machine loses a core for a moment hundreds of times per second, and the team is still
+// worthwhile; but a busy process on a member's core uses up the sum. Then a number of works run
+// without members, twice as many each time this happens again before the sum is full.
 constexpr int64_t kMostSaved = 10'000'000;  // ns
 constexpr int kLeastAlone = 64, kMostAlone = 4096;
 
@@ -44,14 +44,14 @@ void pause() {
 #endif
 }
 
-// What this thread has had of a processor, ns.
+// The CPU time of this thread, ns.
 int64_t thread_time() {
   timespec t;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
   return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
 }
 
-// Until done() or for kSpin; whether it is done.
+// Spins until done(), for at most kSpin; returns whether it is done.
 template <class Done>
 bool spin(const Done& done) {
   const auto end = std::chrono::steady_clock::now() + kSpin;
@@ -65,23 +65,23 @@ bool spin(const Done& done) {
 }
 
 struct Team {
-  std::atomic<bool> taken{false};      // by the thread whose work it is
+  std::atomic<bool> taken{false};      // in use by the owner of the current work
   std::atomic<uint32_t> round{0};      // counts works
-  std::atomic<bool> open{false};       // whether members may still join the current one
+  std::atomic<bool> open{false};       // whether members can still join the current work
   std::atomic<int> inside{0};          // members that have joined, or are about to see it closed
-  std::atomic<int> helpers{0};         // members that have joined the current one
-  std::atomic<int64_t> helped{0};      // and the processor time that they spent on it, ns
+  std::atomic<int> helpers{0};         // members that have joined the current work
+  std::atomic<int64_t> helped{0};      // the CPU time that they spent on it, ns
   std::atomic<int> asleep{0};
   int members = 0;
-  // of the current work
+  // the current work
   int wanted = 0;
   void (*work)(void*, int) = nullptr;
   void* context = nullptr;
   std::atomic<bool> failed{false};
   std::exception_ptr error;
-  // of the thread whose work it is
+  // used only by the owner of the current work
   int64_t saved = kMostSaved;  // ns
-  int alone = 0;               // works to be done without members
+  int alone = 0;               // works to run without members
   int next_alone = kLeastAlone;
 
   void start(int count);
@@ -107,7 +107,7 @@ void* run_member(void* argument) {
   return nullptr;
 }
 
-// Signals are for the threads of Python. A thread that can't be had is done without.
+// Signals are left to Python's threads. If a thread can't be created, the team is smaller.
 void Team::start(int count) {
   if (members >= count) return;
   sigset_t all, before;
@@ -134,11 +134,11 @@ void Team::serve(int number) {
     const auto is_new = [&] { return round.load(std::memory_order_acquire) != seen; };
     if (!spin(is_new)) {
       ++asleep;
-      // comes back at once where the round has changed since
+      // returns immediately if the round has changed since
       while (!is_new()) syscall(SYS_futex, &round, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
       --asleep;
     }
-    // either this thread sees the work closed, or the work's owner sees it inside
+    // either this thread sees that the work is closed, or the work's owner sees this thread inside
     ++inside;
     seen = round;
     if (open && number < wanted) {
@@ -159,9 +159,9 @@ void Team::call(int number) {
   }
 }
 
-// Takes part in the work, waits for the members that joined, and sums up what they were worth: the
-// time that this thread would have taken alone, less the time that has passed. A member can't have
-// done more than this thread has, which counts the time that a host took from it as lost.
+// Takes part in the work, waits for the members that joined, and updates the time that they saved:
+// the time that this thread would have needed alone, minus the elapsed time. A member's time is
+// capped at this thread's, so time that a hypervisor took from a member counts as lost.
 void Team::lead() {
   using std::chrono::steady_clock;
   const auto start = steady_clock::now();
@@ -187,7 +187,7 @@ Team* team() {
   Team* found = current.load(std::memory_order_acquire);
   if (found) return found;
   static const int registered = pthread_atfork(nullptr, nullptr, [] {
-    current = nullptr;  // a child has no threads but the one that forked
+    current = nullptr;  // a child has only the thread that forked
     is_within = false;
   });
   (void)registered;

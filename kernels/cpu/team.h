@@ -1,13 +1,14 @@
-// The threads that the kernels share.
+// The thread pool that the kernels share.
 #pragma once
 
 extern "C" {
 
-// Calls work(context, 0) on this thread, and beside it on up to `threads` - 1 others, with numbers
-// from 1 on, as far as they are awake in time; returns when every call has. So `work` takes pieces of
-// what is to be done until none are left, and a thread that the system runs late is not waited for:
-// another process on its core costs its share and no more. Alone where another thread uses the team,
-// or within its work. Throws what a call of `work` threw first.
+// Calls work(context, 0) on this thread, and concurrently work(context, n) with n from 1 on for up
+// to `threads` - 1 others that wake up in time; returns when every call has returned. `work` should
+// take pieces of the work until none are left. A thread that the system schedules late is then not
+// waited for: another process on its core costs only that core's share. Runs on this thread alone
+// if another thread uses the team, or if called from within `work`. Rethrows the first exception of
+// `work`.
 void llmc_run_team(int threads, void (*work)(void*, int), void* context);
 
 // Whether this thread is within llmc_run_team.

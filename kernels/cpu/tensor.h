@@ -1,6 +1,7 @@
-// Torch through its stable C ABI, so that one library serves every torch from 2.11 on and the
-// bindings compile in a second: as much of ATen's interface as they need, under the same names.
-// torch/csrc/stable has it in C++, at 1.5 us more a call (two allocations for each tensor).
+// Torch through its stable C ABI, so that one library works with every torch from 2.11 on and the
+// bindings compile in a second: the part of ATen's interface that they need, under the same names.
+// torch/csrc/stable has a C++ version, which costs 1.5 us more per call (two allocations per
+// tensor).
 #pragma once
 
 #include "team.h"
@@ -18,7 +19,7 @@
 
 namespace llmc::aten {
 
-constexpr uint64_t kTorchVersion = 2ULL << 56 | 11ULL << 48;  // the oldest that this is for
+constexpr uint64_t kTorchVersion = 2ULL << 56 | 11ULL << 48;  // the oldest supported version
 
 enum class ScalarType { Byte, Char, Int, Long, Half, Float, BFloat16, Float8_e5m2, Float8_e4m3fn };
 constexpr auto kByte = ScalarType::Byte, kChar = ScalarType::Char, kInt = ScalarType::Int,
@@ -27,12 +28,12 @@ constexpr auto kByte = ScalarType::Byte, kChar = ScalarType::Char, kInt = Scalar
                kFloat8_e4m3fn = ScalarType::Float8_e4m3fn, kOther = ScalarType(9);
 
 struct TypeInfo {
-  int32_t code;  // torch's number
+  int32_t code;  // torch's number for it
   const char* name;
   int64_t size;  // bytes
 };
 
-// In the order of ScalarType; the numbers are the running torch's to choose.
+// In the order of ScalarType; the running torch defines the numbers.
 inline const TypeInfo kTypes[] = {
     {aoti_torch_dtype_uint8(), "Byte", 1},
     {aoti_torch_dtype_int8(), "Char", 1},
@@ -97,7 +98,8 @@ template <class... Parts>
     if (!(condition)) [[unlikely]] llmc::aten::fail(__VA_ARGS__);      \
   } while (false)
 
-// recording.h: the current op has to be called by torch, and keeps the memory of a tensor.
+// See recording.h: leave_out() makes torch call the current op again; keep() keeps a tensor's
+// memory.
 void leave_out();
 void keep(AtenTensorHandle handle);
 
@@ -108,7 +110,7 @@ inline void must(AOTITorchError error) {  // torch has printed its own message
 class Tensor {
  public:
   Tensor() = default;
-  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {  // takes it over
+  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {  // takes ownership
     int32_t code;
     int64_t *sizes, *strides;
     must(aoti_torch_get_dim(handle, &dim_));
@@ -130,7 +132,7 @@ class Tensor {
   bool defined() const { return handle_ != nullptr; }
   AtenTensorHandle get() const { return handle_; }
   AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
-  AtenTensorHandle share() const {  // one more handle of the same tensor
+  AtenTensorHandle share() const {  // a new handle of the same tensor
     AtenTensorHandle handle;
     must(aoti_torch_new_tensor_handle(handle_, &handle));
     return handle;
@@ -168,7 +170,7 @@ class Tensor {
     return static_cast<T*>(data_ptr());
   }
 
-  // The same memory seen with other sizes, from `offset` elements on.
+  // A view of the same memory with other sizes and strides, from `offset` elements on.
   Tensor view(Sizes sizes, Sizes strides, int64_t offset = 0) const {
     AtenTensorHandle handle;
     must(aoti_torch__reinterpret_tensor(handle_, sizes.count, sizes.data, strides.data, offset,
@@ -180,7 +182,7 @@ class Tensor {
     sizes[d] = count;
     return view(sizes, strides(), from * stride(d));
   }
-  Tensor select(int64_t index) const {  // of the first dimension
+  Tensor select(int64_t index) const {  // in the first dimension
     return view(sizes().slice(1), strides().slice(1), index * stride(0));
   }
   Tensor t() const { return view({size(1), size(0)}, {stride(1), stride(0)}); }
@@ -201,7 +203,7 @@ class Tensor {
 
   AtenTensorHandle handle_ = nullptr;
   int64_t dim_ = 0;
-  const int64_t *sizes_ = nullptr, *strides_ = nullptr;  // the tensor's own
+  const int64_t *sizes_ = nullptr, *strides_ = nullptr;  // owned by the torch tensor
   ScalarType type_ = kByte;
 };
 
@@ -228,7 +230,7 @@ inline Tensor Tensor::contiguous() const {
   return out;
 }
 
-// `t` where its last dimension is dense, else a copy, which `kept` holds.
+// `t` if its last dimension is contiguous, else a copy, which is stored in `kept`.
 inline const Tensor& dense_rows(const Tensor& t, Tensor& kept) {
   if (t.size(-1) == 1 || t.stride(-1) == 1) return t;
   return kept = t.contiguous();
@@ -248,7 +250,8 @@ StableIValue to_stack(const T& value) {
   return out;
 }
 
-// torch's own, dense. Not named as ours is, which a call of tensors of this namespace would also find.
+// torch's own linear, with a contiguous result. Not named `linear`, since argument-dependent lookup
+// would make that ambiguous with ours.
 inline Tensor torch_linear(const Tensor& x, const Tensor& weight, const Tensor* bias) {
   StableIValue stack[3] = {to_stack(x.share()), to_stack(weight.share()), 0};
   if (bias) stack[2] = to_stack(new StableIValue(to_stack(bias->share())));  // torch deletes it
@@ -259,7 +262,7 @@ inline Tensor torch_linear(const Tensor& x, const Tensor& weight, const Tensor* 
   return Tensor(out).contiguous();
 }
 
-// What torch puts on its stack of 64-bit words, as arguments of a function; each is taken over.
+// Converts the 64-bit words on torch's stack to function arguments, taking ownership of each.
 template <class T>
 struct Argument {
   static T take(StableIValue word) {
@@ -332,18 +335,18 @@ constexpr auto indices_of(Result (*)(Arguments...)) {
   return std::index_sequence_for<Arguments...>();
 }
 
-// kFunction in the form in which torch calls it.
+// kFunction with the signature that torch calls.
 template <auto kFunction>
 void boxed(StableIValue* stack, uint64_t, uint64_t) {
   call<kFunction>(stack, kFunction, indices_of(kFunction));
 }
 
 struct Op {
-  const char* name;  // its schema is made from the reference, in Python
-  Boxed function;    // with the schema's arguments, in order
+  const char* name;  // its schema is inferred from the reference, in Python
+  Boxed function;    // takes the schema's arguments, in order
 };
 
-// Implements ops of the library llmc_cpu while the library is loaded; never taken back.
+// Registers implementations of llmc_cpu ops when the library is loaded; never unregistered.
 struct Ops {
   Ops(std::initializer_list<Op> ops) {
     TorchLibraryHandle library;

@@ -1,8 +1,8 @@
-"""How many threads compute: as many as there are cores to be had, by affinity and by quota.
+"""The number of compute threads: the available cores, by affinity and by quota.
 
-torch counts the cores that the process may run on. A container's quota of CPU time is no count of
-cores: threads beyond it are stopped together for a part of every period, and each product waits
-for the last of them.
+torch counts the cores that the process is allowed to run on. A container's CPU quota limits time,
+not cores: with more threads than that, all are throttled together for a part of every period, and
+each product waits for the last thread.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _log = logging.getLogger(__name__)
 
 
 def quota_cores(root: Path = Path("/")) -> float | None:
-    """The cores' worth of time that Linux control groups grant, the least of all levels.
+    """The CPU quota of Linux control groups in cores: the minimum over the hierarchy.
 
-    None where nothing limits it. `root` is where /proc and /sys lie.
+    None if there is no limit. `root` is the folder that contains /proc and /sys.
     """
     found = [_quota(folder) for folder in _groups(root)]
     limits = [cores for cores in found if cores is not None]
@@ -27,7 +27,7 @@ def quota_cores(root: Path = Path("/")) -> float | None:
 
 
 def _groups(root: Path) -> list[Path]:
-    """Folders of this process's group and of those above it, of either version of the interface."""
+    """Folders of this process's cgroup and its ancestors, for cgroup v1 or v2."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -56,12 +56,12 @@ def _quota(folder: Path) -> float | None:
 
 
 def limit_threads() -> None:
-    """Let torch's threads, which are ours too, be no more than the quota; a number that the user
-    gave in OMP_NUM_THREADS stays."""
+    """Limit torch's number of threads, which we use too, to the quota, unless the user has set
+    OMP_NUM_THREADS."""
     cores = quota_cores()
     if cores is None or "OMP_NUM_THREADS" in os.environ:
         return
     threads = max(1, int(cores))
     if threads < torch.get_num_threads():
-        _log.info("%d threads, since this container may use %.3g cores", threads, cores)
+        _log.info("using %d threads: this container has a quota of %.3g cores", threads, cores)
         torch.set_num_threads(threads)

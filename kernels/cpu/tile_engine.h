@@ -1,8 +1,8 @@
-// How a tile of keys is packed and multiplied, by element type and by what the CPU has.
+// How a tile of keys is packed and multiplied, by element type and CPU features.
 //
 // An engine has: T (cache element), kPanels (panels of 16 query rows multiplied together), kKeyStep
-// (keys are padded to a multiple), kDimStep (head sizes too), pack_panel, pack_keys, pack_values,
-// store_weights, scores and add_values. Keys past `n` are packed as zeros, whatever memory holds.
+// (keys are padded to a multiple of it), kDimStep (the same for head sizes), pack_panel, pack_keys,
+// pack_values, store_weights, scores and add_values. Keys past `n` are packed as zeros.
 #pragma once
 
 #include "amx.h"
@@ -17,7 +17,7 @@ inline int64_t round_up(int64_t x, int64_t step) {
   return (x + step - 1) / step * step;
 }
 
-// Any T in float arithmetic: the portable engine, and the exact one for float32.
+// Any T with float arithmetic: the portable engine, and the exact one for float32.
 template <class Element>
 struct FloatEngine {
   using T = Element;
@@ -72,7 +72,7 @@ LLMC_INLINE v16u load_words(const bf16* p, int64_t n) {  // n < 16 elements as 3
   return (v16u)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p));
 }
 
-// What the two bf16 engines share: queries and weights as pairs, keys as padded rows.
+// Shared by the two bf16 engines: queries and weights as pairs, keys as padded rows.
 template <int64_t kStep>
 struct PairPacking {
   using T = bf16;
@@ -80,7 +80,7 @@ struct PairPacking {
   static constexpr bool kExact = false;  // weights are rounded to bf16 anyway
   static int64_t query_words(int64_t dim) { return dim / 2; }
 
-  // Whole panels in blocks of 16 words; the plain form takes what is left.
+  // Packs whole panels in blocks of 16 words; pack_query does the rest.
   static void pack_panel(const bf16* const* rows, int64_t dim, uint32_t* panel, int64_t padded) {
     int64_t w = 0;
     for (; 2 * w + 32 <= dim; w += kLanes) {
@@ -161,8 +161,8 @@ struct PairEngine : PairPacking<2> {
 #endif
 
 #ifdef LLMC_AMX
-// Tiles of 16 rows of 64 bytes. A is read in rows as it is; keys serve without any packing beyond
-// padding, values are transposed so that their rows are head elements.
+// Tiles of 16 rows of 64 bytes. A is read row by row: keys need no packing beyond padding, and
+// values are transposed so that their rows are head elements.
 struct AmxEngine : PairPacking<32> {
   static constexpr int64_t kPanels = 2, kKeyStep = 32;
 

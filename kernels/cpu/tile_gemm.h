@@ -1,7 +1,7 @@
-// The two products of the tile kernel, C[m][16 queries] (+)= A[m][k] * B[k][16 queries], three ways:
-// float, pairs of bf16 (AVX512-BF16) and AMX tiles. Queries are always the sixteen lanes, so scores
-// come out transposed: softmax works down columns and its weights are the next product's B as they
-// are. B is stored as 32-bit words: a float, or the bf16 of two neighbours along k.
+// The two products of the tile kernel, C[m][16 queries] (+)= A[m][k] * B[k][16 queries], in three
+// versions: float, pairs of bf16 (AVX512-BF16) and AMX tiles. Queries are always the sixteen lanes,
+// so scores are transposed: softmax works down columns, and its weights are directly the next
+// product's B. B is stored as 32-bit words: a float, or two bf16 neighbors along k.
 #pragma once
 
 #include "vec.h"

@@ -1,6 +1,6 @@
-// token_logprobs: the log-probability and rank of each row's token, and the k likeliest tokens.
+// token_logprobs: the log-probability and rank of each row's token, and the k most likely tokens.
 //
-// Maxima of blocks of 64 logits bound which of them can hold one of the k: few are looked at twice.
+// Maxima of blocks of 64 logits show which blocks can contain one of the k, so few are read twice.
 #include "dtypes.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -15,12 +15,12 @@ namespace {
 
 constexpr int64_t kBlock = 64;
 
-struct Scratch {  // of one thread, kept between calls
+struct Scratch {  // per thread, kept between calls
   std::vector<float> x, block_max, order;
   std::vector<int32_t> tokens;
 };
 
-// x = logits padded with -inf to whole blocks; false where the row holds NaN, +inf or only -inf.
+// x = logits padded with -inf to whole blocks; false if the row has NaN, +inf or only -inf.
 template <class T>
 bool scan(const T* logits, int64_t vocab, Scratch& s, float& highest) {
   const int64_t blocks = (vocab + kBlock - 1) / kBlock;
@@ -60,7 +60,7 @@ double log_total(const Scratch& s, float highest) {
   return std::log(total) + highest;
 }
 
-// The k likeliest tokens, lowest first among equals, in s.tokens.
+// Stores the k most likely tokens in s.tokens; ties are in order of token id.
 void find_top(Scratch& s, int64_t vocab, int64_t k) {
   float bound = -kInf;  // k blocks reach it, so k logits do
   if (int64_t(s.block_max.size()) >= k) {

@@ -1,6 +1,6 @@
-// The functions of torch's stable C ABI that tensor.h calls, as torch 2.11 and all later ones have
-// them (torch/csrc/inductor/aoti_torch/c/shim.h, torch/csrc/stable/c/shim.h). Declared here, so that
-// a build needs no torch at all; a test compiles them beside torch's own headers.
+// The functions of torch's stable C ABI that tensor.h calls, as in torch 2.11 and later
+// (torch/csrc/inductor/aoti_torch/c/shim.h, torch/csrc/stable/c/shim.h). They are declared here so
+// that a build does not need torch at all; a test compiles them together with torch's own headers.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Transposing 16 x 16 words, for panels whose lanes are rows.
+// Transposes 16 x 16 words, for panels whose lanes are rows.
 #pragma once
 
 #include "vec.h"

@@ -1,5 +1,5 @@
-// Sixteen floats at a time, on any CPU; what memory holds may be bf16 or f16.
-// Intrinsics appear only where they buy something, each beside its plain form.
+// Sixteen floats at a time, on any CPU; memory can hold bf16 or f16.
+// Intrinsics are used only where they are faster, each next to its portable version.
 #pragma once
 
 #include "lanes.h"
@@ -251,7 +251,7 @@ LLMC_INLINE v16f round_lanes(v16f x) {  // to the nearest integer; |x| below 2^2
 #endif
 }
 
-// 2^(whole + f), |f| <= 0.5, to about 1.5e-7 relative; 0 where it underflows.
+// 2^(whole + f), |f| <= 0.5, to about 1.5e-7 relative; 0 on underflow.
 LLMC_INLINE v16f exp2_parts(v16f whole, v16f f) {
   v16f p = splat(1.5403530e-4f);
   p = p * f + 1.3333558e-3f;
@@ -275,7 +275,7 @@ LLMC_INLINE v16f exp2_lanes(v16f x) {  // x below 127
   return exp2_parts(whole, x - whole);
 }
 
-// 2^x, or within 8e-5 of it where the result is rounded to bf16 anyway.
+// 2^x, or within 8e-5 of it if the result is rounded to bf16 anyway.
 template <bool kExact>
 LLMC_INLINE v16f exp2_for(v16f x) {
 #ifdef LLMC_AVX512
@@ -295,7 +295,7 @@ LLMC_INLINE v16f exp_lanes(v16f x) {
   const v16f high = splat(88.0f);
   x = vmax(select(x > high, high, x), splat(-104.0f));
   v16f whole = round_lanes(x * kLog2e);
-  // log2(e) in two parts, else the rounding of x * log2(e) shows for large |x|
+  // log2(e) in two parts, since the rounding error of x * log2(e) would matter for large |x|
   v16f f = (x * kLog2e - whole) + x * 1.925963033500e-8f;
   return exp2_parts(whole, f);
 }

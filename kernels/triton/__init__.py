@@ -1,4 +1,4 @@
-"""Ops in Triton: the only place that imports triton. Importing this package lists them in `OPS`."""
+"""Ops in Triton: only this package imports triton. Importing it adds its kernels to `OPS`."""
 
 from llmc.kernels.triton import (
     act_mul,

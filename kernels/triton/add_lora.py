@@ -1,8 +1,8 @@
 """`add_lora` in Triton: two grouped products over rows sorted by adapter.
 
-Rows are sorted on the device, as in `expert_linear`; rows without an adapter sort before the first
-offset and have no tile, so that a step without adapters only sorts. The product with A is kept in
-float32 between the two kernels. Each expert of a slot counts as a slot.
+Rows are sorted on the device, as in `expert_linear`. Rows without an adapter sort before the first
+offset and have no tile, so a step without adapters only sorts. The product with A is kept in
+float32 between the two kernels. Each expert of a slot is treated as a slot.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from llmc.kernels.triton.define import define, needs_upcast, on_device, same_dty
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
 _BLOCK_M, _BLOCK_N, _BLOCK_K = 16, 64, 64
-_MOST_SLOTS = 8192  # whose rows each program counts
+_MOST_SLOTS = 8192  # limited because every program counts the rows of all slots
 
 
 @triton.jit
 def _tile(offsets, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The slot of this program's rows, the sorted place of the first, and how many there are."""
+    """The slot of this program's rows, the sorted index of the first row, and the row count."""
     s = tl.arange(0, SLOTS_PAD)
     begin = tl.load(offsets + s, mask=s < SLOTS, other=0)
     count = tl.load(offsets + s + 1, mask=s < SLOTS, other=0) - begin
@@ -72,7 +72,7 @@ def lora_b_kernel(
     SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr, RANK_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out += low B, each part's columns with the part's own ranks."""
+    """out += low B, where each part's columns use the part's own ranks."""
     slot, first, rows = _tile(offsets, SLOTS, SLOTS_PAD, BLOCK_M)
     if slot >= SLOTS:
         return
@@ -119,11 +119,11 @@ def plan(
     n = b.shape[2]
     given = x.reshape(rows, k)
     ordered, order = adapter.sort(stable=True)
-    # numbers of no slot sort before the first offset or after the last
+    # invalid slots sort before the first offset or after the last
     edges = torch.arange(1, slots + 2, device=x.device, dtype=ordered.dtype)
     offsets = torch.searchsorted(ordered, edges).int()
     low = torch.empty(rows, parts * rank, dtype=torch.float32, device=x.device)
-    # a slot without rows has no tile, and rounding up adds less than one tile a slot
+    # a slot without rows has no tile, and rounding up adds less than one tile per slot
     tiles = min(rows, rows // _BLOCK_M + slots)
     shared = {
         "SLOTS": slots, "SLOTS_PAD": power_of_2(slots), "BLOCK_M": _BLOCK_M, "BLOCK_N": _BLOCK_N,
@@ -174,7 +174,7 @@ def _supports(
         and same_dtype(out, x, a, b)
         and out.is_contiguous()
         and on_device(bounds, adapter)
-        and a.shape[2] <= 256  # B's tile of all ranks is in registers
+        and a.shape[2] <= 256  # B's tile for all ranks is kept in registers
         and (expert is None or (on_device(expert) and a.shape[0] * a.shape[1] <= _MOST_SLOTS))
     )
 

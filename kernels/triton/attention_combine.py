@@ -1,7 +1,7 @@
-"""Joins the partial results of query tiles whose keys were cut into ranges.
+"""Combines the partial results of query tiles whose keys were split into ranges.
 
-Program (i, head, chunk) takes rows `chunk` of the i-th cut item; most of the grid finds nothing to
-do and leaves at once. See attention_plan.py for the numbering, which is the kernel's own.
+Program (i, head, chunk) combines rows `chunk` of the i-th split item; most programs have nothing to
+do and return immediately. Items are numbered as in the attention kernel (attention_plan.py).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The paged-attention kernel: one key range of one query tile, for one key head.
 
-A query tile packs BLOCK_Q queries x GROUP heads that share a key head into its rows, so keys and
-values are read once for all of them. Keys come in tiles of BLOCK_N positions, whatever the cache's
-block size: each position is looked up in the block table. Online softmax in base 2.
+The rows of a query tile are BLOCK_Q queries x GROUP heads that share a key head, so keys and values
+are read once for all of them. Keys are processed in tiles of BLOCK_N positions, whatever the
+cache's block size: each position is looked up in the block table. Online softmax in base 2.
 
-Two things keep NaN out of the result: keys and values outside [lo, hi) are not loaded at all (a
-block without an owner may hold anything, and 0 * NaN is NaN), and a row that sees no key of a tile
+Two things keep NaN out of the result. Keys and values outside [lo, hi) are never loaded (a block
+without an owner can hold anything, and 0 * NaN is NaN). A row for which no key of a tile is visible
 keeps its maximum at -inf without subtracting infinities.
 """
 
@@ -31,7 +31,7 @@ def tanh(x):
 def load_tile(cache, blocks, inside, stride_block, stride_slot, live, DTYPE: tl.constexpr,
               DIM: tl.constexpr, DIM_PAD: tl.constexpr, MASKED: tl.constexpr,
               FORMAT: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
-    """[BLOCK_N, DIM_PAD] of a cache of which `cache` points to the head, in DTYPE."""
+    """A tile [BLOCK_N, DIM_PAD] of a cache, in DTYPE; `cache` points to the head."""
     d = tl.arange(0, DIM_PAD)[None, :]
     at_key = blocks * stride_block + inside * stride_slot
     pointers = cache + at_key[:, None] + d
@@ -60,9 +60,9 @@ def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
     """One step of the online softmax over keys [start, start + BLOCK_N).
 
     m is the running maximum in base 2, norm the sum of weights, acc the weighted values.
-    MASKED=False promises that every query of the tile sees every key of it. SHARED: values are
-    channels of the keys too, which meet q_value; q meets the DIM others. bias: pointers to what
-    the queries add to scores of keys 0, 1, ... DISTANCES - 1 places before them.
+    MASKED=False promises that every key of the tile is visible to every query. SHARED: values are
+    also channels of the keys and are multiplied by q_value; q is for the other DIM channels. bias:
+    pointers to what the queries add to the scores of keys 0, 1, ... DISTANCES - 1 positions before.
     """
     n = start + tl.arange(0, BLOCK_N)
     live = n < hi
@@ -131,7 +131,7 @@ def attention_kernel(
     if not SPLIT:
         splits = splits * 0 + 1
     row, place = locate(tl.program_id(0), items * splits, ROWS)
-    # behind the requests' items: those of queries past the last request, which want zeros
+    # after the requests' items: items of queries past the last request, which are set to zero
     tail = (num_tokens - tl.load(query_start + num_rows) + BLOCK_Q - 1) // BLOCK_Q
     if (row >= num_rows) & (place >= tail):
         return
@@ -139,7 +139,7 @@ def attention_kernel(
     row_items = tl.where(row < num_rows, at(items, row, ROWS), tail)
     row = tl.minimum(row, num_rows)
     split = place % row_splits
-    item = row_items - 1 - place // row_splits  # late queries see most keys: first
+    item = row_items - 1 - place // row_splits  # late queries see the most keys, so they go first
 
     # the queries and heads of the tile
     q_start = tl.load(query_start + row)
@@ -157,7 +157,7 @@ def attention_kernel(
     pos = token + offset
     d = tl.arange(0, DIM_PAD)
     dv = tl.arange(0, V_DIM_PAD)
-    OWN: tl.constexpr = V_DIM if SHARED else 0  # where the channels of keys that q meets begin
+    OWN: tl.constexpr = V_DIM if SHARED else 0  # first channel of the keys that q multiplies
     of_row = query + token.to(tl.int64)[:, None] * query_token + head[:, None] * query_head
     q = tl.load(of_row + OWN + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
     q_value = q
@@ -171,7 +171,7 @@ def attention_kernel(
     if ALIBI:
         slope = tl.load(slopes + head, mask=valid, other=0.0).to(tl.float32)
     bias = distance_bias
-    if DISTANCES > 0:  # rows of no query read those of the first
+    if DISTANCES > 0:  # rows without a query read the first query's
         of_query = token.to(tl.int64) * bias_token + head * bias_head
         bias = distance_bias + tl.where(valid, of_query, 0)
 
@@ -199,7 +199,7 @@ def attention_kernel(
     keys_of_head = key_cache + kv_head.to(tl.int64) * kc_head + OWN
     values_of_head = value_cache + kv_head.to(tl.int64) * vc_head
     if WINDOW == 0 and CHUNK == 0:
-        # tiles that every query of the tile sees whole need no mask
+        # key tiles that are fully visible to all queries need no mask
         open_end = lo + tl.maximum(tl.minimum(pos_first + 1, hi) - lo, 0) // BLOCK_N * BLOCK_N
         for start in tl.range(lo, open_end, BLOCK_N):
             m, norm, acc = attend_tile(

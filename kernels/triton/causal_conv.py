@@ -1,4 +1,4 @@
-"""`causal_conv` in Triton: a program owns some channels of a request, some tokens at a time."""
+"""`causal_conv` in Triton: a program handles some channels of a request, tile by tile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmc.kernels.triton.state import dense, span, step_args, takes_slots
 
 @triton.jit
 def inputs(x, past, i, c, x_token, kept, inside, PAST: tl.constexpr):
-    """The request's input i of channel c: a token's, or one before them (i < 0) from the state."""
+    """Input i of channel c of the request: from its tokens, or from the state if i < 0."""
     new = tl.load(x + i.to(tl.int64) * x_token + c, mask=inside & (i >= 0), other=0.0)
     old = tl.load(past + c * PAST + PAST + i, mask=inside & (i < 0) & kept, other=0.0)
     return new.to(tl.float32) + old.to(tl.float32)
@@ -52,7 +52,7 @@ def causal_conv_kernel(
     inside = (j < TAPS - 1) & live[:, None]
     last_inputs = inputs(x, past, count - (TAPS - 1) + j, c[:, None], x_token, kept, inside,
                          TAPS - 1)  # fmt: skip
-    tl.debug_barrier()  # all of the program has read the state
+    tl.debug_barrier()  # all threads of the program have read the state
     place = past + c[:, None] * (TAPS - 1) + j
     tl.store(place, last_inputs.to(state.dtype.element_ty), mask=inside)
 

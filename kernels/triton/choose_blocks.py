@@ -1,6 +1,6 @@
-"""`choose_blocks` in Triton: scores of all sparse blocks of a context, then torch's topk over them.
+"""`choose_blocks` in Triton: scores all sparse blocks of a context, then calls torch's topk.
 
-As `choose_keys`, whose ranks these are: of blocks, and one row for each head of a token.
+It ranks like `choose_keys`, but ranks are of blocks, with one row for each head of a token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmc.kernels.triton.configs import rows_capacity
 from llmc.kernels.triton.define import define, needs_upcast
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
-_MOST_KEYS = 64  # of a tile
+_MOST_KEYS = 64  # per tile
 
 
 @triton.jit(do_not_specialize=["first_token", "num_rows", "num_blocks", "table_row"])
@@ -35,7 +35,7 @@ def block_rank_kernel(
     BLOCK_SIZE: tl.constexpr, SPARSE_BLOCK: tl.constexpr, RECENT: tl.constexpr,
     BLOCK_N: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """ranks [tokens, HEADS, num_blocks] of some tokens, from first_token on."""
+    """Writes ranks [tokens, HEADS, num_blocks] of some tokens, from first_token on."""
     token = first_token + tl.program_id(0)
     number = tl.program_id(1)
     row, position = request_of(token, query_start, context_len, num_rows, ROWS)

@@ -1,8 +1,8 @@
-"""`choose_keys` in Triton: scores of all tokens of the contexts, then torch's topk over them.
+"""`choose_keys` in Triton: scores all tokens of the contexts, then calls torch's topk.
 
-A kernel turns scores into integers that order as (score, earlier token first), so that no two are
-equal and topk leaves no choice. Launches and sizes depend on shapes alone, and nothing is read back
-to the host: the op can stand inside a CUDA graph.
+A kernel turns scores into integers that sort by score and then by earlier token, so that there are
+no ties and the result of topk is unique. Launches and sizes depend only on shapes, and nothing is
+read back to the host, so the op can run in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _MAX_HEAD_DIM = 256
 _MAX_HEADS = 128
 _MAX_REQUESTS = 16384
 _BLOCK_N = 64
-_RANK_BYTES = 32 << 20  # of the scores that are held at a time
-_LATER = -(1 << 63)  # the rank of what a token does not see: below every score
+_RANK_BYTES = 32 << 20  # memory for the ranks that are kept at a time
+_LATER = -(1 << 63)  # the rank of keys that a token does not see: below every score
 _PLACE = 0xFFFFFFFF
 
 
 @triton.jit
 def rank_of(score, place):
-    """int64 that orders as (float32 score, lower place first)."""
+    """An int64 that sorts by float32 score, then by lower place."""
     score = tl.where(score == 0, 0.0, score)  # -0 ranks as 0
     bits = score.to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -48,10 +48,10 @@ def rank_kernel(
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, RATE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """ranks [tokens, num_keys] of some tokens, from first_token on."""
+    """Writes ranks [tokens, num_keys] of some tokens, from first_token on."""
     token = first_token + tl.program_id(0)
     row, position = request_of(token, query_start, context_len, num_rows, ROWS)
-    position = (position + 1) // RATE - 1  # of the last key that it sees
+    position = (position + 1) // RATE - 1  # index of the last visible key
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     rank = tl.full([BLOCK_N], -(1 << 63), tl.int64)
     if tl.program_id(1) * BLOCK_N <= position:
@@ -92,7 +92,7 @@ def plan_ranks(
     count: int,
     rate: int = 1,
 ) -> Plan[Tensor]:
-    """Ranks [count, keys] int64 of tokens from `first` on, over the longest context there is."""
+    """Ranks [count, keys] int64 of tokens from `first` on, over the longest possible context."""
     _, heads, dim = query.shape
     block_size, rows = key_cache.shape[2], context_len.shape[0]
     num_keys = block_table.shape[1] * block_size
@@ -121,7 +121,7 @@ def plan_ranks(
 
 
 def best_places(ranks: Tensor, k: int) -> Tensor:
-    """ranks [N, M] -> the places of the k highest of each row [N, k], ascending, then -1."""
+    """ranks [N, M] -> indices of each row's k highest [N, k], in ascending order, then -1."""
     num = ranks.shape[1]
     best = ranks.topk(k, dim=1).values
     places = torch.where(best == _LATER, num, _PLACE - (best & _PLACE))
@@ -130,7 +130,7 @@ def best_places(ranks: Tensor, k: int) -> Tensor:
 
 
 def rows_at_once(num: int) -> int:
-    """Rows of `num` ranks that are held at a time."""
+    """How many rows of `num` ranks are kept at a time."""
     return max(1, _RANK_BYTES // (8 * max(num, 1)))
 
 

@@ -1,7 +1,8 @@
-"""`paged_attention` to chosen positions, in Triton: a program takes one query and heads of a group.
+"""`paged_attention` to chosen positions, in Triton: one program per query and tile of a KV head's
+query heads.
 
-Every key has an address of its own, as with pages of one key. Nothing is divided among programs: a
-query has as many keys as were chosen, whatever its context.
+Every key has its own address, as with pages of one key. A query's keys are not split over programs:
+their number is the number of chosen keys, whatever the context.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from llmc.kernels.triton.fp8 import as_bytes, converts, format_constants
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.write_kv import cache_strides
 
-_GROUP_TILE = 16  # heads of a program: the least that a dot takes
+_GROUP_TILE = 16  # heads per program: the minimum for tl.dot
 
 
 @triton.jit(do_not_specialize=["num_rows", "table_row"])

@@ -1,7 +1,7 @@
 """Launch options of every kernel, keyed by shape class: block sizes, warps, stages, splits.
 
-No autotuning at start: what is here and in linear_configs.py is what runs. It is chosen for H100
-and H200 from the kernels' register and shared-memory use; NOT YET MEASURED on a GPU.
+No autotuning at startup: the options here and in linear_configs.py are used as is. They are chosen
+for H100 and H200 from the kernels' register and shared-memory use; NOT YET MEASURED on a GPU.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    block_m: int  # most rows of a query tile: queries x heads of a group
-    block_n: int  # keys of a tile
+    block_m: int  # maximum rows of a query tile: queries x heads of a group
+    block_n: int  # keys per tile
     num_warps: int
     num_stages: int
-    waves: int  # programs wanted per multiprocessor when long rows are divided
-    min_tiles: int  # a key range is never cut shorter than this many tiles
+    waves: int  # target programs per multiprocessor when long contexts are split
+    min_tiles: int  # a key range is at least this many tiles
     combine_rows: int
     combine_splits: int
 
 
 def attention_config(rows: int, dim: int, itemsize: int, cache_itemsize: int) -> AttentionConfig:
-    """rows: an average request's queries x heads of a group; dim: the wider padded head size."""
-    widens = cache_itemsize < itemsize  # which takes registers
-    if itemsize == 4:  # float32 is for checking, not for speed: small tiles that fit everywhere
+    """rows: average queries per request x heads of a group; dim: the larger padded head size."""
+    widens = cache_itemsize < itemsize  # dequantizing takes registers
+    if itemsize == 4:  # float32 is for checking, not for speed: small tiles that always fit
         block_n = 16 if dim >= 128 else 32
         return AttentionConfig(
             block_m=16, block_n=block_n, num_warps=4, num_stages=1, waves=2, min_tiles=8,
@@ -40,7 +40,7 @@ def attention_config(rows: int, dim: int, itemsize: int, cache_itemsize: int) ->
             block_m=16, block_n=32 if dim > 128 else 64, num_warps=4, num_stages=3, waves=4,
             min_tiles=4, combine_rows=1, combine_splits=8,
         )  # fmt: skip
-    if rows <= 64 or dim > 128 or widens:  # a few drafted or prompt tokens a request, or wide heads
+    if rows <= 64 or dim > 128 or widens:  # few draft or prompt tokens per request, or wide heads
         return AttentionConfig(
             block_m=64 if rows > 32 else 32, block_n=32 if dim > 128 else 64,
             num_warps=8 if dim > 128 and rows > 32 else 4, num_stages=2,
@@ -53,24 +53,24 @@ def attention_config(rows: int, dim: int, itemsize: int, cache_itemsize: int) ->
 
 
 def rows_capacity(rows: int) -> int:
-    """Requests that a kernel's planning vectors hold; few classes, so few compilations."""
+    """The size of a kernel's per-request vectors; few size classes, so few compilations."""
     return next((size for size in (16, 64, 256, 1024, 4096) if rows <= size), 16384)
 
 
-GATHER_TOKENS = 32  # of a program that copies one head out of its pages
-WRITE_ELEMENTS = 1024  # of a cache-write program: whole heads of one token
+GATHER_TOKENS = 32  # tokens per program that copies one head out of its pages
+WRITE_ELEMENTS = 1024  # elements per cache-write program: whole heads of one token
 ROPE_ELEMENTS = 512
 POINTWISE_BLOCK = 1024
 LOGITS_BLOCK = 2048  # tokens of the vocabulary per program
 HISTORY_BLOCK = 512  # tokens of a request's history per program
 DELTA_CHUNK = 16  # tokens of a prompt whose corrections are solved for together
-DELTA_ELEMENTS = 2048  # of a head's state in one warp's registers
+DELTA_ELEMENTS = 2048  # elements of a head's state in one warp's registers
 SCAN_ELEMENTS = 1024
 STATE_CHANNELS = 64  # per program of the ops whose state is a vector
 
 
 def tokens_at_once(tokens: int, requests: int) -> int:
-    """Of one request, in a program: few classes of an average request, so few compilations."""
+    """Tokens of a request per tile, by the average request; few classes, so few compilations."""
     return next((size for size in (1, 4, 16) if tokens <= size * requests), 32)
 
 
@@ -89,7 +89,7 @@ class GemmConfig:
 
 
 def expert_config(rows: int, experts: int, itemsize: int) -> GemmConfig:
-    """rows: of all experts together."""
+    """rows: the total over all experts."""
     if itemsize == 4:
         return GemmConfig(block_m=16, block_n=64, block_k=32, num_warps=4, num_stages=2)
     if rows <= 16 * experts:
@@ -100,7 +100,7 @@ def expert_config(rows: int, experts: int, itemsize: int) -> GemmConfig:
 
 
 def low_bit_expert_config(rows: int, experts: int, itemsize: int) -> GemmConfig:
-    """The same for weights that are widened in registers, as `low_bit_config` has them."""
+    """The same for weights that are dequantized in registers, as for `low_bit_config`."""
     if itemsize == 4:
         return GemmConfig(block_m=16, block_n=32, block_k=64, num_warps=4, num_stages=2)
     if rows <= 16 * experts:

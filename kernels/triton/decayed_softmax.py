@@ -1,4 +1,4 @@
-"""`decayed_softmax` in Triton: a program owns some channels of a request, token after token."""
+"""`decayed_softmax` in Triton: a program handles some channels of a request, token by token."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def decayed_softmax_kernel(
         above = old * above + own * v
         below = old * below + own
         highest = top
-    tl.debug_barrier()  # all of the program has read the state
+    tl.debug_barrier()  # all threads of the program have read the state
     tl.store(place, above, mask=live)
     tl.store(place + CHANNELS, below, mask=live)
     tl.store(place + 2 * CHANNELS, highest, mask=live)

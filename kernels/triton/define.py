@@ -1,4 +1,4 @@
-"""Registers a Triton version of an op: `llmc_triton::x`, with the schema of `llmc::x`."""
+"""Registers the Triton version of an op: `llmc_triton::x`, with the schema of `llmc::x`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ def needs_upcast(dtype: torch.dtype) -> bool:
 
 
 def on_device(*tensors: Tensor) -> bool:
-    """All on the device that Triton serves."""
+    """Whether all are on the device type that Triton runs on."""
     kind = "cpu" if interpreted() else "cuda"
     return all(t.device.type == kind for t in tensors)
 
 
 def takes(*tensors: Tensor | None) -> bool:
-    """On the device that Triton serves, each of a supported dtype with a dense last dimension."""
+    """Whether all are on Triton's device type, with supported dtypes and contiguous last
+    dimensions."""
     return all(
         on_device(t) and t.dtype in DTYPES and (t.shape[-1] == 1 or t.stride(-1) == 1)
         for t in tensors
@@ -45,7 +46,7 @@ def takes(*tensors: Tensor | None) -> bool:
 
 
 def token_stride(numbers: Tensor | None) -> int:
-    """From one token to the next, of numbers [H] or [T, H]; 0 where all tokens have the same."""
+    """The stride between tokens for numbers [H] or [T, H]; 0 if all tokens share them."""
     return numbers.stride(0) if numbers is not None and numbers.dim() == 2 else 0
 
 
@@ -56,8 +57,8 @@ def same_dtype(*tensors: Tensor | None) -> bool:
 def define(
     op: Op, *, supports: Fn, plan: Callable[..., Plan[Any]] | None = None, run: Fn | None = None
 ) -> None:
-    """`plan` makes the op's launches from its arguments; where the op takes more than launches,
-    `run` computes the result instead."""
+    """Register a Triton version of `op`. `plan` makes its launches from the arguments; if it takes
+    more than launches, `run` computes the result instead."""
     compute = run or _runner(plan)
     overload = op.declare("llmc_triton", compute)
     op.impl(
@@ -68,5 +69,5 @@ def define(
 
 
 def _runner(plan: Callable[..., Plan[Any]] | None) -> Fn:
-    assert plan is not None, "an op has a plan or a function to run"
+    assert plan is not None, "an op needs either plan or run"
     return lambda *args: plan(*args).run()

@@ -1,14 +1,15 @@
-"""The delta rule over prompts: 16 tokens at a time, by matrix products instead of one by one.
+"""The delta rule for prompts: 16 tokens at a time with matrix products, instead of one by one.
 
-With one decay a head, a chunk's corrections u follow from the state S before it and each other.
-G[t] is the decay (a logarithm) from the chunk's start through token t, b the betas:
+With one decay per head, a chunk's corrections u depend on the state S before it and on each other.
+G[t] is the log decay from the chunk's start through token t, b are the betas:
 
     u[t] = b[t] (v[t] - exp(G[t]) k[t] S - sum over j < t of exp(G[t] - G[j]) (k[t] k[j]) u[j])
 
-which is one triangular system, (I + A) u = b (v - exp(G) k S). Its inverse is made by forward
-substitution, which stays exact where powers of A would grow. Outputs and the next state are sums
+This is a triangular system, (I + A) u = b (v - exp(G) k S). Its inverse is computed by forward
+substitution, which stays accurate where powers of A would grow. Outputs and the next state are sums
 over u (Yang et al., 2024, https://arxiv.org/abs/2412.06464, section 3.3). Every exponent is at most
-0. Decays per channel have no such form that is safe for every gate: they go token by token.
+0. For decays per channel there is no such form that is safe for all gates, so they are processed
+token by token.
 """
 
 from __future__ import annotations
@@ -73,5 +74,5 @@ def delta_chunks_kernel(
         tl.store(place, y.to(out.dtype.element_ty), mask=stored)
         rest = tl.trans(k * tl.exp(total - sums)[:, None])
         memory = memory * tl.exp(total) + tl.dot(rest, u, input_precision=PRECISION)
-    tl.debug_barrier()  # all of the program has read the state
+    tl.debug_barrier()  # all threads of the program have read the state
     tl.store(tile, memory, mask=inside)

@@ -1,6 +1,6 @@
-"""`delta_rule` in Triton: a program owns some columns of one head's state, token after token.
+"""`delta_rule` in Triton: a program handles some columns of one head's state, token by token.
 
-Prompts with one decay a head go by chunks (delta_chunks.py).
+Prompts with one decay per head are processed in chunks (delta_chunks.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def delta_rule_kernel(
         y = tl.sum(memory * q.to(tl.float32)[:, None], axis=0)
         place = out + (token * HEADS + head) * V_DIM + v
         tl.store(place, y.to(out.dtype.element_ty), mask=v < V_DIM)
-    tl.debug_barrier()  # all of the program has read the state
+    tl.debug_barrier()  # all threads of the program have read the state
     tl.store(tile, memory, mask=inside)
 
 
@@ -96,7 +96,7 @@ def plan(
 
 
 def _precision(x: Tensor) -> str:
-    """Of the products that make the state: errors of it stay for the rest of the text."""
+    """Precision of the products for the state: its errors persist for the rest of the sequence."""
     return "ieee" if x.dtype == torch.float32 or torch.version.hip is not None else "tf32"
 
 

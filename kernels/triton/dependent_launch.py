@@ -1,6 +1,7 @@
-"""Programmatic dependent launch: a kernel starts while the one before it ends.
+"""Programmatic dependent launch: a kernel starts while the previous one is finishing.
 
-It may ask for what no kernel writes (weights) and must wait for all else. NVIDIA's sm_90 and later.
+Before waiting for that one, it can prefetch only data that no kernel writes (weights). Requires
+NVIDIA sm_90 or later.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from llmc.kernels.triton.define import interpreted
 
 
 def supported() -> bool:
-    """Whether this Triton and this GPU have it."""
+    """Whether this Triton and this GPU support it."""
     return not interpreted() and _supported()
 
 
@@ -29,7 +30,7 @@ def _supported() -> bool:
 
 @triton.jit
 def prefetch(pointer):
-    """Ask for the cache lines that these pointers lie in; nothing is read."""
+    """Prefetch the cache lines of these pointers into L2; nothing is read."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointer.to(tl.int64)],
         dtype=tl.int32, is_pure=False, pack=1,

@@ -1,6 +1,6 @@
-"""`encoder_attention` in Triton: a program owns a tile of a text's queries of one head.
+"""`encoder_attention` in Triton: a program handles a tile of a sequence's queries for one head.
 
-The grid is fixed by shapes alone: with R texts there are at most T / BLOCK_M + R tiles, and each
+The grid depends only on shapes: with R sequences there are at most T / BLOCK_M + R tiles, and each
 program finds its own in query_start. Online softmax in base 2 (https://arxiv.org/abs/2307.08691).
 """
 
@@ -16,7 +16,7 @@ from llmc.kernels.triton.attention_plan import locate
 from llmc.kernels.triton.define import define, needs_upcast, same_dtype, takes
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
-_MOST_CHANNELS = 256  # of a head: a tile of each of its tensors is held at a time
+_MOST_CHANNELS = 256  # per head: one tile each of query, key and value is kept at a time
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
@@ -33,7 +33,7 @@ def encoder_attention_kernel(
     starts = tl.load(query_start + r, mask=r < num_rows, other=0)
     ends = tl.load(query_start + r + 1, mask=r < num_rows, other=0)
     row, tile = locate(tl.program_id(0), (ends - starts + BLOCK_M - 1) // BLOCK_M, ROWS)
-    # behind the texts: rows that are of none, which want zeros
+    # after the sequences: rows that belong to none, which are set to zero
     is_text = row < num_rows
     row = tl.minimum(row, num_rows)
     first = tl.load(query_start + row)

@@ -1,7 +1,7 @@
 """`expert_linear` in Triton: one grouped matrix product over rows sorted by expert.
 
-Rows are sorted on the device; each expert's rows are tiled on their own, and a grid that is fixed
-by shapes finds its (expert, tile) from the experts' offsets, so the host never learns them.
+Rows are sorted on the device, and each expert's rows are tiled separately. The grid depends only on
+shapes; a program finds its (expert, tile) from the experts' offsets, so the host never reads them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 def rows_of_tile(
     order, offsets, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """(expert, its rows of x in this program's tile, which of them there are). An expert of EXPERTS
-    or more: the program has nothing to do."""
+    """(expert, its rows of x in this program's tile, mask of valid rows). If the expert is EXPERTS
+    or more, the program has nothing to do."""
     e = tl.arange(0, EXPERTS_PAD)
     begin = tl.load(offsets + e, mask=e < EXPERTS, other=0)
     count = tl.load(offsets + e + 1, mask=e < EXPERTS, other=0) - begin
@@ -41,7 +41,7 @@ def expert_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """order: row of x at each sorted place; offsets [EXPERTS + 1]: where each expert's begin."""
+    """order: the row of x at each sorted index; offsets [EXPERTS + 1]: each expert's first one."""
     expert, row, mine = rows_of_tile(order, offsets, EXPERTS, EXPERTS_PAD, BLOCK_M)
     if expert >= EXPERTS:
         return
@@ -70,7 +70,7 @@ def expert_kernel(
 
 
 def sorted_rows(expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """(rows by expert, where each expert's begin and the last one's end)."""
+    """(rows sorted by expert, the offset of each expert's rows and the end of the last's)."""
     ordered, order = expert.sort(stable=True)
     # rows of experts outside [0, E) sort before the first offset or after the last
     edges = torch.arange(experts + 1, device=expert.device, dtype=ordered.dtype)
@@ -78,7 +78,8 @@ def sorted_rows(expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def tiles_of(rows: int, experts: int, block_m: int) -> int:
-    """An expert without rows has no tile, and rounding up adds less than one tile an expert."""
+    """A bound on the number of tiles: an expert without rows has none, and rounding up adds less
+    than one tile per expert."""
     return min(rows, rows // block_m + experts)
 
 

@@ -1,8 +1,9 @@
-"""Float8 caches in Triton: codes are moved as bytes, and turned by bit operations or in hardware.
+"""Float8 caches in Triton: codes are moved as bytes and converted in hardware or by bit operations.
 
-A cache is handed to kernels as uint8, since targets without float8 (sm_80) know no such pointers.
-Reading goes through float16, which holds every code exactly. Where the chip converts (NATIVE), it
-does; elsewhere shifts do: a code is a float16 of the same bits but for its exponent's bias.
+A cache is passed to kernels as uint8, since targets without float8 (sm_80) have no such pointers.
+Codes are read as float16, which represents every code exactly. If the GPU supports the conversion
+(NATIVE), it is used; otherwise codes are shifted, since a code has the bits of a float16 with a
+different exponent bias.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def narrow(x, FORMAT: tl.constexpr):
     normal = ((bits + ((1 << (DROP - 1)) - 1) + ((bits >> DROP) & 1)) >> DROP) - (
         (127 - BIAS) << MANTISSA
     )
-    # below the least normal the step is constant: adding 2^23 steps leaves their count in the bits
+    # for subnormals the step is constant: adding 2^23 steps leaves the step count in the low bits
     SHIFTER: tl.constexpr = (127 + 23 + 1 - BIAS - MANTISSA) << 23
     shifter = tl.full(x.shape, SHIFTER, tl.uint32).to(tl.float32, bitcast=True)
     small = (a + shifter).to(tl.uint32, bitcast=True) - SHIFTER
@@ -63,7 +64,7 @@ def narrow(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def store_cached(pointers, x, scale, mask, FORMAT: tl.constexpr):
-    """x, divided by `scale` where the cache is of 8 bits, at `pointers` of the cache."""
+    """Store x at `pointers` of the cache, divided by `scale` if the cache has 8 bits."""
     if FORMAT == NONE:
         tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
     else:
@@ -72,7 +73,7 @@ def store_cached(pointers, x, scale, mask, FORMAT: tl.constexpr):
 
 @triton.jit
 def scales_of(scale, head, heads, STRIDE: tl.constexpr):
-    """The scale of each of some heads, 1 where there are none. STRIDE: 0 for one scale in all."""
+    """The scale of each head, 1 if there are no scales. STRIDE: 0 if all heads share one scale."""
     if scale is None:
         found = head * 0.0 + 1.0
     else:
@@ -100,5 +101,5 @@ def _cuda_converts(index: int | None) -> bool:
 
 
 def converts(device: torch.device) -> bool:
-    """Whether the chip turns e4m3 into float16 by itself."""
+    """Whether the GPU converts e4m3 to float16 in hardware."""
     return device.type == "cuda" and _cuda_converts(device.index)

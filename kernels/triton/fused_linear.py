@@ -1,8 +1,8 @@
 """`fused_linear` and `linear` in Triton: for few rows, one kernel that streams the weight once.
 
-One row is multiplied lane by lane, up to FEW_ROWS by tensor cores. The norm's factor is the same
-for a whole row, so it is applied to the sums, and the squares are added up along the way. More rows
-are bound by computing: torch's own linear multiplies them, between the other ops of this package.
+One row is multiplied lane by lane, up to FEW_ROWS rows by tensor cores. The norm's factor is the
+same for a whole row, so it is applied to the sums, and the squares are accumulated along the way.
+More rows are compute-bound: torch's own linear multiplies them, between other ops of this package.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def few_rows_kernel(
     WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """weight [N, K], or [2 N, K] with the gates first where ACT is given."""
+    """weight [N, K], or [2 N, K] with the gates first if there is an ACT."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     inside = n < N
@@ -41,7 +41,7 @@ def few_rows_kernel(
     w_at = weight + n.to(tl.int64)[:, None] * weight_row
     up_at = w_at + N * weight_row.to(tl.int64)
     if PDL:
-        # a request for every 32 bytes of each channel
+        # one prefetch per 32 bytes of each channel
         STEP: tl.constexpr = 256 // weight.dtype.element_ty.primitive_bitwidth
         early = first + tl.arange(0, (BLOCK_K + STEP - 1) // STEP) * STEP
         early = tl.minimum(early, K - 1)[None, :]
@@ -129,7 +129,7 @@ def plan(
     rows = flat.shape[0]
     more = None if residual is None else residual.reshape(rows, channels)
     processors = 3 if interpreted() else multiprocessors(x.device)
-    size = weight.element_size() * (1 if act is None else 2)  # bytes of a channel's input
+    size = weight.element_size() * (1 if act is None else 2)  # weight bytes per input and channel
     config = few_rows_config(rows, channels, depth, size, processors)
     tiles = config.tiles
     out = x.new_empty(*x.shape[:-1], channels)
@@ -172,7 +172,7 @@ def _run(
     eps: float | None, offset: float, act: str | None, residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
     rows = x.numel() // x.shape[-1]
-    # an unnormed float16 row times the norm's weight may exceed what float16 holds
+    # a float16 row before normalization times the norm's weight can overflow float16
     narrow = x.dtype == torch.float16 and eps is not None
     if 0 < rows <= FEW_ROWS and not narrow and not prefers_library(*weight.shape):
         return plan(x, weight, bias, norm_weight, eps, offset, act, residual).run()

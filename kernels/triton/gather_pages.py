@@ -1,6 +1,7 @@
-"""Keys and values of some requests, out of their pages and end to end, for kernels without paging.
+"""Copies keys and values of some requests out of their pages, packed for kernels without paging.
 
-Not an op: a part of `paged_attention` where its prompts go to another kernel (prompt_attention.py).
+Not an op: it is used by `paged_attention` when another kernel computes prompts
+(prompt_attention.py).
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ def plan(
     num_keys: int,
     longest: int,
 ) -> Plan[tuple[Tensor, Tensor]]:
-    """-> keys [num_keys, Hkv, D] and values [num_keys, Hkv, Dv].
+    """Returns keys [num_keys, Hkv, D] and values [num_keys, Hkv, Dv].
 
-    Caches as in `paged_attention`; key_start [P + 1] int32: where each request's tokens go;
-    block_table [P, max_blocks] int32. `longest`: the most tokens of a request.
+    Caches as in `paged_attention`; key_start [P + 1] int32: each request's first row in the output;
+    block_table [P, max_blocks] int32. `longest`: the maximum number of tokens of a request.
     """
     _, kv_heads, block_size, dim = key_cache.shape
     v_dim = value_cache.shape[3]

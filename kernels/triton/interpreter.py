@@ -1,11 +1,11 @@
-"""Makes triton 3.6's interpreter (TRITON_INTERPRET=1) work with numpy 2.4, round as GPUs do, and
+"""Makes triton 3.6's interpreter (TRITON_INTERPRET=1) work with numpy 2.4, round like GPUs, and
 take half the time.
 
-The interpreter keeps a scalar as an array of one element and turns it to a loop bound with
-`int(array)`, which numpy now refuses for all but arrays of no dimension. It cuts float32 off to
-bfloat16, where GPUs round to nearest: twice the error, all of it towards zero. It puts its own
-functions into `triton.language` at each launch and again at each call of a device function, though
-only the first of a launch finds something left to replace.
+The interpreter stores a scalar as a one-element array and converts it to a loop bound with
+`int(array)`, which numpy now supports only for 0-dimensional arrays. It truncates float32 to
+bfloat16, while GPUs round to nearest: twice the error, always toward zero. It patches
+`triton.language` with its own functions at each launch and again at each call of a device function,
+although only the first patch of a launch changes anything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton import knobs
 
 
 def repair() -> None:
-    """Do nothing unless the interpreter is on. Call once."""
+    """Patch the interpreter if it is enabled. Call once."""
     if not knobs.runtime.interpret:
         return
     from triton.runtime import interpreter
@@ -43,7 +43,7 @@ def repair() -> None:
 
 
 def _patch_once_a_launch(interpreter: Any) -> None:
-    """Look through each module of `triton.language` once a launch."""
+    """Patch each module of `triton.language` only once per launch."""
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     nothing = interpreter._LangPatchScope()
     patched: set[int] = set()  # modules, by id
@@ -57,7 +57,7 @@ def _patch_once_a_launch(interpreter: Any) -> None:
         return patch(function)
 
     def launch_afresh(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        patched.clear()  # the end of the last launch restored what its start had replaced
+        patched.clear()  # the end of the last launch restored the original functions
         return launch(executor, *args, **kwargs)
 
     interpreter._patch_lang = patch_once
@@ -65,7 +65,7 @@ def _patch_once_a_launch(interpreter: Any) -> None:
 
 
 def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The bits of float32 numbers, rounded to nearest with ties to even."""
+    """The bfloat16 bits of float32 numbers, rounded to nearest with ties to even."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     nearest = (bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)) >> 16
     quiet = bits >> 16 | 0x40

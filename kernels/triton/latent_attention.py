@@ -3,9 +3,9 @@
     query ─┬─ few new tokens ─ meet the weight ─ attention over latents ─ meets the weight ─┬─ out
            └─ many ─ latents out of their pages ─ weight ─ attention over keys and values ──┘
 
-What a step's requests are is known on the host by a hint alone, as in `prompt_attention`: a step
-without it reads nothing there, and can stand inside a CUDA graph. What is made of latents is laid
-out as pages again, so that requests of any lengths are one launch of the same kernel.
+The host knows the requests of a step only from a hint, as in `prompt_attention`. Without the hint,
+a step reads nothing on the host and can run in a CUDA graph. Expanded keys and values are laid out
+as pages again, so that requests of any length are one launch of the same kernel.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _value_dim(step: Step) -> int:
 
 
 def _groups(step: Step, prompts: Prompts) -> list[Prompts]:
-    """Requests side by side that are expanded together: what that takes for a head is bounded."""
+    """Groups of consecutive requests to expand together, within a memory limit for one head."""
     rank, width = step["weight"].shape[1], step["key_cache"].shape[3]
     shared = width - rank
     dim, v_dim = step["query"].shape[2] - shared, _value_dim(step)
@@ -116,7 +116,8 @@ def _absorbed(step: Step) -> Tensor:
 
 
 def _expanded(step: Step, contexts: tuple[int, ...]) -> Tensor:
-    """Of requests with `contexts` tokens each, in so many heads at a time as are bounded too."""
+    """Attend to expanded keys and values of requests with `contexts` tokens each, for as many heads
+    at a time as fit in the memory limit."""
     query, key_cache, weight = step["query"], step["key_cache"], _by_head(step)
     heads, v_dim, rank = query.shape[1], _value_dim(step), weight.shape[2]
     split, size = weight.shape[1] - v_dim, key_cache.shape[2]
@@ -129,7 +130,7 @@ def _expanded(step: Step, contexts: tuple[int, ...]) -> Tensor:
     starts = F.pad(ends[:-1], (1, 0))
     table = starts[:, None] + torch.arange(max(counts), device=query.device)
     out: Tensor = query.new_empty(*query.shape[:2], v_dim)
-    values = weight.shape[1] + query.shape[2]  # of a token and a head
+    values = weight.shape[1] + query.shape[2]  # per token and head
     room = MOST_BYTES // query.element_size() - cached.numel()
     most = min(max(room // (len(blocks) * size * values), 1), heads)
     for first in range(0, heads, most):
@@ -158,7 +159,7 @@ def _supports(
 ) -> bool:
     rank, width = weight.shape[1], key_cache.shape[3]
     value_dim = expanded_dim(query.shape[2], query.shape[1], weight, width)
-    rows = context_len.shape[0]  # symbolic while a graph is lowered: only a known one is checked
+    rows = context_len.shape[0]  # symbolic while a graph is lowered: checked only if it is known
     return (
         takes(query, weight)
         and same_dtype(query, weight)

@@ -1,8 +1,8 @@
 """A kernel with its grid, arguments and launch options, before it runs.
 
-Each op of this package first plans its launches from the shapes alone, then runs them. The same
-plan, made from meta tensors, is what the ahead-of-time tests compile for targets that are not
-there, so what they measure is what a GPU would run.
+Each op of this package first plans its launches from shapes only, then runs them. The ahead-of-time
+tests make the same plan from meta tensors and compile it for GPUs that this machine does not have,
+so they measure exactly what a GPU would run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Launch:
     constants: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 2
-    pdl: bool = False  # may start before the kernel ahead of it ends, and waits inside
+    pdl: bool = False  # can start before the previous kernel ends, and waits for it inside
 
     def run(self) -> None:
         if 0 in self.grid:
@@ -59,7 +59,7 @@ def _cuda_multiprocessors(index: int | None) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side; an H100's number where there is no GPU to ask."""
+    """The number of multiprocessors of the GPU; an H100's if there is no GPU."""
     return _cuda_multiprocessors(device.index) if device.type == "cuda" else 132
 
 

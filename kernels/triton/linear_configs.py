@@ -1,7 +1,7 @@
 """Launch options of the linears by shape.
 
-NOT YET MEASURED on a GPU: chosen from what others report and from the resources that the
-ahead-of-time builds show.
+NOT YET MEASURED on a GPU: chosen from published results and from the resource use that the
+ahead-of-time builds report.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from llmc.kernels.triton.launch import cdiv, power_of_2
 
-FEW_ROWS = 8  # of x: up to here a linear is bound by reading its weight
+FEW_ROWS = 8  # up to this many rows of x, a linear is bound by reading its weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearTiles:
-    """What is chosen. `waves`: programs wanted per multiprocessor, so that reads are always under
-    way: a deep and narrow linear is divided along its depth until there are so many. 0: never."""
+    """The chosen options. `waves`: target programs per multiprocessor, to keep reads in flight: a
+    deep and narrow linear is split along its depth until there are that many. 0: never."""
 
     block_m: int
     block_n: int
@@ -28,8 +28,8 @@ class LinearTiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearConfig:
-    """What follows for one linear. `splits`: parts of the depth that are summed apart, `split_k`
-    inputs each."""
+    """The options for one linear. `splits`: the number of parts of the depth that are summed
+    separately, with `split_k` inputs each."""
 
     tiles: LinearTiles
     splits: int
@@ -37,7 +37,7 @@ class LinearConfig:
 
 
 def prefers_library(channels: int, depth: int) -> bool:
-    """Whether cuBLAS multiplies few rows faster: wide and shallow, such as most output heads."""
+    """Whether cuBLAS is faster for few rows: wide and shallow weights, like most output heads."""
     return channels > 32768 and depth <= 2048
 
 
@@ -46,7 +46,7 @@ def few_rows_config(
 ) -> LinearConfig:
     """For up to FEW_ROWS rows: one is multiplied lane by lane, more by tensor cores.
 
-    size: bytes of the weight that an input of a channel meets, twice as many where one is gated.
+    size: weight bytes per input and output channel, twice as many for a gated activation.
     """
     if rows == 1:
         block_k = min(power_of_2(depth), 2048 // size)
@@ -66,7 +66,7 @@ def low_bit_config(
     multiprocessors: int,
     itemsize: int,
 ) -> LinearConfig:
-    """block_k is in inputs; a word holds `per_word` of them."""
+    """The same for quantized weights. block_k is in inputs; a word holds `per_word` of them."""
     wide = itemsize == 4
     if rows == 1:
         tiles = LinearTiles(
@@ -87,7 +87,7 @@ def low_bit_config(
 
 
 def _divided(tiles: LinearTiles, channels: int, depth: int, multiprocessors: int) -> LinearConfig:
-    """Deep and narrow linears are divided along their depth until the GPU has enough to read."""
+    """Split deep and narrow linears along their depth until there are enough programs."""
     if tiles.waves == 0:
         return LinearConfig(tiles=tiles, splits=1, split_k=depth)
     steps = cdiv(depth, tiles.block_k)

@@ -1,4 +1,4 @@
-"""`linear_recurrence` in Triton: a program owns some channels, and scans some tokens at a time."""
+"""`linear_recurrence` in Triton: a program scans some channels of a request, a tile at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmc.kernels.triton.state import dense, span, step_args, takes_slots
 
 @triton.jit
 def then(decay, h, next_decay, next_h):
-    """The step that two steps h -> decay * h + x, one after the other, amount to."""
+    """The composition of two consecutive steps h -> decay * h + x."""
     return decay * next_decay, h * next_decay + next_h
 
 
@@ -38,11 +38,11 @@ def linear_recurrence_kernel(
             g, fed = tl.associative_scan((g, fed), 0, then)
         y = g * h[None, :] + fed
         tl.store(out + token * CHANNELS + c[None, :], y.to(out.dtype.element_ty), mask=live)
-        if TOKENS > 1:  # past the last token nothing is added and nothing decays
+        if TOKENS > 1:  # past the last token, h does not change
             h = tl.sum(tl.where(i[:, None] == TOKENS - 1, y, 0.0), axis=0)
         else:
             h = tl.reshape(y, (BLOCK,))
-    tl.debug_barrier()  # all of the program has read the state
+    tl.debug_barrier()  # all threads of the program have read the state
     tl.store(place, h, mask=c < CHANNELS)
 
 

@@ -1,6 +1,6 @@
-"""The end of a linear whose sums were made in parts: the parts are added in a fixed order.
+"""The last step of a linear with split sums: the partial sums are added in a fixed order.
 
-So results are the same in every run, which additions to memory in any order would not give.
+So results are the same in every run, unlike with atomic additions in arbitrary order.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def reduce_launch(
     squares: Tensor | None = None, eps: float = 0.0, act: str | None = None,
     residual: Tensor | None = None,
 ) -> Launch:  # fmt: skip
-    """out [rows, N] of partial [SPLITS, rows, N], or [.., 2 N] where `act` gates one half."""
+    """out [rows, N] from partial [SPLITS, rows, N], or [.., 2 N] if `act` gates one half."""
     splits, rows, _ = partial.shape
     args: dict[str, Any] = {
         "partial": partial, "squares": squares, "bias": bias, "residual": residual, "out": out,

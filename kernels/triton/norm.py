@@ -1,6 +1,6 @@
-"""`rms_norm` and `add_rms_norm` in Triton: one program a row.
+"""`rms_norm` and `add_rms_norm` in Triton: one program per row.
 
-Inductor fuses norms better than these do; they serve graphs that run uncompiled on a GPU.
+Inductor fuses norms better than this; these are for graphs that run uncompiled on a GPU.
 """
 
 from __future__ import annotations

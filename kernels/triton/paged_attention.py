@@ -1,8 +1,8 @@
-"""`paged_attention` in Triton: prefill, decode and both in one step.
+"""`paged_attention` in Triton: prefill, decode, and both in one step.
 
-The grid, the scratch and the launch options depend on shapes alone, and nothing is read back to
-the host, so the op can stand inside a CUDA graph; how a long context is divided is decided on the
-device (attention_plan.py).
+The grid, the scratch memory and the launch options depend only on shapes, and nothing is read back
+to the host, so the op can run in a CUDA graph. How a long context is split is decided on the device
+(attention_plan.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def plan(
 ) -> Plan[Tensor]:
     tokens, heads, dim = query.shape
     kv_heads, block_size, shared = key_cache.shape[1], key_cache.shape[2], v_dim > 0
-    if shared:  # what of a key is no value comes behind it
+    if shared:  # a key's channels are those of the value, then the others
         value_cache, v_scale, dim = key_cache, k_scale, dim - v_dim
     else:
         v_dim = value_cache.shape[3]
@@ -62,7 +62,7 @@ def plan(
     group_tile = min(group, block_m)
     group_tiles = cdiv(group, group_tile)
     head_tiles = kv_heads * group_tiles
-    # items: at least one a request with queries and for the tail, and never more than tokens
+    # upper bound on items: whole tiles, plus one partial tile per request and for the tail
     items = min(tokens, tokens // (block_m // group_tile) + rows + 1)
     longest = block_table.shape[1] * block_size
     target = max(1, cdiv(config.waves * multiprocessors(query.device), head_tiles))
@@ -127,7 +127,7 @@ def plan(
 
 
 def attend(**arguments: Any) -> Tensor:
-    """`paged_attention` by our kernel, whose arguments `plan` names."""
+    """`paged_attention` with our kernel; the arguments are those of `plan`."""
     return plan(**arguments).run()
 
 
@@ -161,7 +161,7 @@ def _supports(
 ) -> bool:
     sinks, bias = others["sinks"], others["distance_bias"]
     plain = others["window"] == others["chunk"] == 0 and others["slopes"] is bias is None
-    # requests of a step are a symbolic size while a graph is lowered: only a known one is checked
+    # the number of requests is symbolic while a graph is lowered: checked only if it is known
     rows = context_len.shape[0]
     return (
         takes(query, sinks, bias)

@@ -1,4 +1,4 @@
-"""Gumbel noise from Philox4x32-10, word for word that of `kernels/sample.py`."""
+"""Gumbel noise from Philox4x32-10, with the same random words as `kernels/sample.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def gumbel(seed, position, first, BLOCK: tl.constexpr):
-    """Noise of tokens [first, first + BLOCK), `first` a multiple of 4; seed, position int64."""
+    """Noise for tokens [first, first + BLOCK), `first` a multiple of 4; seed, position int64."""
     group = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     zero = group * 0
     low = (zero + (position & 0xFFFFFFFF)).to(tl.uint32)

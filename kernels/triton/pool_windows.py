@@ -1,6 +1,6 @@
-"""`pool_windows` in Triton: a program owns some channels of a request, and goes through its tokens.
+"""`pool_windows` in Triton: a program handles some channels of a request, token by token.
 
-Its sums stay in registers: of the first series those of the window before too.
+The running sums stay in registers, including the previous window's for the first series.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def pool_windows_kernel(
             y = (left * old_above + right * above) / (left * old_below + right * below)
         y = tl.where(j == WIDTH - 1, y, 0.0)
         tl.store(out + token * CHANNELS + c, y.to(out.dtype.element_ty), mask=live)
-    tl.debug_barrier()  # all of the program has read the state
+    tl.debug_barrier()  # all threads of the program have read the state
     store_sums(place + (2 * SERIES - 2) * PART, live, top, below, above, CHANNELS)
     if SERIES == 2:
         store_sums(place, live, old_top, old_below, old_above, CHANNELS)

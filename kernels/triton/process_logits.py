@@ -1,4 +1,4 @@
-"""`process_logits` in Triton: four small launches, of which a row without penalties needs one."""
+"""`process_logits` in Triton: four small launches; rows without penalties do work in only one."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""A step's fresh prompts go to torch's FlashAttention, the rest to our kernel; outputs are joined.
+"""A step's new prompts go to torch's FlashAttention, the rest to our kernel; outputs are combined.
 
     query ─┬─ before the prompts ─ our kernel, over pages ───────────────┬─ out
            └─ prompts ─ keys and values out of their pages ─ flash ──────┘
 
-The copy out of the pages reads what the cache write has just left in the L2 cache. FlashAttention 2
-takes packed requests of any lengths in one launch and plans nothing by length, which is why it
-serves here and cuDNN does not.
+The copy out of the pages reads data that the cache write has just left in the L2 cache.
+FlashAttention 2 supports packed requests of any lengths in one launch and needs no plan per length,
+so it is used here instead of cuDNN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmc.kernels.triton import gather_pages
 
 @cache
 def has_flash(device: torch.device) -> bool:
-    """Whether torch was built with FlashAttention 2 and this GPU runs it (sm_80 and later)."""
+    """Whether torch has FlashAttention 2 and this GPU supports it (sm_80 and later)."""
     return (
         device.type == "cuda"
         and torch.version.hip is None
@@ -35,7 +35,7 @@ def has_flash(device: torch.device) -> bool:
 def flash(
     query: Tensor, key: Tensor, value: Tensor, start: Tensor, lengths: tuple[int, ...], scale: float
 ) -> Tensor:
-    """Causal attention of P requests end to end (https://arxiv.org/abs/2307.08691).
+    """Causal attention of P packed requests (https://arxiv.org/abs/2307.08691).
 
     query [T, H, D], key and value [T, Hkv, D] in 16 bits, start [P + 1] int32 -> [T, H, D].
     """
@@ -47,7 +47,7 @@ def flash(
 
 
 def attend(own: Callable[..., Tensor], step: Mapping[str, Any], prompts: Prompts) -> Tensor:
-    """`paged_attention` of the arguments `step`: [T, H, D]. `own`: our kernel."""
+    """`paged_attention` with the arguments `step`: [T, H, D]. `own`: our kernel."""
     query: Tensor = step["query"]
     first, stop = prompts.first_token, prompts.first_token + prompts.num_tokens
     of_prompts = _attend_prompts(
@@ -60,11 +60,11 @@ def attend(own: Callable[..., Tensor], step: Mapping[str, Any], prompts: Prompts
     out[first:stop] = of_prompts
     if first:
         out[:first] = own(**part_of(step, slice(0, prompts.first_request), slice(0, first)))
-    return out  # what comes after the prompts is padding
+    return out  # only padding comes after the prompts
 
 
 def part_of(step: Mapping[str, Any], requests: slice, tokens: slice) -> dict[str, Any]:
-    """The arguments for some requests next to each other, and their tokens."""
+    """The arguments for a range of requests and their tokens."""
     bounds = slice(requests.start, requests.stop + 1)
     return {
         **step,

@@ -1,7 +1,7 @@
-"""`quantized_embedding` in Triton: a program widens a stretch of one row.
+"""`quantized_embedding` in Triton: a program dequantizes a segment of one row.
 
-A row is a channel: a word of four bytes of each line of its block. Programs side by side read other
-stretches, so a line that several rows share is read from the cache.
+A row is a channel: one four-byte word in each line of its block. A line holds words of 16 rows, so
+programs that read other rows of the block find it in the cache.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """`quantized_expert_linear` in Triton: the grouped product of `expert_linear` over the words of
-`quantized_linear`, which are widened in registers and rounded to x's dtype.
+`quantized_linear`, which are dequantized in registers and rounded to x's dtype.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def plan(
     bias: Tensor | None,
     expert: Tensor,
     minimum: Tensor | None = None,
-    x_bits: int = EXACT_BITS,  # no fewer: `supports` says so
+    x_bits: int = EXACT_BITS,  # `supports` rejects other values
 ) -> Plan[Tensor]:
     rows, depth = x.shape
     experts, channels = weight.shape[0], weight.shape[1] * CHANNELS

@@ -1,9 +1,9 @@
-"""`quantized_linear` in Triton: words of 4- or 8-bit values are widened in registers.
+"""`quantized_linear` in Triton: words of 4- or 8-bit values are dequantized in registers.
 
-A program reads blocks of 16 channels as 32-bit words, which lie side by side. One row is multiplied
-lane by lane; more are multiplied by tensor cores, for which widened weights are rounded to x's
-dtype, as if they had been stored in it. Deep, narrow weights are divided along their depth and
-summed in a second kernel.
+A program reads blocks of 16 channels as contiguous 32-bit words. One row is multiplied lane by
+lane; more rows are multiplied by tensor cores, for which dequantized weights are rounded to x's
+dtype, as if they had been stored in it. Deep, narrow weights are split along their depth and summed
+in a second kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FORMATS = {torch.uint8: "int4", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
 
 def format_of(weight: Tensor, scale: Tensor) -> str | None:
-    """A name for the kernels; None for a weight that they do not read."""
+    """The format's name in the kernels; None for a weight that they do not support."""
     return "mxfp4" if scale.dtype == torch.uint8 else _FORMATS.get(weight.dtype)
 
 
@@ -48,7 +48,7 @@ def widen(words, shift, FORMAT: tl.constexpr):
 
 @triton.jit
 def load_scale(at, known, FORMAT: tl.constexpr):
-    """float32; of mxfp4 2 ** (e - 127), where 0 is subnormal and 255 NaN."""
+    """Scales in float32; for mxfp4 2 ** (e - 127), where 0 is subnormal and 255 is NaN."""
     stored = tl.load(at, mask=known, other=0)
     if FORMAT == "mxfp4":
         exponent = stored.to(tl.int32)
@@ -77,7 +77,7 @@ def low_bit_kernel(
     first = tl.program_id(2) * SPLIT_K
     word = words + block * (K // PER * 16) + lane
     if PDL:
-        # a block of 16 channels lies in one piece: a request for every 32 bytes of it
+        # a block of 16 channels is contiguous: one prefetch per 32 bytes
         ahead = first // PER * 16 + tl.arange(0, BLOCK_W * 2) * 8
         blocks = tl.program_id(1) * (BLOCK_N // 16) + tl.arange(0, BLOCK_N // 16)
         blocks = tl.minimum(blocks, N // 16 - 1).to(tl.int64) * (K // PER * 16)
@@ -145,7 +145,7 @@ def plan(
     zero: Tensor | None,
     bias: Tensor | None,
     minimum: Tensor | None = None,
-    x_bits: int = EXACT_BITS,  # no fewer: `supports` says so
+    x_bits: int = EXACT_BITS,  # `supports` rejects other values
 ) -> Plan[Tensor]:
     kind = format_of(weight, scale)
     per_word = 8 if weight.dtype == torch.uint8 else 4

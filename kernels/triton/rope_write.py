@@ -1,8 +1,8 @@
-"""`rope_write` in Triton: norm, rotation and the cache write of a few heads of one token.
+"""`rope_write` in Triton: norm, rotation and cache write for a few heads of one token.
 
-The heads of a token are one list: query heads, then key heads, then value heads; a program takes a
-few of one kind. A channel's partner in the rotation is loaded a second time instead of shuffled:
-the line is in the cache already.
+The heads of a token form one list: query heads, then key heads, then value heads; a program handles
+a few of one kind. A channel's partner in the rotation is loaded a second time instead of shuffled,
+since its cache line is already in the cache.
 """
 
 from __future__ import annotations

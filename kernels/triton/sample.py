@@ -1,4 +1,4 @@
-"""`sample` in Triton: one pass over the logits for statistics, then one program a row draws."""
+"""`sample` in Triton: one pass over the logits for statistics, then one program per row samples."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Second half of the sampler: one program a row, no sort, no probability written to memory.
+"""Second half of the sampler: one program per row, no sort, no probabilities written to memory.
 
-top-k: its threshold, the k-th highest logit, is found by bisection over floats ordered as integers,
+top-k: the threshold, the k-th highest logit, is found by bisection over floats ordered as integers,
 first on the chunks' maxima, then on the logits of chunks whose maximum is at or above it.
 
-top-p: by rejection. The tokens it keeps are those with less than top_p of the mass strictly above
-them, so every token below a rejected one is rejected too. Take the Gumbel-max winner of what is
-left; if the mass above it is small enough it is the answer, else only what lies above it is left.
-A winner is rejected with probability 1 - top_p at first, so one or two rounds are usual.
+top-p: by rejection. The kept tokens are those with less than top_p of the probability mass strictly
+above them, so every token below a rejected one is rejected too. Take the Gumbel-max winner of the
+remaining tokens. If the mass above it is small enough, it is the result; otherwise only the tokens
+above it remain. The first winner is rejected with probability 1 - top_p, so one or two rounds are
+typical.
 
 Both are exact, ties included, up to the rounding of sums.
 """
@@ -18,7 +19,7 @@ import triton.language as tl
 
 from llmc.kernels.triton.philox import gumbel
 
-# noise never exceeds -log(-log(1 - 2^-24)) = 16.64: who is further behind the leader cannot win
+# noise never exceeds -log(-log(1 - 2^-24)) = 16.64: logits further behind the leader can't win
 MAX_NOISE = tl.constexpr(16.7)
 MINUS_INF = tl.constexpr(float("-inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -26,7 +27,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def ordered(x):
-    """float32 -> int32 that compares alike (-0 as 0)."""
+    """float32 -> int32 with the same order (-0 as 0)."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -40,7 +41,7 @@ def load_scaled(row_logits, c, vocab, temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def next_chunk(scaled_max, key, behind, after, CHUNKS: tl.constexpr):
-    """The next chunk whose maximum has a key >= `key` and is >= `behind`; CHUNKS: none is left."""
+    """The next chunk whose maximum has a key >= `key` and is >= `behind`; CHUNKS if none is."""
     c = tl.arange(0, CHUNKS)
     wanted = (c > after) & (ordered(scaled_max) >= key) & (scaled_max >= behind)
     return tl.min(tl.where(wanted, c, CHUNKS), axis=0)
@@ -76,7 +77,7 @@ def mass_from(row_logits, scaled_max, key, top, vocab, temperature,
 @triton.jit
 def leader(row_logits, scaled_max, key, seed, position, vocab, temperature,
            BLOCK: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
-    """The token of highest scaled logit + noise among keys >= `key`, and its own key."""
+    """The token with the highest scaled logit + noise among keys >= `key`, and its key."""
     best = tl.max(tl.full([BLOCK], MINUS_INF, tl.float32), axis=0)
     token = tl.min(tl.zeros([BLOCK], tl.int32), axis=0)
     token_key = key
@@ -98,8 +99,8 @@ def leader(row_logits, scaled_max, key, seed, position, vocab, temperature,
 @triton.jit
 def kth_key(row_logits, scaled_max, k, vocab, chunks, temperature,
             BLOCK: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
-    """The key of the k-th highest scaled logit, or a lower one that exactly k exceed or equal."""
-    chunk_keys = ordered(scaled_max)  # places past the last chunk hold -inf: never above a bound
+    """The key of the k-th highest scaled logit, or a lower key that exactly k logits reach."""
+    chunk_keys = ordered(scaled_max)  # entries past the last chunk are -inf, below every bound
     high = tl.max(chunk_keys, axis=0).to(tl.int64)
     low = ordered(tl.max(tl.full([CHUNKS], MINUS_INF, tl.float32), axis=0)).to(tl.int64)
     bound = low
@@ -145,7 +146,7 @@ def draw_kernel(
         row_logits = logits + row * logits_row
         scaled_max = tl.div_rn(maxima, tl.full([CHUNKS], 1.0, tl.float32) * temperature)
         top = tl.max(scaled_max, axis=0)
-        # of all logits that may win, the lowest key; -inf is never drawn
+        # the lowest key of logits that can win; -inf is never sampled
         key = ordered(tl.max(tl.full([CHUNKS], MINUS_INF, tl.float32), axis=0)) + 1
         min_p = tl.load(min_ps + row)
         if min_p > 0:

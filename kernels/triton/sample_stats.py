@@ -1,6 +1,6 @@
 """First half of the sampler: the highest logit of every chunk of every row, over the whole GPU.
 
-Reads all logits once. The second half (sample_draw.py) then touches only chunks that can matter.
+Reads all logits once. The second half (sample_draw.py) then reads only the chunks that matter.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def stats_kernel(logits, chunk_max, chunk_arg, logits_row, vocab, chunks, BLOCK: tl.constexpr):
-    """chunk_max: +inf stands for a NaN too (the row is bad); chunk_arg: its lowest token."""
+    """chunk_max: +inf also for a NaN (the row is invalid); chunk_arg: the lowest token with it."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     v = chunk * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""`selective_scan` in Triton: a program owns some rows of the state, all of one group of heads."""
+"""`selective_scan` in Triton: a program handles some rows of the state of one group of heads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def selective_scan_kernel(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, GROUP_ROWS: tl.constexpr, SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr, BLOCK: tl.constexpr, BY_STATE: tl.constexpr,
 ):  # fmt: skip
-    """Rows are the HEADS * WIDTH lines of SIZE states each."""
+    """The state has HEADS * WIDTH rows of SIZE values each."""
     request, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, last, slot, kept = span(query_start, context_len, request_row, request)
     of_group = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -46,7 +46,7 @@ def selective_scan_kernel(
         memory += (size * fed)[:, None] * into.to(tl.float32)[None, :]
         y = tl.sum(memory * read.to(tl.float32)[None, :], axis=1)
         tl.store(out + token * HEADS * WIDTH + row, y.to(out.dtype.element_ty), mask=live)
-    tl.debug_barrier()  # all of the program has read the state
+    tl.debug_barrier()  # all threads of the program have read the state
     tl.store(tile, memory, mask=inside)
 
 

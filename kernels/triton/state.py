@@ -1,7 +1,7 @@
-"""Shared by the Triton ops with a state: a request's tokens, what is taken, what launches share.
+"""Helpers for the Triton ops with a state: token ranges, supported inputs, common launch arguments.
 
-A program owns a part of one request's state: it keeps that part in registers, goes through the
-request's tokens, and writes it back. Grids depend on shapes only.
+A program owns a part of one request's state: it keeps that part in registers, processes the
+request's tokens, and writes it back. Grids depend only on shapes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmc.kernels.triton.define import DTYPES, interpreted
 
 @triton.jit
 def span(query_start, context_len, request_row, request):
-    """A request's tokens [first, last), its slot, and whether its state is to be read."""
+    """A request's tokens [first, last), its slot, and whether it continues from its state."""
     first = tl.load(query_start + request)
     last = tl.load(query_start + request + 1)
     slot = tl.load(request_row + request).to(tl.int64)
@@ -25,7 +25,7 @@ def span(query_start, context_len, request_row, request):
 
 
 def dense(x: Tensor) -> Tensor:
-    """With a dense last dimension; a copy where `x` lies otherwise."""
+    """`x` with a contiguous last dimension, copied if necessary."""
     return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
 
 
@@ -41,7 +41,7 @@ def takes_slots(
     request_row: Tensor | None,
     **inputs: Tensor | None,
 ) -> bool:
-    """With slots and the bounds of the requests, as a step gives them."""
+    """Whether the call has slots and request bounds, as in a step, and supported tensors."""
     kind = "cpu" if interpreted() else "cuda"
     if state is None or query_start is None or context_len is None or request_row is None:
         return False

@@ -1,6 +1,6 @@
-"""`write_segments`, `prepare_step`, `record_tokens` and `ban_words` in Triton: a step's inputs,
-made on the device, and what is read off the rows after it. Words are few; what counts is that each
-is one launch and that nothing waits for the host.
+"""`write_segments`, `prepare_step`, `record_tokens` and `ban_words` in Triton, which maintain the
+rows and a step's inputs on the device. The data is small; what matters is that each op is one
+launch and that nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from llmc.kernels.triton.define import define, interpreted
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.write_segments import write_segments
 
-_RUN = 1024  # words that a program copies at once
+_RUN = 1024  # words that a program copies at a time
 _TOKENS = 256
 _SAMPLES = 128
 
 
 @triton.jit
 def write_segments_kernel(memory, delta, BLOCK: tl.constexpr):
-    """One program a run: memory[target : target + length] = delta[source : source + length]."""
+    """One program per run: memory[target : target + length] = delta[source : source + length]."""
     run = delta + tl.program_id(0) * 3
     target = tl.load(run).to(tl.int64)
     length = tl.load(run + 1)
@@ -44,7 +44,7 @@ def prepare_step_kernel(
     request_row, logits_index, row, length,
     BLOCK_SIZE: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a request, which writes what its line of `work` asks for."""
+    """One program per request, which writes the outputs for its line of `work`."""
     r = tl.program_id(0)
     line = work + r * WORDS
     at = tl.load(line).to(tl.int64)
@@ -103,7 +103,7 @@ def ban_words_kernel(
     logits, logits_row, rows, lengths, history, history_row, prompt_len, words, vocab,
     WORDS: tl.constexpr, PLACES: tl.constexpr, WORDS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """One program a sample; a vector over its words."""
+    """One program per sample, vectorized over its words."""
     s = tl.program_id(0).to(tl.int64)
     r = tl.load(rows + s)
     words += r * WORDS * PLACES
@@ -112,7 +112,7 @@ def ban_words_kernel(
         length = tl.load(lengths + s)
         w = tl.arange(0, WORDS_PAD)
         last = tl.load(words + w * PLACES + PLACES - 1, mask=w < WORDS, other=-1)
-        # words end at the first that is empty
+        # the first empty word ends the list
         listed = tl.cumsum((last < 0).to(tl.int32), axis=0) == 0
         banned = listed & (last < vocab)
         for back in tl.static_range(1, PLACES):

@@ -1,4 +1,4 @@
-"""`token_logprobs` in Triton: one pass over the logits, then a program a row."""
+"""`token_logprobs` in Triton: one pass over the logits, then one program per row."""
 
 from __future__ import annotations
 

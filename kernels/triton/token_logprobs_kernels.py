@@ -1,7 +1,7 @@
-"""The two kernels of `token_logprobs`: statistics of every chunk of logits, then a row's answers.
+"""The two kernels of `token_logprobs`: statistics of every chunk of logits, then a row's results.
 
-The likeliest tokens are taken one by one: the chunk that holds the best one left is read again for
-what comes after it. A chunk that is used up has no token left (`vocab` stands for none).
+The most likely tokens are selected one by one: the chunk of the best remaining token is read again
+to find the next one. A chunk without remaining tokens has a token of `vocab` or more.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def chunk_kernel(
     logits, tokens, chunk_max, chunk_arg, chunk_sum, chunk_above, logits_row, vocab, chunks,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of each chunk: its highest logit (+inf for a NaN), the lowest token that has it, the sum of
-    exp(x - highest), and how many logits exceed that of the row's token."""
+    """For each chunk: its highest logit (+inf for a NaN), the lowest token with it, the sum of
+    exp(x - highest), and the number of logits above that of the row's token."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     v = chunk * BLOCK + tl.arange(0, BLOCK)

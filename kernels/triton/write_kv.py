@@ -1,4 +1,4 @@
-"""`write_kv` in Triton: a program copies some heads of one token, key and value."""
+"""`write_kv` in Triton: a program copies keys and values of some heads of one token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmc.kernels.write_kv import write_kv
 def copy_heads(src, dst, src_head, dst_head, heads, scale, HEADS: tl.constexpr, DIM: tl.constexpr,
                DIM_PAD: tl.constexpr, FORMAT: tl.constexpr, SCALE_STRIDE: tl.constexpr,
                head0):  # fmt: skip
-    """src [heads, DIM] -> dst, HEADS of them from head0."""
+    """Copy HEADS heads of src [heads, DIM] from head0 on to dst."""
     head = head0 + tl.arange(0, HEADS)[:, None]
     d = tl.arange(0, DIM_PAD)[None, :]
     mask = (head < heads) & (d < DIM)

@@ -1,1 +1,1 @@
-"""Config -> step function: build on meta, capture, rewrite by passes, load weights, lower."""
+"""Config -> step function: build on meta, capture, rewrite with passes, load weights, lower."""

@@ -1,8 +1,8 @@
-"""Build and capture a model: through transformers' attention interface, or by its eager attention.
+"""Build and capture a model through transformers' attention interface, or with eager attention.
 
-Nearly every model calls its attention through the interface, where ours is registered. A model
-that does not, or that takes apart the masks that are only markers to us, is captured with its
-`eager` attention, which `passes/find_attention.py` then recognizes.
+Nearly every model calls its attention through the interface, where ours is registered. A model that
+does not, or that operates on the masks, which are only markers here, is captured with its `eager`
+attention, which `passes/find_attention.py` then recognizes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EAGER = "eager"
 def build_model(
     config: Any, dtype: torch.dtype, head: Head = LM, context: int | None = None
 ) -> BuiltModel:
-    """The model on meta, wired to llmc's attention where its class lets that be chosen."""
+    """Build the model on meta, with llmc's attention if its class supports choosing one."""
     try:
         return build(config, dtype, head=head, context=context)
     except CheckpointError as reason:
@@ -40,15 +40,15 @@ def build_model(
 def capture_model(
     built: BuiltModel, device: torch.device, *, outline: bool = True
 ) -> CapturedModel:
-    """Capture `built`, or where that fails the same model with its eager attention.
+    """Capture `built` or, if that fails, the same model with its eager attention.
 
-    Raises CompileError, with the reason that the first was refused for, where neither works.
-    `outline`: layers that repeat are captured once.
+    Raises CompileError with the first failure's reason if neither works. `outline`: capture
+    repeated layers only once.
     """
     capture_one = capture_outlined if outline else capture
     try:
         captured = capture_one(built, device)
-        # masks of ours are only markers, which a model's own attention would not understand
+        # our masks are only markers, which a model's own attention would misinterpret
         if not spells_attention(captured.graph):
             return captured
         reason = CompileError("the model computes attention that can't be paged")
@@ -64,7 +64,7 @@ def capture_model(
 
 
 def _build_eager(built: BuiltModel) -> BuiltModel:
-    """The same model with its eager attention, and with as many layers (`inspect` keeps fewer)."""
+    """The same model with eager attention and the same number of layers (`inspect` keeps fewer)."""
     eager = build(built.source_config, built.dtype, _EAGER, built.head, built.context)
     path, _ = layer_list(name for name, _ in built.module.named_parameters())
     kept, layers = built.module.get_submodule(path), eager.module.get_submodule(path)

@@ -1,8 +1,9 @@
-"""Does a captured graph hold for every number of tokens, or only for such as it was captured with?
+"""Checks whether a captured graph is valid for every number of tokens.
 
-Capture keeps no guards, so Python code of the model that asks for the number of tokens (a branch, a
-loop over blocks) would leave one answer in the graph without a word. What it asked is on record as
-guards over the symbolic size; sizes that break one are captured too, and must give the same graph.
+Capture keeps no guards, so if the model's Python code depends on the number of tokens (a branch, a
+loop over blocks), the graph would silently contain only one of the outcomes. Such dependences are
+recorded as guards on the symbolic size. Sizes that violate a guard are captured too, and must give
+the same graph.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from torch._guards import detect_fake_mode
 
 from llmc.passes.inputs import ConstantInput
 
-# Primes: torch takes a number of tokens that fills a model's blocks for the only one.
+# Primes: torch specializes on a number of tokens that fills a model's blocks.
 _SIZES = (2, 3, 7, 67, 151, 1009, 5003, 40009, 300007)
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 
 
 def sizes_in_doubt(graph: fx.Graph, config: Any) -> tuple[int, ...]:
-    """Numbers of tokens for which the model's code may have gone another way.
+    """Numbers of tokens for which the model's code may have behaved differently.
 
-    One sequence is never longer than the model's context; only packed ones are, and their code is
-    that of a sequence that fits.
+    A single sequence never exceeds the model's context. Only packed sequences do, which run the
+    same code as a sequence that fits.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     context = next(
@@ -41,21 +42,21 @@ def sizes_in_doubt(graph: fx.Graph, config: Any) -> tuple[int, ...]:
 
 
 def _is_broken(expr: Any, size: int) -> bool:
-    """With `size` for every symbol: only the number of tokens is symbolic. `expr` is sympy's."""
+    """Whether a guard, a sympy expression, fails for this size. All symbols are the token count."""
     return bool(expr.subs(dict.fromkeys(expr.free_symbols, size)) == False)  # noqa: E712
 
 
 def same_code(one: fx.Graph, other: fx.Graph, tokens: int) -> bool:
-    """Whether two graphs compute the same for so many tokens, as far as their calls tell."""
+    """Whether two graphs make the same calls for this number of tokens."""
     return text_of(one, tokens) == text_of(other, tokens)
 
 
 def text_of(graph: fx.Graph, tokens: int) -> Sequence[str]:
-    """What two graphs must have in common to compute the same for so many tokens.
+    """Text that is equal for graphs that compute the same for this number of tokens.
 
-    Sizes are written as numbers, and slices that take everything, or padding by nothing, are left
-    out: torch itself may fix the number of tokens (where a slice has one element), and models pad
-    only where there is something to pad, neither of which changes a result.
+    Sizes are written as numbers. Slices of everything and padding by nothing are left out, because
+    torch may specialize on the number of tokens (if a slice has one element), and models pad only
+    if there is something to pad; neither affects the result.
     """
     sizes = {n: _at(n.meta["val"], tokens) for n in graph.nodes if _is_size(n.meta.get("val"))}
     names = {n: str(v) for n, v in sizes.items()}
@@ -77,7 +78,7 @@ def text_of(graph: fx.Graph, tokens: int) -> Sequence[str]:
 
 
 def _changes_nothing(node: fx.Node, tokens: int) -> bool:
-    """Of ops that do nothing where they keep the shape."""
+    """Whether it is one of the ops that do nothing if the shape stays the same."""
     aten = torch.ops.aten
     targets = (
         aten.slice.Tensor,
@@ -96,7 +97,7 @@ def _changes_nothing(node: fx.Node, tokens: int) -> bool:
 
 
 class _Name(str):
-    """Written without quotes, as a number among the arguments is."""
+    """A string whose repr has no quotes, like a number among the arguments."""
 
     __slots__ = ()
 

@@ -1,7 +1,7 @@
 """Config -> the unmodified model on the meta device, wired to llmc's attention.
 
-First stage of the compiler. Nothing here reads weights: parameters have shapes only; buffers that
-the model computes from its config (rotary frequencies) get their real values.
+First stage of the compiler. No weights are read here: parameters only have shapes. Buffers that
+the model computes from its config (such as rotary frequencies) get their real values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmc.compiler.rotary import use_tables
 from llmc.errors import CheckpointError, reason_of
 from llmc.pooling import LM, Head
 
-# What a model's constructor may raise; ImportError: it needs a package that is not installed.
+# Raised by models' constructors; ImportError: a required package is not installed.
 _BUILD_ERRORS = (
     ValueError,
     TypeError,
@@ -39,8 +39,8 @@ _KINDS = {
     "score": "classifier",
     "token_score": "classifier of tokens",
 }
-# Side outputs, and the halving of layers every so often, which divides weights in place: float16
-# would overflow without it, other dtypes give the same.
+# Side outputs, and `rescale_every`, which divides weights in place to keep float16 from
+# overflowing; other dtypes give the same result without it.
 _SWITCHED_OFF = {
     "output_router_logits": False,
     "output_attentions": False,
@@ -58,7 +58,7 @@ class BuiltModel:
     source_config: Any  # what it was built from
     dtype: torch.dtype
     buffers: dict[str, Tensor]  # name -> value, for buffers that are not read from checkpoints
-    context: int | None  # tokens of the longest text, where a table depends on it
+    context: int | None  # maximum sequence length, if a table depends on it
     head: Head = LM
 
 
@@ -69,10 +69,10 @@ def build(
     head: Head = LM,
     context: int | None = None,
 ) -> BuiltModel:
-    """Raise CheckpointError where the config is no decoder-only causal language model.
+    """Build a model. Raises CheckpointError if the config is not a decoder-only causal LM.
 
-    `attention` is a name of transformers' attention interface: ours, or `eager` for models whose
-    own code spells their attention out. Texts have up to `context` tokens; None: the config's own.
+    `attention` is a name in transformers' attention interface: ours, or `eager` for models that
+    implement attention in their own code. `context`: maximum sequence length; None: the config's.
     """
     source, config = config, copy.deepcopy(config)  # the copy's fields are set below
     if not head.encoder:
@@ -96,14 +96,14 @@ def build(
     interface.choose_all_keys(module)
     use_sorted_experts(module)
     use_expert_loops(module)
-    if attention == interface.NAME:  # others would see rows that are no entries
+    if attention == interface.NAME:  # other attention would see rows that are not entries
         use_compressors(module)
     buffers = materialize_buffers(module) | computed_tables(module)
     text = getattr(config, "get_text_config", lambda: config)()
     context = context or getattr(text, "max_position_embeddings", None) or 0
     has_tables = use_tables(module, buffers, context)
     _keep_frequencies(module)
-    # Which modules attend is known only once their code has run; an unused buffer costs nothing.
+    # Which modules attend is only known once their code has run; unused buffers cost nothing.
     for child in module.modules():
         for cache in (interface.KEY_CACHE, interface.VALUE_CACHE):
             child.register_buffer(cache, torch.empty(0, device="meta"), persistent=False)
@@ -119,25 +119,25 @@ def build(
 
 
 def _check_causal(config: Any) -> None:
-    """Masks of transformers follow this field; ours are markers, which can't show it."""
+    """Check `is_causal`, which transformers' masks follow but our mask markers cannot express."""
     text = getattr(config, "get_text_config", lambda: config)()
     if getattr(text, "is_causal", True) is False:
         raise CheckpointError(
             f"this model ({type(text).__name__}) attends to later tokens (is_causal is false in "
-            "config.json), as encoders do; it is served for its vectors alone (--task embed)"
+            "config.json), as encoders do; it can only be served for its vectors (--task embed)"
         )
 
 
 def _keep_float32(module: nn.Module, dtype: torch.dtype) -> None:
-    """Widen what transformers' loader leaves in float32 in a model of 16 bits: the numbers that
-    experts are chosen by, some routers and norms."""
+    """Widen what transformers' loader keeps in float32 in a 16-bit model: parameters for expert
+    selection, some routers and norms."""
     plan: Any = getattr(module, "_get_dtype_plan", None)
     kept = plan(dtype) if plan is not None else {}
     if not kept:
         return
     pattern = re.compile("|".join(name.replace("*", ".*") for name in kept))
     saved = set(module.state_dict())
-    wide: dict[int, Tensor] = {}  # tied parameters stay one
+    wide: dict[int, Tensor] = {}  # tied parameters stay tied
     for path, owner in module.named_modules():
         for own in (owner._parameters, owner._buffers):
             for leaf, value in own.items():
@@ -152,9 +152,10 @@ def _keep_float32(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _keep_frequencies(module: nn.Module) -> None:
-    """Rotary embeddings that compute their frequencies anew as texts grow keep their first ones.
+    """Make rotary embeddings that recompute frequencies for longer sequences keep the initial ones.
 
-    Those hold for every context that is served: `dynamic` ones change only beyond the model's own.
+    These are right for every context that is served: `dynamic` frequencies change only beyond the
+    model's own context.
     """
     child: Any
     for child in module.modules():
@@ -166,10 +167,10 @@ def _keep_frequencies(module: nn.Module) -> None:
 
 
 def materialize_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Values of the buffers that state_dict leaves out, made by the model's own initializer.
+    """Values of the buffers that are not in state_dict, from the model's own initializer.
 
-    transformers' loader relies on the same `_init_weights` to fill them after a meta build. They
-    go back to meta afterwards, so that the whole module can be traced on one device.
+    transformers' loader also relies on `_init_weights` to fill them after a meta build. They are
+    moved back to meta afterwards, so that the module can be traced on one device.
     """
     persistent = set(module.state_dict())
     owners = dict(module.named_modules(remove_duplicate=False))
@@ -183,7 +184,7 @@ def materialize_buffers(module: nn.Module) -> dict[str, Tensor]:
     with torch.no_grad():
         for prefix in dict.fromkeys(name.rpartition(".")[0] for name in old):
             _initialize(owners, prefix)
-        for name in old:  # what its own module leaves to one around it
+        for name in old:  # those that an enclosing module initializes
             prefix = name.rpartition(".")[0]
             while prefix and is_unset(module.get_buffer(name)):
                 prefix = prefix.rpartition(".")[0]
@@ -196,11 +197,12 @@ def materialize_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def computed_tables(module: nn.Module) -> dict[str, Tensor]:
-    """Buffers of the state_dict whose values follow from the config: tables, of decays, say.
+    """Buffers in state_dict whose values follow from the config, such as tables of decays.
 
-    What the model's own initializer computes without drawing random numbers, unless it has one or
-    two different values: then it is what statistics of the training begin with. In float32: tables
-    are stored rounded. Checkpoints may hold them too (`weights/load.py` compares).
+    These are the buffers that the model's initializer computes without random numbers. Buffers with
+    only one or two distinct values are excluded, as they are initial values of training statistics.
+    The result is float32, since stored tables are rounded. Checkpoints may have them too
+    (`weights/load.py` compares).
     """
     owners = dict(module.named_modules(remove_duplicate=False))
     state = module.state_dict()
@@ -231,7 +233,7 @@ def _is_table(value: Tensor) -> bool:
 
 
 def _initialize(modules: dict[str, nn.Module], prefix: str) -> None:
-    """By the initializer of the nearest model around a module, as transformers' loader does."""
+    """Initialize a module with the nearest enclosing model's initializer, as transformers does."""
     from transformers import PreTrainedModel
 
     around = prefix
@@ -241,7 +243,7 @@ def _initialize(modules: dict[str, nn.Module], prefix: str) -> None:
 
 
 def _unset_like(buffer: Tensor) -> Tensor:
-    """A CPU tensor of the same shape full of NaN (of the lowest value for integers)."""
+    """A CPU tensor of the same shape, filled with NaN (the lowest value for integers)."""
     if buffer.is_floating_point():
         return torch.full(buffer.shape, float("nan"), dtype=buffer.dtype)
     low = 0 if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min

@@ -1,8 +1,8 @@
-"""Programs on disk: what capture and the passes made of an architecture, for the next start.
+"""Programs on disk: the captured and rewritten graph of an architecture, for the next start.
 
 The key covers everything that the result depends on: the model's config and code, llmc's own
-sources, the versions and the options. An entry is written aside and renamed; one whose files are
-not what was written is deleted and made again. Weights are not in it.
+sources, package versions and options. An entry is written to a temporary directory and renamed. A
+damaged entry is deleted and rebuilt. Weights are not cached.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ProgramCache:
         self._root = root / "programs"
 
     def load(self, key: str, device: torch.device) -> Program | None:
-        """None where there is no usable entry. Users' logits processors are not in it."""
+        """None if there is no usable entry. An entry does not include users' logits processors."""
         entry = self._root / key
         if not entry.is_dir() or entry.stat().st_uid != os.getuid():
             return None
@@ -81,12 +81,12 @@ class ProgramCache:
             AttributeError,
             RuntimeError,
         ) as e:
-            log.warning("a cached program can't be used (%s) and is made again", e)
+            log.warning("a cached program can't be used (%s) and is rebuilt", e)
             shutil.rmtree(entry, ignore_errors=True)
             return None
 
     def save(self, key: str, program: Program) -> None:
-        """Keep an entry; a full or read-only disk is a warning, never an error."""
+        """Write an entry. A full or read-only disk causes a warning, never an error."""
         try:
             nodes, constants = dump_graph(program.graph.graph)
             self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -112,14 +112,14 @@ class ProgramCache:
             (aside / _DIGEST).write_text(_digest_of(aside), encoding="ascii")
             os.rename(aside, self._root / key)
         except (OSError, SafetensorError) as e:  # the latter where a tensor can't be written
-            if not (self._root / key).is_dir():  # another process was first: its entry is as good
+            if not (self._root / key).is_dir():  # another process was first
                 log.warning("compiled programs can't be cached: %s", e)
         finally:
             with contextlib.suppress(OSError):
                 shutil.rmtree(aside)
 
     def load_figure(self, key: str, name: str) -> int | None:
-        """What `save_figure` kept; None where it did not, or its file is damaged."""
+        """The number that `save_figure` stored; None if there is none or its file is damaged."""
         try:
             figure = json.loads((self._root / key / f"{name}.figure").read_text(encoding="ascii"))
         except (OSError, ValueError):
@@ -127,7 +127,7 @@ class ProgramCache:
         return figure if type(figure) is int and figure >= 0 else None
 
     def save_figure(self, key: str, name: str, figure: int) -> None:
-        """Keep a number that was measured of a program, beside the program."""
+        """Store a number measured on a program next to that program."""
         if not key or not (self._root / key).is_dir():
             return
         with contextlib.suppress(OSError):
@@ -137,9 +137,9 @@ class ProgramCache:
             os.replace(aside, self._root / key / f"{name}.figure")
 
     def _remove_stale(self) -> None:
-        """Delete what writers that died have left."""
+        """Delete temporary directories of writers that died."""
         for path in self._root.glob(".new-*"):
-            with contextlib.suppress(FileNotFoundError):  # its writer was done just now
+            with contextlib.suppress(FileNotFoundError):  # its writer has just finished
                 if time.time() - path.stat().st_mtime > _STALE_SECONDS:
                     shutil.rmtree(path, ignore_errors=True)
 
@@ -152,7 +152,7 @@ def _digest_of(entry: Path) -> str:
 
 
 def config_digest(config: Any) -> str:
-    """Names a model's config (without its path and dtype) and the code of its class."""
+    """Digest of a model's config (without its path and dtype) and of the code of its class."""
     described = {
         "config": {k: v for k, v in config.to_dict().items() if k not in _NOT_ARCHITECTURE},
         "class": f"{type(config).__module__}.{type(config).__qualname__}",
@@ -164,9 +164,9 @@ def config_digest(config: Any) -> str:
 def program_key(
     config: str, dtype: torch.dtype, device: torch.device, options: RewriteOptions
 ) -> str:
-    """128 bits of all that a rewritten graph depends on; "" where users' code has no digest.
+    """128-bit digest of everything that a rewritten graph depends on; "" if users' code has none.
 
-    `config` is the `config_digest` of the model.
+    `config` is the model's `config_digest`.
     """
     users = users_digest(options.extra, options.processors)
     if users is None:
@@ -187,7 +187,7 @@ def program_key(
 
 
 def package_version(name: str) -> str:
-    """Of an installed package, without importing it; "" where it is not installed."""
+    """Version of an installed package, without importing it; "" if it is not installed."""
     with contextlib.suppress(PackageNotFoundError):
         return version(name)
     return ""
@@ -199,20 +199,20 @@ def _digest_text(described: Mapping[str, Any]) -> str:
 
 
 def _code_digest(config_class: type) -> str:
-    """Digest of the folder that a registered model's code lies in; transformers has its version."""
+    """Digest of the folder with a custom model's code; "" for transformers, which has a version."""
     if is_of_transformers(config_class):
         return ""
     return _digest([str(Path(inspect.getfile(config_class)).parent)], "*.py")
 
 
 def is_of_transformers(config_class: type) -> bool:
-    """Whether a config's class, and with it the model's code, is one of transformers' own."""
+    """Whether the config's class, and so the model's code, is part of transformers."""
     return config_class.__module__.partition(".")[0] == "transformers"
 
 
 @cache
 def sources_digest() -> str:
-    """Digest of the code that makes programs: compiler, passes, kernels and weights."""
+    """Digest of the code that builds programs: compiler, passes, kernels and weights."""
     import llmc.compiler
     import llmc.kernels
     import llmc.passes
@@ -223,7 +223,7 @@ def sources_digest() -> str:
 
 
 def _digest(folders: Iterable[str], pattern: str) -> str:
-    """Of the files in these folders that match."""
+    """Digest of the matching files in these folders."""
     digest = hashlib.blake2b(digest_size=16)
     for folder in folders:
         for file in sorted(Path(folder).glob(pattern)):

@@ -1,9 +1,9 @@
-"""The model on meta -> one graph over packed tokens, every input labelled.
+"""The model on meta -> one graph over packed tokens, with every input labeled.
 
-Second stage of the compiler: torch.compile's front end (Dynamo, fullgraph) follows the model's
-Python, then the result is written down in ATen ops. The number of tokens T stays symbolic, and no
-guard is kept: the graph runs for every T, 1 included. A graph break is a CompileError that names
-the line of the model's code.
+Second stage of the compiler: torch.compile's front end (Dynamo, fullgraph) traces the model's
+Python code, and the result is lowered to ATen ops. The number of tokens T stays symbolic, and no
+guards are kept: the graph runs for every T, including 1. A graph break raises a CompileError that
+names the line of the model's code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from llmc.passes.inputs import (
 from llmc.pooling import Head
 from llmc.weights.parameters import describe_parameters
 
-# What a model's code may raise where it is handed what it does not expect.
+# Raised by models' code on unexpected inputs.
 _MODEL_ERRORS = (
     RuntimeError,
     ValueError,
@@ -55,24 +55,23 @@ _MODEL_ERRORS = (
     AssertionError,
     ConstraintViolationError,
 )
-# What torch says of code that can't be captured, and what is said to users: tensors of data differ
-# from step to step.
+# torch's messages for code that can't be captured, and the explanations for users.
 _REASONS = {
-    "Constraints violated": "its code is written out for one number of tokens (it loops over them, "
-    "or makes a list of them), so no one graph serves all",
-    "Data-dependent branching": "its code branches on a value that a tensor holds",
-    "data-dependent": "its code needs a number that a tensor holds",
+    "Constraints violated": "its code depends on the number of tokens (it loops over them, or "
+    "makes a list of them), so no single graph works for all",
+    "Data-dependent branching": "its code branches on the value of a tensor",
+    "data-dependent": "its code reads a number out of a tensor",
 }
-_EXAMPLE_TOKENS = 19  # unlike any size in a model, so that nothing is equal to it by chance
+_EXAMPLE_TOKENS = 19  # differs from all sizes in a model, so that nothing equals it by chance
 
 
 def capture(built: BuiltModel, device: torch.device) -> CapturedModel:
-    """Raise CompileError where the model's code can't be captured in one graph."""
+    """Capture a model. Raises CompileError if its code can't be captured in one graph."""
     captured = _capture(built, device, _EXAMPLE_TOKENS)
     doubts = sizes_in_doubt(captured.graph.graph, built.config)
     if doubts:
         captured, is_same = _for_both(captured, built, device, doubts[0])
-        # else one text has more blocks than the other; the longest would take long to capture
+        # otherwise one has more blocks than the other, and the longest would be slow to capture
         for tokens in doubts[1:][-1:] if is_same else ():
             captured, _ = _for_both(captured, built, device, tokens)
     return captured
@@ -81,10 +80,10 @@ def capture(built: BuiltModel, device: torch.device) -> CapturedModel:
 def _for_both(
     captured: CapturedModel, built: BuiltModel, device: torch.device, tokens: int
 ) -> tuple[CapturedModel, bool]:
-    """What holds for so many tokens too, and whether the model's code for them is the same.
+    """A graph that is also valid for this number of tokens, and whether the code is the same.
 
-    Where it is not, it may still mean the same to the passes: loops over blocks of tokens, keys
-    that are chosen where there are many. CompileError where it does not.
+    If the code differs, passes may still find the same meaning in it: loops over blocks of tokens,
+    or keys that are only selected if there are many. Otherwise raises CompileError.
     """
     other = _capture(built, device, tokens)
     if same_code(captured.graph.graph, other.graph.graph, tokens):
@@ -95,8 +94,8 @@ def _for_both(
         if same_code(one, two, most) and same_decays(one, two):
             return model, False
     raise CompileError(
-        f"{type(built.module).__name__} computes {tokens} tokens in another way than "
-        f"{_EXAMPLE_TOKENS}: its code asks for their number, so no one graph serves all"
+        f"{type(built.module).__name__} computes {tokens} tokens differently from "
+        f"{_EXAMPLE_TOKENS}: its code depends on their number, so no single graph works for all"
     )
 
 
@@ -120,7 +119,7 @@ def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedMo
     for node in aten.graph.nodes:
         role = node.meta.get("input")
         if isinstance(role, ConstantInput) and is_unset(role.tensor):
-            raise CompileError(f"the model leaves buffer {node.name} without a value")
+            raise CompileError(f"the model does not initialize buffer {node.name}")
     aten.graph.lint()
     aten.recompile()
     logits: Any = aten.graph.output_node().args[0]
@@ -134,7 +133,7 @@ def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedMo
 
 
 def _vocab_size(built: BuiltModel, output: fx.Node) -> int:
-    """The ids that the model can read: the width of its logits, or the rows of its embedding."""
+    """Number of token ids: the width of the model's logits, or the rows of its embedding."""
     if built.head.kind == "lm" and built.head.draft is None:
         return int(output.meta["val"].shape[-1])
     module: Any = built.module
@@ -142,7 +141,7 @@ def _vocab_size(built: BuiltModel, output: fx.Node) -> int:
 
 
 class _Captured(Exception):
-    """Ends the call that was captured: its inputs are on meta, there is nothing to run."""
+    """Raised to end the captured call: its inputs are on meta, so there is nothing to run."""
 
 
 def _run_dynamo(model: nn.Module, head: Head, tokens: int) -> tuple[fx.GraphModule, Sequence[Any]]:
@@ -182,25 +181,25 @@ def _run_dynamo(model: nn.Module, head: Head, tokens: int) -> tuple[fx.GraphModu
     finally:
         torch._dynamo.reset()
     if len(captured) != 1:
-        raise CompileError(f"capture gave {len(captured)} graphs instead of one")
+        raise CompileError(f"capture produced {len(captured)} graphs instead of one")
     _refuse_scalars(captured[0][0], model)
     return captured[0]
 
 
 def _refuse_scalars(gm: fx.GraphModule, model: nn.Module) -> None:
-    """A number read out of a tensor mixes the requests of a batch, and would stall a GPU."""
+    """Refuse numbers read out of tensors: they mix a batch's requests, and would stall a GPU."""
     for node in gm.graph.nodes:
         if node.op == "call_method" and node.target in ("item", "tolist"):
             frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
             where = f" at {frames[-1][0]}:{frames[-1][1]}" if frames else ""
             raise CompileError(
                 f"{type(model).__name__} can't be captured in one graph{where}: it reads a value "
-                f"out of a tensor (.{node.target}()), which differs from step to step"
+                f"out of a tensor (.{node.target}()), which changes from step to step"
             )
 
 
 def _explain(error: Exception, model: nn.Module) -> str:
-    """One sentence: why capture stopped, and where in the model's code."""
+    """One sentence that says why capture failed, and where in the model's code."""
     ours = re.search(r"raised exception CompileError\((['\"])(.*)\1\)", str(error))
     if ours:
         return ours.group(2)
@@ -217,7 +216,7 @@ def _explain(error: Exception, model: nn.Module) -> str:
 
 
 def _roles(built: BuiltModel, gm: fx.GraphModule, examples: Sequence[Any]) -> list[Input]:
-    """The role of each of Dynamo's placeholders, by the identity of the tensor it stood for."""
+    """The role of each of Dynamo's placeholders, by the identity of its example tensor."""
     module = built.module
     by_id: dict[int, Input] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -228,7 +227,7 @@ def _roles(built: BuiltModel, gm: fx.GraphModule, examples: Sequence[Any]) -> li
             by_id[id(buffer)] = ConstantInput(tensor=built.buffers[name])
         elif name in persistent:
             by_id.setdefault(id(buffer), WeightInput(parts=(name,)))
-    layers: dict[str, int] = {}  # owner of a cache -> its place in the order of first use
+    layers: dict[str, int] = {}  # owner of a cache -> its index in order of first use
     owners = {}
     for name, child in module.named_modules():
         owners[id(getattr(child, KEY_CACHE))] = (name, "key")
@@ -250,23 +249,23 @@ def _roles(built: BuiltModel, gm: fx.GraphModule, examples: Sequence[Any]) -> li
             name = "axis_positions" if example.dim() == 3 else "positions"
             roles.append(StepInput(name=name))
         else:
-            raise CompileError(f"capture made an input that is no parameter: {node.name}")
+            raise CompileError(f"capture made an input that is not a parameter: {node.name}")
     return roles
 
 
 def _to_aten(gm: fx.GraphModule) -> fx.GraphModule:
-    """Dynamo's graph of Python calls -> ATen ops, with linears and reshapes kept whole."""
+    """Dynamo's graph of Python calls -> ATen ops; linears and reshapes are not decomposed."""
     fakes = [n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"]
     mode = detect_fake_mode(fakes)
     if mode is None:
-        raise CompileError("capture gave no fake tensors")
+        raise CompileError("capture produced no fake tensors")
     with torch.no_grad(), mode:
         return make_fx(gm, pre_dispatch=True)(*fakes)
 
 
 def _flatten_inputs(graph: fx.Graph) -> None:
-    """Step inputs become flat: token_ids [T], positions [T] or axis_positions [axes, T], and T
-    itself is read off token_ids."""
+    """Flatten step inputs to token_ids [T] and positions [T] or axis_positions [axes, T]. T itself
+    is read from the shape of token_ids."""
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     first_call = next(n for n in graph.nodes if n.op != "placeholder")
     tokens: fx.Node | None = None
@@ -296,13 +295,15 @@ def _flatten_inputs(graph: fx.Graph) -> None:
 
 
 def _round_tables(graph: fx.Graph) -> None:
-    """Constants that are known better than in the dtype that the model's code sees are cast to it,
-    in the graph: what is measured of them is measured before."""
+    """Cast constants that are known in a higher precision to the dtype that the model's code sees.
+
+    The cast is in the graph, so that passes analyze the precise values.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in [n for n in order if n.op == "placeholder" and n.users]:
         role, value = node.meta["input"], node.meta["val"]
         if isinstance(role, ConstantInput) and role.tensor.dtype != value.dtype:
-            # where it is read: a layer's own nodes are told by their places
+            # insert it at the first reader: nodes are assigned to layers by their order
             with graph.inserting_before(min(node.users, key=order.__getitem__)):
                 cast = graph.call_function(torch.ops.aten.to.dtype, (node, value.dtype))
             cast.meta["val"] = value
@@ -311,7 +312,7 @@ def _round_tables(graph: fx.Graph) -> None:
 
 
 def _constants_to_inputs(gm: fx.GraphModule) -> None:
-    """Numbers that the model's code computed with numpy are inputs like its other constants."""
+    """Turn numbers that the model's code computed with numpy into inputs, like other constants."""
     graph = gm.graph
     mode = detect_fake_mode([n.meta.get("val") for n in graph.nodes])
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
@@ -326,8 +327,8 @@ def _constants_to_inputs(gm: fx.GraphModule) -> None:
 
 
 def _single_output(graph: fx.Graph) -> None:
-    """The graph returns the logits tensor itself, not a tuple of it and of what the model's code
-    assigned to its own attributes on the way (a table brought to another dtype)."""
+    """Make the graph return the logits tensor itself, not a tuple that also has values that the
+    model's code assigned to its own attributes (such as a table cast to another dtype)."""
     output = graph.output_node()
     found: list[fx.Node] = []
     fx.node.map_arg(output.args, found.append)
@@ -353,14 +354,14 @@ def _reads_tokens(value: fx.Node) -> bool:
 
 
 def _move_devices(graph: fx.Graph, device: torch.device) -> None:
-    """Whatever says `meta` (the device of capture) says `device` instead: arguments and values."""
+    """Replace `meta`, the device of capture, with `device` in arguments and values."""
 
     def move(arg: Any) -> Any:
         return device if isinstance(arg, torch.device) and arg.type == "meta" else arg
 
     mode = detect_fake_mode([n.meta.get("val") for n in graph.nodes])
     assert mode is not None
-    made: dict[str, Tensor] = {}  # one of each kind: each takes a millisecond or more
+    made: dict[str, Tensor] = {}  # one of each kind: creating one takes a millisecond or more
 
     def move_val(val: Any) -> Any:
         if not isinstance(val, Tensor) or val.device.type != "meta":
@@ -381,7 +382,7 @@ def _move_devices(graph: fx.Graph, device: torch.device) -> None:
 
 
 def _strip_grad_mode(graph: fx.Graph) -> None:
-    """Drop the switches of gradient mode that the model's decorators left behind."""
+    """Drop the changes of gradient mode that the model's decorators left behind."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
             graph.erase_node(node)

@@ -1,9 +1,9 @@
-"""Modules that compress windows of tokens to entries, led to ops of ours while they are captured.
+"""Replaces modules that compress windows of tokens to entries with our ops during capture.
 
-Their own code closes as many windows as the tokens of a call fill, so what it computes depends on
-that number. They are known by their signature and by what they hold. What stands in for one gives
-every token the entry that ends with it, and is proved: with random weights and tokens, the module's
-own code has to give the same entries, and show each token the same ones of them.
+Their own code closes as many windows as the tokens of a call fill, so its computation depends on
+that number. They are recognized by their signature and attributes. The replacement gives every
+token the entry that ends with it. It is verified: with random weights and tokens, the module's own
+code must produce the same entries, and show the same ones to each token.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from llmc.kernels.pool_windows import pool_windows
 _PARAMETERS = ["hidden_states", "q_residual", "position_ids", "past_key_values", "layer_idx"]
 _PARTS = ("compress_rate", "head_dim", "kv_proj", "gate_proj", "position_bias", "kv_norm")
 _INDEX_PARTS = (*_PARTS, "q_b_proj", "num_heads", "index_topk", "scorer")
-_ROTATION = "apply_rotary_pos_emb"  # transformers' name for it, in the file of every model
-_FRESH = (None, None, None, None)  # no state yet: passes/slot_state.py gives every call its own
+_ROTATION = "apply_rotary_pos_emb"  # transformers' name for it, in every model's file
+_FRESH = (None, None, None, None)  # no state yet: passes/slot_state.py adds one to every call
 _PROBE_TOP_K = 3
 _PROBE_WINDOWS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Compressed:
-    """As the arguments of `entries`, for T tokens."""
+    """The arguments of `entries`, for T tokens."""
 
     entry: Tensor  # [T, D]
     query: Tensor | None
@@ -45,7 +45,7 @@ class _Compressed:
 
 
 def use_compressors(model: nn.Module) -> None:
-    """Raise CompileError where a module looks like a compressor, but computes something else."""
+    """Replace compressors. CompileError if a module looks like one but computes something else."""
     found = [m for m in model.modules() if _is_compressor(m)]
     inner = {id(getattr(m, "indexer", None)) for m in found}
     proved: set[Any] = set()
@@ -60,7 +60,7 @@ def use_compressors(model: nn.Module) -> None:
 
 
 def has_compressors(model: nn.Module) -> bool:
-    """Whether layers attend to entries, which `use_compressors` has led to ops of ours."""
+    """Whether layers attend to entries of compressors that `use_compressors` has replaced."""
     return any(getattr(m.forward, "__func__", None) is _marked for m in model.modules())
 
 
@@ -77,7 +77,7 @@ def _marked(
     past_key_values: Any,
     layer_idx: int,
 ) -> tuple[Tensor, None]:
-    """hidden [1, T, N] -> the entry that ends with each token [1, 1, T, D], marked, and no mask."""
+    """hidden [1, T, N] -> each token's entry [1, 1, T, D] as a marker op, and no mask."""
     made = _compress(self, hidden_states, q_residual, position_ids)
     rows = entries.overload(
         made.entry, made.query, made.key, made.weights, self.compress_rate, made.top_k
@@ -102,16 +102,16 @@ def _compress(m: Any, hidden: Tensor, residual: Tensor, positions: Tensor) -> _C
 
 
 def _entries(m: Any, hidden: Tensor, positions: Tensor) -> Tensor:
-    """[1, T, N] -> [T, D]; those of tokens that end no window are never read."""
+    """[1, T, N] -> [T, D]. Entries of tokens that do not end a window are never read."""
     values, gates = m.kv_proj(hidden)[0], m.gate_proj(hidden)[0]
     series = m.position_bias.shape[1] // m.head_dim
     pooled = m.kv_norm(pool_windows.overload(values, gates, m.position_bias, series, *_FRESH))
-    first = positions - positions % m.compress_rate  # of each token's window
+    first = positions - positions % m.compress_rate  # start of each token's window
     return _rotated(m, pooled[None, None], first)[0, 0]
 
 
 def _rotated(m: Any, x: Tensor, positions: Tensor) -> Tensor:
-    """x [1, H, T, D], rotated as by the code of the module's model."""
+    """Rotate x [1, H, T, D] with the code of the module's model."""
     cos, sin = m.rotary_emb(x, position_ids=positions, layer_type=m.rope_layer_type)
     rotated: Tensor = _rotation(type(m))(x, cos, sin)
     return rotated
@@ -130,13 +130,13 @@ def _prove(module: Any) -> None:
             _compare(probe, tokens, seed)
     except (RuntimeError, AttributeError, TypeError, ValueError, IndexError, KeyError) as e:
         raise CompileError(
-            f"{name} looks as if it compressed windows of {rate} tokens to entries, but its code "
-            f"does something that llmc does not know ({' '.join(str(e).split())[:200]})"
+            f"{name} appears to compress windows of {rate} tokens to entries, but its code "
+            f"does something unexpected ({' '.join(str(e).split())[:200]})"
         ) from e
 
 
 def _random_copy(module: nn.Module) -> Any:
-    """On the CPU in float32, with few entries chosen."""
+    """A copy of the module on the CPU with random float32 weights, selecting few entries."""
     probe: Any = copy.deepcopy(module).to_empty(device="cpu").float()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -151,7 +151,7 @@ def _random_copy(module: nn.Module) -> Any:
 
 @torch.no_grad()
 def _compare(probe: Any, tokens: int, seed: int) -> None:
-    """ValueError where the module's own code gives other entries, or shows others."""
+    """Raise ValueError if the module's own code produces or shows other entries."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(1, tokens, probe.kv_proj.in_features, generator=generator)
     residual = hidden
@@ -162,7 +162,7 @@ def _compare(probe: Any, tokens: int, seed: int) -> None:
     made = _compress(probe, hidden, residual, positions)
     rate = probe.compress_rate
     if not torch.allclose(made.entry[rate - 1 :: rate], want[0, 0], rtol=1e-3, atol=1e-4):
-        raise ValueError("random numbers give other entries")
+        raise ValueError("random inputs give different entries")
     ended = (positions[0] + 1) // rate
     seen = torch.arange(tokens // rate) < ended[:, None]
     shown = bias.expand(1, 1, tokens, -1)[0, 0] == 0
@@ -173,18 +173,19 @@ def _compare(probe: Any, tokens: int, seed: int) -> None:
         scores = (made.weights[:, :, None] * products).sum(1).masked_fill(~seen, -torch.inf)
         count = min(made.top_k, scores.shape[1])
         best = scores.topk(count).values
-        # of equal scores any may be chosen
+        # ties can be broken in any way
         chosen = scores.masked_fill(~shown, -torch.inf).topk(count).values
         is_same = bool((shown.sum(1) == ended.clamp(max=made.top_k)).all())
         is_same = is_same and torch.allclose(chosen, best, rtol=1e-3, atol=1e-4)
     if not is_same:
-        raise ValueError("random numbers show other entries")
+        raise ValueError("random inputs show different entries")
 
 
 @contextmanager
 def no_masks(model: nn.Module) -> Iterator[None]:
-    """Inside, a model with compressors gets no masks: it would widen them by its entries. What they
-    show is known: entries by their marker, and a window from what its attention is called with."""
+    """Inside this context, a model with compressors gets no masks, which it would extend by its
+    entries. The visible keys are known anyway: entries by their marker op, and the window from the
+    arguments of its attention."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     from llmc.compiler import interface

@@ -1,15 +1,15 @@
-"""The modules of what drafts from a model's hidden states: an EAGLE-3 head, and the layer that some
-checkpoints hold for it behind those of their model (multi-token prediction, MTP).
+"""The modules of draft heads, which read a model's hidden states: EAGLE-3 heads, and the layer that
+some checkpoints have after those of their model (multi-token prediction, MTP).
 
-    EAGLE-3: hidden states of the model - fc -> g [T, N]         MTP: what leaves its norm -> g
-                  (of a token that it drafted itself: its own last u in place of g)
+    EAGLE-3: hidden states of the model - fc -> g [T, N]         MTP: output of its norm -> g
+                  (for a token that it drafted itself: its own last u in place of g)
     token embeddings e [T, N]   |                                 e, g
         attention over [norm(e), norm(g)] -> + g -> MLP -> u      linear of both -> a layer -> u
                                           u -> norm -> logits of the next token
 
-The place of a token holds the hidden states of the token before: those that the model drew it from.
-Layers are of the class that the config names, in transformers' code; parameters have the names of
-the checkpoints, but for those that llmc/startup/eagle3.py renames.
+A token's position has the hidden states of the previous token, from which the model drew it.
+Layers are transformers' code, of the class that the config names. Parameters have the checkpoints'
+names, except for those that llmc/startup/eagle3.py renames.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def make_config(name: str, stated: Mapping[str, Any]) -> Any:
-    """The config of an EAGLE-3 head's one layer, from what config.json states. CheckpointError."""
+    """The config of an EAGLE-3 head's only layer, from config.json. Raises CheckpointError."""
     from transformers import AutoConfig
 
     given = {k: v for k, v in stated.items() if k not in _NOT_A_LAYERS}
@@ -53,10 +53,10 @@ def make_config(name: str, stated: Mapping[str, Any]) -> Any:
 
 
 def make_head(maker: Any, config: Any, head: DraftHead, **options: Any) -> nn.Module:
-    """A module whose forward drafts: `maker`'s model of the config, with what it has besides.
+    """A module whose forward drafts: `maker`'s model of the config, extended by the head's parts.
 
-    It takes input_ids [1, T], DRAFTED added to those that it drew itself, and position_ids [1, T],
-    and gives logits [1, T, D]. CheckpointError for a model of another form.
+    Its inputs are input_ids [1, T], where DRAFTED is added to tokens that it drew itself, and
+    position_ids [1, T]; it returns logits [1, T, D]. CheckpointError for models of another form.
     """
     text = config.get_text_config()
     if head.is_own_layer:
@@ -89,8 +89,8 @@ def _check_form(module: Any, names: tuple[str, ...]) -> None:
     missing = [name for name in names if not hasattr(module, name)]
     if missing:
         raise CheckpointError(
-            f"{type(module).__name__} has no {missing[0]}, so it is no layer of a draft head that "
-            "llmc serves"
+            f"{type(module).__name__} has no {missing[0]}, so it is not a draft head layer that "
+            "llmc supports"
         )
 
 
@@ -99,7 +99,7 @@ def _add_eagle3(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     _check_form(layer, _IN_LAYER)
     _check_form(layer.self_attn, _PROJECTIONS)
-    for name in _PROJECTIONS:  # they read the token's embedding beside the hidden state
+    for name in _PROJECTIONS:  # they read the token's embedding along with the hidden state
         plain = getattr(layer.self_attn, name)
         wide = nn.Linear(2 * size, plain.out_features, plain.bias is not None, dtype=dtype)
         setattr(layer.self_attn, name, wide)

@@ -1,8 +1,8 @@
 """Routed experts that a model's own code computes in a loop -> the same code, once for all rows.
 
-What such a loop does is traced for one expert: its number is plain data then, on which the code may
-branch. Weights that it picks by the number are picked by every row for itself afterwards. Experts
-whose code differs (some return what they get) are distinguished by trying.
+The loop body is traced for one expert, so that its number is plain data that the code can branch
+on. Weights indexed by that number are then indexed by every row's own expert instead. Experts whose
+code differs (some return their input) are told apart by tracing them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TURNING = ("t", "transpose")
 
 
 def use_expert_loops(model: nn.Module) -> None:
-    """Modules with the arguments of transformers' experts, but a loop over them, are traced."""
+    """Replace modules that have the arguments of transformers' experts, but loop over them."""
     made: dict[Any, Callable[..., Tensor]] = {}  # equal modules share one function
     for module in model.modules():
         names = list(inspect.signature(module.forward).parameters)
@@ -40,7 +40,7 @@ def use_expert_loops(model: nn.Module) -> None:
 
 
 def _likeness(module: nn.Module) -> Any:
-    """All that the code of an experts module may ask of it."""
+    """Everything about an experts module that its code can depend on."""
     plain = {k: v for k, v in vars(module).items() if isinstance(v, int | float | str)}
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     return type(module), repr(plain), repr(shapes), repr(module)
@@ -48,11 +48,11 @@ def _likeness(module: nn.Module) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """Experts [first, ...) up to the next kind's; code: (rows, weight, expert, *parameters)."""
+    """Experts from `first` to the next kind. code: (rows, weight, expert, *parameters)."""
 
     first: int
     code: fx.GraphModule
-    parameters: Sequence[str]  # by name, in the module
+    parameters: Sequence[str]  # names in the module
 
 
 def _all_rows(kinds: Sequence[_Kind]) -> Callable[..., Tensor]:
@@ -78,7 +78,7 @@ def _all_rows(kinds: Sequence[_Kind]) -> Callable[..., Tensor]:
 
 
 def _kinds(module: nn.Module) -> list[_Kind]:
-    """Raise CompileError where the loop does what can't be done row by row."""
+    """The kinds of experts. CompileError if the loop does something that can't be done by row."""
     last = _count(module) - 1
     kinds: list[_Kind] = []
     first = 0
@@ -87,7 +87,7 @@ def _kinds(module: nn.Module) -> list[_Kind]:
         kinds.append(_by_row(module, first))
         if text == _text(_trace(module, last)):
             return kinds
-        same, other = first, last  # kinds are ranges: look for the end of this one
+        same, other = first, last  # kinds are ranges: find the end of this one by bisection
         while other - same > 1:
             middle = (same + other) // 2
             if _text(_trace(module, middle)) == text:
@@ -98,7 +98,7 @@ def _kinds(module: nn.Module) -> list[_Kind]:
 
 
 def _count(module: nn.Module) -> int:
-    """How many experts the loop knows: a number that it does not know is an error."""
+    """How many experts the loop has: numbers beyond that raise an error."""
 
     def known(expert: int) -> bool:
         try:
@@ -112,7 +112,7 @@ def _count(module: nn.Module) -> int:
     while known(many):
         few, many = many, many * 2
         if many > _MOST_EXPERTS:
-            raise CompileError(f"{type(module).__name__} takes any number for an expert's")
+            raise CompileError(f"{type(module).__name__} accepts any number as an expert")
     while many - few > 1:
         middle = (few + many) // 2
         few, many = (middle, many) if known(middle) else (few, middle)
@@ -120,12 +120,12 @@ def _count(module: nn.Module) -> int:
 
 
 class _OneExpert(nn.Module):
-    """Rows that all chose one expert, as the module's own code computes them."""
+    """The module's own code for rows that all chose the same expert."""
 
     def __init__(self, experts: nn.Module, expert: int) -> None:
         super().__init__()
         self.experts = experts
-        self.index = torch.full((2, 2), expert)  # code may drop dimensions of 1
+        self.index = torch.full((2, 2), expert)  # code may squeeze dimensions of size 1
 
     def forward(self, rows: Any, weight: Any) -> Any:
         return type(self.experts).forward(self.experts, rows, self.index, weight)
@@ -136,7 +136,7 @@ def _trace(module: nn.Module, expert: int) -> fx.Graph:
 
 
 def _text(graph: fx.Graph) -> list[str]:
-    """The code of an expert, whatever its number: a weight picked by it is `picked`."""
+    """The code of an expert without its number: weights indexed by it are `picked`."""
     lines = []
     for node in graph.nodes:
         args = f"picked of {node.args[0]}" if _is_pick(node) else f"{node.args} {node.kwargs}"
@@ -145,7 +145,7 @@ def _text(graph: fx.Graph) -> list[str]:
 
 
 def _is_parameter(node: Any) -> bool:
-    """A parameter, or one seen in another shape: nothing that was computed from the rows."""
+    """Whether it is a parameter, possibly reshaped, and not computed from the rows."""
     node = _unshaped(node)
     if not isinstance(node, fx.Node):
         return False
@@ -171,7 +171,7 @@ def _by_row(module: nn.Module, expert: int) -> _Kind:
     for node in list(graph.nodes):
         if node.target is operator.getitem and _unshaped(node.args[0]) in (rows, weight):
             node.replace_all_uses_with(node.args[0])  # all rows chose the expert
-        elif node.target == "index_add_":  # ... and there is nothing else to add
+        elif node.target == "index_add_":  # ... so there is nothing else to add
             total, added = node.args[0], node.args[3]
             total.replace_all_uses_with(added, delete_user_cb=lambda u, n=node: u is not n)
             node.replace_all_uses_with(added)
@@ -185,16 +185,16 @@ def _by_row(module: nn.Module, expert: int) -> _Kind:
         if _is_pick(node) or "_tensor_constant" in str(node.target):
             raise CompileError(
                 f"{type(module).__name__} computes its experts in a loop that can't be done for "
-                f"all tokens at once: it uses {node.target} for more than a linear"
+                f"all tokens at once: it uses {node.target} other than in a linear"
             )
     names = _parameters_to_inputs(graph, chosen)
     graph.lint()
-    code = fx.GraphModule(_OneExpert(module, expert), graph)  # it may call modules of theirs
+    code = fx.GraphModule(_OneExpert(module, expert), graph)  # it may call their submodules
     return _Kind(first=expert, code=code, parameters=names)
 
 
 def _picked_linear(node: fx.Node) -> Callable[[fx.Node], tuple[Any, ...]] | None:
-    """The arguments of `expert_linear` for a product with weights picked by an expert's number."""
+    """The arguments of `expert_linear` for a product with weights indexed by an expert's number."""
     is_linear = node.target is F.linear
     if not is_linear and node.target not in (torch.matmul, torch.mm, "matmul", "mm"):
         return None
@@ -214,7 +214,7 @@ def _picked_linear(node: fx.Node) -> Callable[[fx.Node], tuple[Any, ...]] | None
 
 
 def _parameters_to_inputs(graph: fx.Graph, after: fx.Node) -> list[str]:
-    """Parameters become arguments behind `after`; their names in the module, in that order."""
+    """Turn parameters into placeholders after `after`. -> their names in the module, in order."""
     names: dict[str, fx.Node] = {}
     for node in [n for n in graph.nodes if _is_parameter(n) and n.op == "get_attr"]:
         name = str(node.target).partition(".")[2]

@@ -1,8 +1,8 @@
-"""Routed experts that a model's own code spells out, led to `expert_linear` while it is captured.
+"""Replaces routed experts that a model implements itself with `expert_linear` during capture.
 
-Most experts go through transformers' interface (interface.py). What does not is known by its
-signature: a linear over rows that are sorted by expert, with the number of rows of each (here).
-Such code reads those numbers out of a tensor, which differs from step to step; they stay in it.
+Most experts use transformers' interface (interface.py). Others are recognized by their signature:
+here, a linear over rows that are sorted by expert, with the number of rows of each expert. Such
+code reads these numbers out of a tensor, which changes from step to step; here they stay in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmc.kernels.expert_linear import expert_linear
 
 
 def use_sorted_experts(model: nn.Module) -> None:
-    """Linears over sorted rows call `expert_linear`; their callers hand them a tensor of counts."""
+    """Make linears over sorted rows call `expert_linear`, and callers pass a tensor of counts."""
     linears = [m for m in model.modules() if _is_sorted_linear(m)]
     for linear in linears:
         linear.forward = MethodType(_sorted_linear, linear)
@@ -38,14 +38,14 @@ def _is_sorted_linear(module: nn.Module) -> bool:
 
 
 def _sorted_linear(self: Any, inputs: Tensor, expert_size: Tensor) -> Tensor:
-    """inputs [S, K], the rows of expert 0 first; expert_size [E], how many each has -> [S, N]"""
+    """inputs [S, K], sorted by expert; expert_size [E], rows per expert -> [S, N]"""
     expert = torch.repeat_interleave(expert_size, output_size=inputs.shape[0])
     out: Tensor = expert_linear.overload(inputs, self.weight, None, expert, False)
     return out
 
 
 def _keeping_counts(function: Any) -> Callable[..., Any] | None:
-    """The same function, but what it turns into a list stays a tensor. None if it makes no list."""
+    """The same function without `tolist`: tensors stay tensors. None if it does not call it."""
     code = getattr(function, "__code__", None)
     if code is None or "tolist" not in code.co_names:
         return None

@@ -1,7 +1,7 @@
-"""In-place ops of a captured graph -> their functional forms, so that passes may rely on values.
+"""In-place ops of a captured graph -> functional forms, so that passes can rely on values.
 
-Only where it makes no difference: the tensor written to is computed in the graph itself, and
-no view of it was taken. Others stay; the graph still runs in order.
+Only converted if it makes no difference: the tensor written to must be computed in the graph, and
+have no views. Other in-place ops stay; the graph still runs in order.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def _plain_form(node: fx.Node) -> Any:
 
 
 def _is_own(base: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """A computed value that is no view, and that no view was taken of."""
+    """Whether it is a computed value that is not a view and has no views."""
     if base.op != "call_function":
         return False
     return not _is_view(base) and not any(_is_view(user) for user in base.users)
 
 
 def _is_view(node: fx.Node) -> bool:
-    """By its schema: an output that aliases an input which is not written to."""
+    """Whether, by its schema, an output aliases an input that is not written to."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return node.op == "call_function"  # a Python function: an item of a list of views

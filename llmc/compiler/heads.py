@@ -1,13 +1,13 @@
-"""What a captured model computes of each token: logits, its last hidden state, or a classifier's.
+"""What a captured model computes for each token: logits, the last hidden state, or class scores.
 
 lm:          the model as it is                            -> logits of the next token [1, T, V]
 hidden:      the model without its head, then Dense layers -> [1, T, N]
 score:       a classifier's model and its head             -> [1, T, labels]
 token_score: a classifier of tokens as it is               -> [1, T, labels]
 
-A draft head (draft_head.py) is of the first kind. Where the others pool their tokens,
-`pool_tokens` marks it. All that follows is computed of every token, as if each were the only one of
-a text, so that the one that is wanted has its text's.
+A draft head (draft_head.py) is of the first kind. In the other kinds, `pool_tokens` marks where
+tokens are pooled. Everything after it is computed for every token, as if it were the only one of a
+sequence, so the pooled token gets the result of its sequence.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from llmc.kernels.place_rows import place_rows
 from llmc.kernels.pool_tokens import pool_tokens
 from llmc.pooling import DENSE, SECOND_TEXT, Head
 
-# How transformers' text models are handed rows for their first layers: the tokens that they are
-# for, the rows of each layer, and the method that adds some.
+# How transformers' text models receive rows for their first layers: the mask of their tokens, the
+# rows of each layer, and the method that adds them.
 LAYER_MASK, LAYER_ROWS = "visual_pos_masks", "deepstack_visual_embeds"
 ADD_ROWS = "_deepstack_process"
-# What models whose positions begin behind that of padding number their tokens with: a function, or
-# a method of their embeddings.
+# Used by models whose positions start after the padding position: a function, or a method of their
+# embeddings.
 _COUNTS_FROM_PADDING = "create_position_ids_from_input_ids"
 
 
 def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
-    """transformers' module of a config, with the Dense layers of `head` as further children.
+    """transformers' module for a config, with the Dense layers of `head` as additional children.
 
-    Raises CheckpointError for a classifier of another form; else what transformers raises.
+    Raises CheckpointError for an unsupported classifier, and whatever transformers raises.
     """
     if head.draft is not None:
         return make_head(_generator(config), config, head.draft, **options)
@@ -56,7 +56,7 @@ def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
     elif head.kind == "score" and not _has_score(module):
         raise CheckpointError(
             f"{type(module).__name__} has no linear `score` over its decoder's hidden states, the "
-            "one form of classifiers of decoders that llmc serves"
+            "only form of decoder classifiers that llmc supports"
         )
     for i, dense in enumerate(head.dense):
         layer = nn.Linear(dense.inputs, dense.outputs, dense.bias, dtype=options.get("dtype"))
@@ -72,12 +72,12 @@ def _has_score(module: Any) -> bool:
 
 
 def _reads_tokens(module: Any, head: Head) -> bool:
-    """Whether it is an encoder's classifier, with a head of its own."""
+    """Whether it is an encoder's classifier with its own head."""
     return head.kind == "score" and head.encoder and not _has_score(module)
 
 
 def is_masked_lm(config: Any) -> bool:
-    """Whether transformers knows the model as one that fills in words, and not as a decoder."""
+    """Whether the model is a masked language model in transformers, and not a decoder."""
     from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
     is_listed = type(config) in MODEL_FOR_MASKED_LM_MAPPING
@@ -85,7 +85,7 @@ def is_masked_lm(config: Any) -> bool:
 
 
 def has_no_head(config: Any) -> bool:
-    """Whether transformers has the model, and knows no class of it that writes text."""
+    """Whether transformers has the model, but no class of it that generates text."""
     from transformers import MODEL_MAPPING
 
     kind = type(config)
@@ -95,7 +95,7 @@ def has_no_head(config: Any) -> bool:
 
 
 def without_head(config: Any) -> Any:
-    """transformers' maker of an encoder's model: of a decoder that was made one, the decoder's."""
+    """transformers' auto class for an encoder; for a bidirectional decoder, that of the decoder."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel
 
     is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not is_masked_lm(config)
@@ -103,8 +103,8 @@ def without_head(config: Any) -> Any:
 
 
 def first_position(config: Any) -> int:
-    """The position of a text's first token: models that give padding tokens a position of their own
-    count from the one behind it."""
+    """The position of a sequence's first token: models with a separate position for padding tokens
+    count from the one after it."""
     from transformers import MODEL_MAPPING
 
     if type(config) not in MODEL_MAPPING:
@@ -117,16 +117,16 @@ def first_position(config: Any) -> int:
 
 
 def _classify_tokens(module: Any) -> None:
-    """Let an encoder's classifier read every token as a text of its own: [T, 1, N], behind the
-    encoder. Whether it reads the first token or the mean of all, that is the token.
+    """Let an encoder's classifier see every token as a sequence of its own, [T, 1, N], after the
+    encoder. Both the first token and the mean of all are then that token.
 
-    What a model's own pooler makes of the first token is a part of its classifier.
+    A model's own pooler of the first token is part of its classifier.
     """
     from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
     base = module.base_model
     pooler = getattr(base, "pooler", None)
-    # A linear is handed the first token; what hands it that gets every token's.
+    # A linear pooler gets the first token only, so its caller is changed instead.
     behind = base.encoder if isinstance(pooler, nn.Linear) else base
     run = behind.forward
 
@@ -148,20 +148,20 @@ def _classify_tokens(module: Any) -> None:
 
 
 def pools_last(module: Any) -> bool:
-    """Whether an encoder's classifier pools its scores, instead of what they are made of."""
+    """Whether an encoder's classifier pools scores instead of hidden states."""
     return getattr(module.config, "classifier_pooling", None) == "late"
 
 
 def _generator(config: Any) -> Any:
-    """transformers' maker of a model that writes text. Many that read images or sound too have no
-    class for text alone: theirs for these, which is given none, computes the same."""
+    """transformers' auto class for a generative model. Many multimodal models have no text-only
+    class; their multimodal class computes the same if it gets no images or audio."""
     makers = _generators()
     return next((maker for maker in makers if type(config) in maker._model_mapping), makers[0])
 
 
 def _generators() -> list[Any]:
-    """transformers' makers of models that write text, that for text alone first. Older versions
-    lack one, and have most models that read sound in the last alone."""
+    """transformers' auto classes for generative models, the text-only one first. Older versions
+    lack one of them, and have most audio models only in the last."""
     import transformers
 
     reads = ("CausalLM", "ImageTextToText", "MultimodalLM", "Seq2SeqLM")
@@ -170,8 +170,8 @@ def _generators() -> list[Any]:
 
 
 def mark_embeddings(module: Any, levels: int) -> None:
-    """Let the rows of images be put where the model's embedding leaves those of its tokens; and
-    with further `levels` where its text model adds some behind its first layers."""
+    """Mark where rows of images replace token embeddings and, with more than one of `levels`, where
+    the text model adds rows after its first layers."""
     embedding = module.get_input_embeddings()
     embed = embedding.forward
 
@@ -184,14 +184,14 @@ def mark_embeddings(module: Any, levels: int) -> None:
 
 
 def _mark_layers(decoder: Any, levels: int) -> None:
-    """Text models that are handed rows for their first layers add them to the tokens of a mask.
-    Here they are given for all tokens, zeros where there are none, and added to all."""
+    """Let a text model add rows for its first layers to all tokens, with zeros where there are
+    none. Its own code adds them to the tokens of a mask."""
     run = decoder.forward
 
     def forward(*args: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
         none = torch.zeros_like(inputs_embeds)
         added = {
-            LAYER_MASK: inputs_embeds,  # read by what is replaced below, and by nothing else
+            LAYER_MASK: inputs_embeds,  # only read by the method replaced below
             LAYER_ROWS: [_marked(none, level) for level in range(1, levels)],
         }
         return run(*args, inputs_embeds=inputs_embeds, **kwargs, **added)
@@ -209,7 +209,7 @@ def _marked(values: Tensor, level: int) -> Tensor:
 
 
 class HeadOutput(nn.Module):
-    """The forward that is captured: ids and positions in, the head's output out, nothing cached."""
+    """The captured forward: takes ids and positions, returns the head's output, caches nothing."""
 
     def __init__(self, model: nn.Module, head: Head) -> None:
         super().__init__()

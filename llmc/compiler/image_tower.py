@@ -1,8 +1,8 @@
-"""ImageTower: the part of a model that makes rows of an image, in the model's own code.
+"""ImageTower: the part of a model that encodes an image as rows, in the model's own code.
 
-It runs as transformers wrote it (eager, not captured): once for each image, before the first step
-that reads it. The module is the whole model on meta, of which only what `get_image_features` needs
-has weights.
+It runs transformers' code as it is (eager, not captured), once per image, before the first step
+that reads the image. The module is the whole model on meta; only the parts that
+`get_image_features` needs have weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmc.compiler.build import materialize_buffers
 from llmc.errors import CheckpointError, reason_of
 
 FEATURES, POSITIONS = "get_image_features", "get_rope_index"
-LAYER_FEATURES = "deepstack_features"  # what a tower makes for first layers of the text model
+LAYER_FEATURES = "deepstack_features"  # a tower's output for first layers of the text model
 
 
 class ImageTower:
@@ -34,17 +34,17 @@ class ImageTower:
 
     @property
     def decoder(self) -> nn.Module:
-        """The text model inside of it, which has no weights here."""
+        """The text model inside it, which has no weights here."""
         found: nn.Module = self.base.get_decoder()
         return found
 
     @property
     def has_axes(self) -> bool:
-        """Whether its tokens have several positions."""
+        """Whether its tokens have positions on several axes."""
         return hasattr(self.base, POSITIONS)
 
     def parameters(self) -> Iterator[str]:
-        """Names of those that images are read with."""
+        """Names of the parameters that encode images."""
         text = {id(p) for p in self.decoder.parameters()}
         head: Any = self.module
         output = head.get_output_embeddings()
@@ -55,7 +55,7 @@ class ImageTower:
                 yield name
 
     def fill(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Give it its parameters and buffers, on the device."""
+        """Set its parameters and buffers, which are on the device."""
         for name, tensor in {**weights, **buffers}.items():
             owner, _, leaf = name.rpartition(".")
             child = self.module.get_submodule(owner)
@@ -65,7 +65,7 @@ class ImageTower:
                 child._buffers[leaf] = tensor
 
     def encode(self, tensors: Mapping[str, Tensor], /) -> Tensor:
-        """An image's tensors, on the host -> its rows [n, levels * hidden] on the device."""
+        """An image's tensors on the host -> its rows [n, levels * hidden] on the device."""
         given = {k: self._sent(v) for k, v in tensors.items() if k in self._takes}
         with torch.no_grad():
             made = getattr(self.base, FEATURES)(**given, return_dict=True)
@@ -78,7 +78,7 @@ class ImageTower:
     def positions(
         self, token_ids: Tensor, images: Sequence[Mapping[str, Tensor]], mask: Tensor, /
     ) -> Tensor:
-        """Of a prompt's tokens [T], of which those in `mask` [T] stand for images -> [axes, T]."""
+        """A prompt's tokens [T], with image tokens marked in `mask` [T] -> positions [axes, T]."""
         find = getattr(self.base, POSITIONS)
         names = inspect.signature(find).parameters
         given = {
@@ -94,14 +94,14 @@ class ImageTower:
 
 
 def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """[n, hidden] of what a tower makes of one image: a tensor, or one for each of its parts."""
+    """[n, hidden] from a tower's output for one image: a tensor, or one for each of its parts."""
     pieces = [features] if isinstance(features, Tensor) else features
     return torch.cat([piece.flatten(0, -2) for piece in pieces])
 
 
 def build_tower(config: Any, dtype: torch.dtype, device: torch.device) -> ImageTower:
-    """Without weights. Raises CheckpointError where transformers has no such model, or one of
-    another form."""
+    """Build the tower without weights. Raises CheckpointError if transformers has no such model, or
+    one of another form."""
     from transformers import AutoModelForImageTextToText
 
     try:
@@ -115,21 +115,21 @@ def build_tower(config: Any, dtype: torch.dtype, device: torch.device) -> ImageT
 
 
 def tower_buffers(tower: ImageTower) -> dict[str, Tensor]:
-    """The values of buffers that no checkpoint holds, on the device."""
+    """The values of buffers that are not in checkpoints, on the device."""
     found = materialize_buffers(tower.module)
     return {name: value.to(tower.device) for name, value in found.items()}
 
 
 def _inner(module: nn.Module) -> Any:
-    """The model without its head, whose forward puts rows in place of embeddings."""
+    """The model without its head, whose forward replaces embeddings with image rows."""
     base: Any = module.base_model
     return base
 
 
 @contextmanager
 def recorded_decoder(tower: ImageTower, hidden: int) -> Iterator[list[Mapping[str, Any]]]:
-    """Inside, the text model is not run: what it is called with is put into the list. Embeddings
-    of tokens are zeros [..., hidden]."""
+    """Inside this context, the text model does not run: its arguments are appended to the list.
+    Embeddings of tokens are zeros [..., hidden]."""
     calls: list[Mapping[str, Any]] = []
     decoder, embedding = tower.decoder, tower.base.get_input_embeddings()
     names = list(inspect.signature(decoder.forward).parameters)
@@ -149,11 +149,11 @@ def recorded_decoder(tower: ImageTower, hidden: int) -> Iterator[list[Mapping[st
 
 
 class _Recorded(Exception):
-    """Ends a call of the text model."""
+    """Raised to end a call of the text model."""
 
 
 def call_recorded(tower: ImageTower, inputs: Mapping[str, Any], hidden: int) -> Mapping[str, Any]:
-    """What the model's own forward gives its text model for these inputs of its processor."""
+    """The arguments that the model's own forward passes to its text model for these inputs."""
     with recorded_decoder(tower, hidden) as calls, torch.no_grad():
         try:
             tower.base(**inputs, use_cache=False)

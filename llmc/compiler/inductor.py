@@ -1,8 +1,8 @@
 """The rewritten graph -> Inductor's code for it (level -O1 and up), compiled once for all sizes.
 
-The number of tokens, rows and samples stay symbolic. Inductor takes sizes 0 and 1 for constants,
-so a compiled step is called with at least MIN_SIZE of each (the runner pads), and one graph serves
-every step. Results are kept in the compile cache on disk for the next start.
+The numbers of tokens, rows and samples stay symbolic. Inductor treats sizes 0 and 1 as constants,
+so a compiled step is called with at least MIN_SIZE of each (the runner pads), and one graph works
+for every step. Results are cached on disk for the next start.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from llmc.passes.inputs import StepInput, input_of
 
 MIN_SIZE = 2
 
-# Example sizes, all different: equal sizes share a symbol, others do not.
+# Example sizes, all different, because equal sizes would share a symbol.
 _SIZES = {"T": 23, "R": 11, "R + 1": 12, "S": 7, "blocks": 5}
 _SIZES |= {"2 + 2 * prompts": 16, "2 + 2 * long prompts": 18}
 
@@ -42,9 +42,9 @@ def compile_step(
     level: int,
     cache_dir: Path,
 ) -> StepFunction:
-    """`bound` as in `lower.lower`; `tables` are the step inputs of a fixed shape, by name.
+    """Compile a step. `bound` as in `lower.lower`; `tables`: step inputs of fixed shape, by name.
 
-    Takes seconds to minutes. Raises whatever Inductor raises; the caller keeps what it had.
+    Takes seconds to minutes. Raises whatever Inductor raises; the caller then keeps its old step.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir / "inductor"))
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
@@ -89,7 +89,7 @@ def _fake_step_input(
 
 
 def _only_calls(graph: fx.Graph) -> None:
-    """Inductor makes its own values of every call; ours are in another fake mode."""
+    """Drop the values of calls: they are of another fake mode, and Inductor computes its own."""
     for node in graph.nodes:
         if node.op == "call_function":
             node.meta = {}

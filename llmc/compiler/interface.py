@@ -1,8 +1,8 @@
-"""How transformers' modelling code reaches llmc: the functions that it looks up by name.
+"""How transformers' modeling code calls llmc: functions that it looks up by name.
 
-Registered as `llmc` in transformers' own tables. The attention function calls the marker op
-`llmc::attention`; the mask function returns a *mask marker*, an empty tensor whose shape says
-which tokens are visible, since some models state a window in the mask alone; the experts function
+They are registered as `llmc` in transformers' own tables. The attention function calls the marker
+op `llmc::attention`. The mask function returns a *mask marker*, an empty tensor whose shape encodes
+which tokens are visible, since some models specify a window only in the mask. The experts function
 calls `llmc::expert_linear` around the model's own gate.
 """
 
@@ -27,28 +27,29 @@ NAME = "llmc"
 KEY_CACHE = "llmc_key_cache"
 VALUE_CACHE = "llmc_value_cache"
 
-# The field of a config that says up to how many tokens an indexer that answers with a mask shows
-# all, and what its module calls that.
+# The config field with the number of tokens up to which an indexer that returns a mask shows all
+# keys, and the module's attribute for it.
 INDEXER_BUDGET = "indexer_budget"
 _INDEXER_LIMIT = "token_budget"
-# The keyword arguments of attention with what a sparse indexer chose: positions [1, T, N], or for
-# each KV head blocks [1, Hkv, T, N], whose size its module says.
+# Keyword arguments of attention with a sparse indexer's selection: positions [1, T, N], or blocks
+# for each KV head [1, Hkv, T, N], whose size is an attribute of its module.
 _CHOSEN_KEYS = "indices"
 _CHOSEN_BLOCKS = "block_indices"
-# What is added to the scores, for each query and key.
+# A bias that is added to the scores, for each query and key.
 _BIAS = "position_bias"
-# Only functions that make masks of later tokens hand this on.
+# Only passed by functions that make bidirectional masks.
 _BOTH_WAYS = "allow_is_bidirectional_skip"
 _SHOWS_ALL = "bidirectional_mask_function"  # transformers' mask without a limit
 
-# Tensors among the keyword arguments that say what the packed step already carries. Any other
-# tensor (a position bias) would change the result, so it is refused.
+# Tensor keyword arguments whose information the packed step already has. Any other tensor (such as
+# a position bias) would change the result, so it is refused.
 _IGNORED = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskMarker:
-    """What a mask shows: causal, within a window or a chunk (0: no limit); or later tokens too."""
+    """What a mask shows: earlier tokens within a window or chunk (0: no limit); later ones unless
+    `causal`."""
 
     window: int = 0
     chunk: int = 0
@@ -65,17 +66,17 @@ class MaskMarker:
             return MaskMarker()
         if mask.dim() != 4 or mask.shape[0] != 0 or mask.shape[3] not in (1, 2):
             raise CompileError(
-                f"the model's code changed the attention mask before its attention "
-                f"(shape {tuple(mask.shape)}), which llmc can't page yet"
+                f"the model's code modified the attention mask before its attention "
+                f"(shape {tuple(mask.shape)}), which is not supported yet"
             )
         window, chunk = int(mask.shape[1]) - 1, int(mask.shape[2]) - 1
         return MaskMarker(window=window, chunk=chunk, causal=int(mask.shape[3]) == 1)
 
 
 def choose_all_keys(model: nn.Module) -> None:
-    """Sparse indexers that answer with a mask of the keys they chose show all keys.
+    """Make sparse indexers that return a mask of selected keys show all keys.
 
-    They do up to their budget, to which the context is limited (llmc/startup/config_facts.py).
+    They do so up to their budget, to which the context is limited (llmc/startup/config_facts.py).
     """
     for module in model.modules():
         parameters = list(inspect.signature(module.forward).parameters)
@@ -93,14 +94,14 @@ def _all_of(place: int) -> Callable[..., Tensor]:
 
 
 def mask_function(*args: Any, **kwargs: Any) -> Tensor | None:
-    """transformers' mask interface: called with `local_size` for windows and chunks, and for masks
-    that show later tokens with a switch that leaves plain ones out."""
+    """transformers' mask interface. It is called with `local_size` for windows and chunks, and for
+    bidirectional masks with a flag that allows skipping trivial ones."""
     config = kwargs.get("config")
     if _BOTH_WAYS in kwargs:
         if kwargs.get("use_vmap"):
-            raise CompileError("the model adds to its mask of later tokens, which is not served")
+            raise CompileError("the model extends its bidirectional mask, which is not supported")
         is_whole = getattr(kwargs.get("mask_function"), "__name__", "") == _SHOWS_ALL
-        # up to so many places away, on both sides
+        # up to this distance on both sides
         window = 0 if is_whole else int(getattr(config, "sliding_window", 0)) + 1
         return MaskMarker(window=window, causal=False).encode()
     size = kwargs.get("local_size")
@@ -113,8 +114,8 @@ def mask_function(*args: Any, **kwargs: Any) -> Tensor | None:
 
 @contextmanager
 def unpacked_positions() -> Iterator[None]:
-    """Inside, transformers does not look for several texts among the positions of a mask: a marker
-    would not say what it found, and to capture the search takes a tenth of all."""
+    """Inside this context, transformers does not search a mask's positions for packed sequences: a
+    marker could not express the result, and capturing the search takes a tenth of the time."""
     from transformers import masking_utils
 
     search = "find_packed_sequence_indices"
@@ -144,25 +145,25 @@ def attention_function(
     unknown = [k for k, v in kwargs.items() if isinstance(v, Tensor) and k not in known]
     if unknown:
         raise CompileError(
-            f"{type(module).__name__} passes {unknown} to its attention, which llmc does not know"
+            f"{type(module).__name__} passes {unknown} to its attention, which is not supported"
         )
     bias = None
     if _has_row_for_each(query, attention_mask):
-        # passes/find_key_biases.py finds out what the model's code made of the marker
+        # passes/find_key_biases.py determines what the model's code computed from the marker
         attention_mask, bias = None, attention_mask
     mask = MaskMarker.decode(attention_mask)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     causal = causal and mask.causal
     window = mask.window or (0 if mask.chunk or bias is not None else int(sliding_window or 0))
     if not causal:
-        # A causal mask's limit may count otherwise than what FlashAttention is handed: tokens less
-        # than so many places away, on both sides.
+        # A causal mask's limit can differ from what FlashAttention gets: tokens within less than
+        # this distance on both sides.
         window = int(sliding_window or 0) if mask.causal else mask.window
         extras = (s_aux, sinks, kwargs.get(_BIAS))
         if mask.chunk or softcap or any(extra is not None for extra in extras):
             raise CompileError(
                 f"{type(module).__name__} attends to later tokens with chunks, a soft cap, sinks "
-                "or a position bias, which is not served"
+                "or a position bias, which is not supported"
             )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = attention_marker.overload(
@@ -187,40 +188,40 @@ def attention_function(
 
 
 def _has_row_for_each(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether a mask [0, H, T, T] is no marker any more, but made of one."""
+    """Whether a mask [0, H, T, T] is no longer a marker, but was computed from one."""
     return mask is not None and mask.dim() == 4 and bool(mask.shape[2] == query.shape[2])
 
 
 def _position_bias(
     module: nn.Module, query: Tensor, key: Tensor, bias: Tensor | None
 ) -> Tensor | None:
-    """What the model adds to the scores [1, H, T, T]; passes/find_distance_biases.py finds out how
-    it is made."""
+    """The bias that the model adds to the scores [1, H, T, T]; passes/find_distance_biases.py
+    determines how it is computed."""
     if bias is not None and bias.shape != (*query.shape[:3], key.shape[2]):
         raise CompileError(
-            f"{type(module).__name__} adds a bias of shape {tuple(bias.shape)} to its scores, not "
-            "one for each head, query and key"
+            f"{type(module).__name__} adds a bias of shape {tuple(bias.shape)} to its scores, "
+            "instead of one for each head, query and key"
         )
     return bias
 
 
 def _sinks_of_tokens(sinks: Tensor) -> Tensor:
-    """Logits [1, H, T, 1] without a value, one for each token and head: [T, H]."""
+    """Sink logits [1, H, T, 1], one for each token and head -> [T, H]."""
     if sinks.dim() != 4:
         raise CompileError(f"the model's sinks {tuple(sinks.shape)} are not [1, heads, tokens, 1]")
     return sinks.squeeze(3).squeeze(0).transpose(0, 1)
 
 
 def _chosen(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor | None, int]:
-    """What attention is restricted to, as the model states it, and the size of its blocks."""
+    """The model's selection of keys or blocks for attention, and the block size."""
     blocks = kwargs.get(_CHOSEN_BLOCKS)
     if blocks is None:
         return kwargs.get(_CHOSEN_KEYS), 1
     size = getattr(getattr(module, "indexer", None), "block_size", None)
     if not isinstance(size, int):
         raise CompileError(
-            f"{type(module).__name__} attends to chosen blocks, of which it does not say how many "
-            "tokens they have (indexer.block_size)"
+            f"{type(module).__name__} attends to selected blocks, but does not say how many tokens "
+            "they have (indexer.block_size)"
         )
     return blocks, size
 
@@ -230,7 +231,7 @@ def experts_function(
 ) -> Tensor:
     """transformers' experts interface: hidden [T, K], index and weight [T, top_k] -> [T, K].
 
-    Every chosen (token, expert) pair is a row; the gate between the two linears is the model's.
+    Every selected (token, expert) pair is a row; the gate between the two linears is the model's.
     """
     top_k = expert_index.shape[-1]
     expert = expert_index.reshape(-1)
@@ -251,7 +252,7 @@ def experts_function(
 
 
 def register() -> None:
-    """Enter the functions into transformers' tables (again and again is fine)."""
+    """Register the functions in transformers' tables. Idempotent."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -262,7 +263,7 @@ def register() -> None:
 
 
 def use_experts(model: nn.Module) -> None:
-    """Send the routed experts of a built model through `experts_function`."""
+    """Make the routed experts of a built model use `experts_function`."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if hasattr(module, "_apply_gate") and config is not None:

@@ -1,7 +1,7 @@
 """The rewritten graph -> a plain Python function over the step's tensors (level -O0).
 
-Weights, caches and constants are bound; ops are called through the dispatcher directly. The
-source is one line a node, so what runs can be printed and read (`StepFunction.source`).
+Weights, caches and constants are bound; ops are called through the dispatcher directly. The source
+has one line per node, so that it can be printed and read (`StepFunction.source`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from llmc.passes.inputs import StepInput, input_of
 class StepFunction:
     """call(**step inputs) -> (next_token [S] int64, logits [S, V]); inputs by contract name.
 
-    Tokens, rows, samples and the block table's width must be at least `min_size`; `small` takes
-    fewer. `references` are the ops that run on their references on a GPU, which read tensors on
-    the host, so that the step can't be captured in a CUDA graph. `only_ops`: it calls ops of torch
-    and nothing else, so the ops that it calls are all that it does.
+    Tokens, rows, samples and the block table's width must be at least `min_size`; `small` accepts
+    fewer. `references` are the ops that use their reference implementations on a GPU, which read
+    tensors on the host, so that the step can't be captured in a CUDA graph. `only_ops`: it calls
+    nothing but torch ops.
     """
 
     call: Callable[..., tuple[Tensor, Tensor]]
@@ -39,7 +39,8 @@ class StepFunction:
 
 
 def lower(gm: fx.GraphModule, bound: Mapping[str, Tensor]) -> StepFunction:
-    """`bound` holds the tensor of every placeholder that is no step input, by node name."""
+    """Generate a step function. `bound` has the tensor of every placeholder that is not a step
+    input, by node name."""
     writer = _Writer(gm.graph, bound)
     source = writer.write()
     scope: dict[str, Any] = dict(writer.scope)
@@ -54,14 +55,14 @@ def lower(gm: fx.GraphModule, bound: Mapping[str, Tensor]) -> StepFunction:
 
 
 def _is_op(target: object) -> bool:
-    """An op of torch, or arithmetic of sizes."""
+    """Whether it is a torch op or arithmetic on sizes."""
     if isinstance(target, torch._ops.OpOverload):
         return True
     return getattr(target, "__module__", None) in ("_operator", "math", "torch")
 
 
 def gpu_references(graph: fx.Graph) -> tuple[str, ...]:
-    """The ops that `lower_kernels` left on their references, where they run on a GPU."""
+    """Names of the ops on a GPU that `lower_kernels` left with their reference implementations."""
     names = {
         node.target._schema.name.partition("::")[2]
         for node in graph.nodes
@@ -90,7 +91,7 @@ class _Writer:
         self.last_use = self._last_uses()
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
-        """For each node, the intermediate values that it is the last to read."""
+        """For each node, the intermediate values that it reads last."""
         seen: set[fx.Node] = set()
         result: dict[fx.Node, list[fx.Node]] = {}
         for node in reversed(self.graph.nodes):
@@ -141,7 +142,7 @@ class _Writer:
             label = re.sub(r"\W+", "_", str(target) if is_op else target.__name__)
             name = f"{label}_{len(self.callables)}"
             self.callables[target] = name
-            # the overload's own call, one Python frame less
+            # call the overload's own op, which saves a Python frame
             self.scope[name] = getattr(target, "_op", target)
         return self.callables[target]
 

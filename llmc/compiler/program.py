@@ -1,9 +1,8 @@
-"""The step's graph as data: captured graph -> Program, then the tensors for all of its inputs.
+"""The step's graph as data: captured graph -> Program -> tensors for all of its inputs.
 
     CapturedModel --rewrite--> Program --load_weights--> weights --bind--> every tensor of the step
 
-Nothing here imports transformers or Dynamo, so a start that finds its program in the cache needs
-neither.
+Nothing here imports transformers or Dynamo, so a start with a cached program needs neither.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -42,29 +42,30 @@ from llmc.weights.parameters import Parameters
 
 log = logging.getLogger(__name__)
 
-NONE_GIVEN: Mapping[WeightInput, Tensor] = MappingProxyType({})  # weights that are there already
+_MAX_THREADS = 8  # that read weights; each needs memory for the weight it unpacks
+NONE_GIVEN: Mapping[WeightInput, Tensor] = MappingProxyType({})  # weights loaded earlier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedModel:
-    """token_ids [T], positions [T] -> logits [1, T, vocab], with every placeholder labelled."""
+    """The graph of token_ids [T], positions [T] -> logits [1, T, vocab], with placeholder roles."""
 
     graph: fx.GraphModule
     parameters: Parameters
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
-    note: str = ""  # how its layers were captured
+    note: str = ""  # how the layers were captured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteOptions:
-    """What the passes need to know of the engine, and which of them run."""
+    """What the passes need to know about the engine, and which passes run."""
 
     pipeline: PipelineOptions
     switches: Mapping[str, bool]
-    extra: tuple[Pass, ...] = ()  # passes of users
-    processors: tuple[LogitsProcessor, ...] = ()  # of users
+    extra: tuple[Pass, ...] = ()  # users' passes
+    processors: tuple[LogitsProcessor, ...] = ()  # users' logits processors
     head: Head = LM  # of the captured model
 
     @property
@@ -73,19 +74,19 @@ class RewriteOptions:
 
     @property
     def outline(self) -> bool:
-        """Whether layers that repeat are captured once."""
+        """Whether repeated layers are captured only once."""
         return self.switches.get(OUTLINE, True)
 
     def check(self) -> None:
-        """ConfigError for a switch that names no pass, or switches off a required one."""
+        """Raise ConfigError for a switch that names an unknown pass or disables a required one."""
         check_names(self.switches, self.passes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A rewritten step graph without its tensors, and what is needed to give it some.
+    """A rewritten step graph without tensors, and what is needed to bind some to it.
 
-    Its ops are not yet lowered to implementations: see `lowered`.
+    Its ops are not lowered to implementations yet: see `lowered`.
     """
 
     graph: fx.GraphModule
@@ -97,9 +98,9 @@ class Program:
     groups: tuple[CacheGroup, ...]  # layers that share a block table
     states: tuple[StateSpec, ...]
     reports: tuple[PassReport, ...]
-    processors: tuple[LogitsProcessor, ...] = ()  # of users; what they do is in the graph
-    one_text: bool = False  # attention that was not found looks at all tokens of a step
-    capture_note: str = ""  # how its layers were captured, if this start captured them
+    processors: tuple[LogitsProcessor, ...] = ()  # users', already part of the graph
+    one_text: bool = False  # some attention was not found, and attends to all tokens of a step
+    capture_note: str = ""  # how the layers were captured, if this start captured them
     from_cache: bool = False
 
     @staticmethod
@@ -112,7 +113,7 @@ class Program:
         device: torch.device,
         reports: Sequence[PassReport],
     ) -> Program:
-        """With the caches and states that the graph's placeholders ask for."""
+        """A program with the caches and states that the graph's placeholders need."""
         return Program(
             graph=graph,
             parameters=parameters,
@@ -127,30 +128,30 @@ class Program:
 
     @property
     def tap_shapes(self) -> list[tuple[int, ...]]:
-        """Of a draft head: those of a block in the caches that it reads of the other model."""
+        """For a draft head: block shapes of the target model's caches that it reads."""
         roles = ((input_of(node), node) for node in self.graph.graph.nodes)
         shapes = {r.number: n.meta["val"].shape[1:] for r, n in roles if isinstance(r, TapInput)}
         return [tuple(int(n) for n in shapes[number]) for number in sorted(shapes)]
 
     @property
     def keeps_low_bits(self) -> bool:
-        """Whether ops read weights of few bits, which their references dequantize at every call."""
+        """Whether ops read low-bit weights, which their references dequantize at every call."""
         return any(".quantized_" in op_name(node) for node in self.graph.graph.nodes)
 
     @property
     def vector_size(self) -> int:
-        """Values of a pooled vector; of a program that samples, the width of its logits."""
+        """Size of a pooled vector; for a program that samples, the width of its logits."""
         made: Any = self.graph.graph.output_node().args[0]
         return int(made[1].meta["val"].shape[-1])
 
     @property
     def num_layers(self) -> int:
-        """Layers that keep keys and values."""
+        """Number of layers with a KV cache."""
         return sum(group.num_layers for group in self.groups)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """In all layers. With several groups, all caches have one shape."""
+        """Of all layers. With several groups, all caches have the same shape."""
         total = sum(cache.bytes_per_token for cache in self.caches)
         if len(self.groups) <= 1:
             return total
@@ -170,7 +171,7 @@ class Program:
 
     @property
     def adapter_bytes(self) -> int:
-        """Of the slots of LoRA adapters."""
+        """Bytes of the slots for LoRA adapters."""
         values = (node.meta["val"] for node, _ in self.adapter_inputs())
         return sum(math.prod(v.shape) * v.dtype.itemsize for v in values)
 
@@ -183,7 +184,7 @@ def rewrite(
 ) -> Program:
     """Apply the passes to a copy of the captured graph.
 
-    `on_pass` is called with each pass, a copy of the graph after it, and its report.
+    `on_pass` is called after each pass, with the pass, a copy of the graph and the report.
     """
     options.check()
     if on_pass is None:
@@ -212,14 +213,14 @@ def rewrite(
 
 
 def lowered(program: Program) -> fx.GraphModule:
-    """The graph with every op replaced by its fastest version that is there now."""
+    """The graph with every op replaced by the fastest implementation that is available now."""
     graph, reports = run_passes(program.graph, (lower_kernels(),))
     log.debug("%s", reports[0])
     return graph
 
 
 def _caches(graph: fx.GraphModule) -> tuple[CacheSpec, ...]:
-    """Cache shapes from the placeholders."""
+    """Cache shapes, read from the placeholders."""
     parts: dict[int, dict[str, tuple[int, int]]] = {}
     dtypes: dict[int, torch.dtype] = {}
     rows: dict[int, tuple[int, int]] = {}
@@ -245,7 +246,7 @@ def _caches(graph: fx.GraphModule) -> tuple[CacheSpec, ...]:
 
 
 def _states(graph: fx.GraphModule) -> tuple[StateSpec, ...]:
-    """State shapes from the placeholders, whose first dimension counts slots."""
+    """State shapes, read from the placeholders, whose first dimension is the number of slots."""
     specs = []
     for node in graph.graph.nodes:
         role = input_of(node)
@@ -262,9 +263,10 @@ def open_weights(
     make_module: Callable[[], nn.Module],
     given: Mapping[WeightInput, Tensor] = NONE_GIVEN,
 ) -> DirectWeights | CheckpointWeights:
-    """The checkpoint's tensors as the program's parameters, by name where that is all it takes.
+    """The checkpoint's tensors as the program's parameters.
 
-    Otherwise transformers' rules convert them, which need the model's module (on meta).
+    They are matched by name if that is enough. Otherwise transformers' conversion rules are
+    applied, which need the model's module (on meta).
     """
     if program.parameters.is_plain:
         wanted = (role for _, role in program.weight_inputs() if role not in given)
@@ -281,8 +283,8 @@ def load_weights(
     rank: int = 0,
     given: Mapping[WeightInput, Tensor] = NONE_GIVEN,
 ) -> dict[str, Tensor]:
-    """Every weight of the program in its final form, by placeholder name; of what is sharded, that
-    rank's part. Those that are `given` are not read."""
+    """Load every weight of the program in its final form, by placeholder name; of sharded weights,
+    this rank's part. Weights in `given` are not read."""
     wanted = (role for _, role in program.weight_inputs() if role not in given)
     source.check(part for role in wanted for part in role.parts)
     return graph_weights(
@@ -306,18 +308,36 @@ def graph_weights(
     rank: int = 0,
     given: Mapping[WeightInput, Tensor] = NONE_GIVEN,
 ) -> dict[str, Tensor]:
-    """The same for any graph of a model, whose dtype is `dtype`."""
-    made = dict(given)
-    weights = {}
+    """`load_weights` for any graph of a model. `dtype` is the model's."""
+    placeholders: dict[str, WeightInput] = {}
+    readings: dict[WeightInput, tuple[WeightInput, torch.dtype]] = {}
     for node in graph.graph.nodes:
         role = input_of(node)
         if not isinstance(role, WeightInput):
             continue
-        if role not in made:
+        placeholders[node.name] = role
+        if role not in given:
             own = dtype if role.quantized else node.meta["val"].dtype
-            made |= make_weights(role, parameters.shapes, own, source, device, rank)
-        weights[node.name] = made[role]
-    return weights
+            readings.setdefault(_reading(role), (role, own))
+
+    def make(reading: tuple[WeightInput, torch.dtype]) -> dict[WeightInput, Tensor]:
+        role, own = reading
+        return make_weights(role, parameters.shapes, own, source, device, rank)
+
+    made = dict(given)
+    is_concurrent = source.is_thread_safe and device.type == "cpu"
+    threads = min(_MAX_THREADS, torch.get_num_threads()) if is_concurrent else 1
+    with ThreadPoolExecutor(threads, thread_name_prefix="llmc-weights") as pool:
+        for parts in pool.map(make, readings.values()):
+            made |= parts
+    return {name: made[role] for name, role in placeholders.items()}
+
+
+def _reading(role: WeightInput) -> WeightInput:
+    """Identical for all parts of a quantized weight, which are loaded together."""
+    if role.quantized is None:
+        return role
+    return replace(role, quantized=replace(role.quantized, part="weight"))
 
 
 def bind(
@@ -328,11 +348,10 @@ def bind(
     rank: int = 0,
     taps: Sequence[Tensor] = (),
 ) -> dict[str, Tensor]:
-    """The tensor of every placeholder that is no step input, on this rank.
+    """The tensor of every placeholder that is not a step input, on this rank.
 
-    `caches[layer]` is (key, value); `states` are in the order of the program's. Slots of adapters
-    are made here, and are empty, unless `weights` has them. `taps` are caches of the model that a
-    draft head is for.
+    `caches[layer]` is (key, value); `states` are in the program's order. Adapter slots that are not
+    in `weights` are created here, empty. `taps` are caches of a draft head's target model.
     """
     slots = {spec.call: state for spec, state in zip(program.states, states, strict=True)}
     bound: dict[str, Tensor] = dict(weights)

@@ -1,9 +1,9 @@
-"""How recurrent layers reach llmc: transformers' replaceable functions, by their public names.
+"""How recurrent layers call llmc: transformers' replaceable functions, by their public names.
 
-Modelling code calls its convolution, delta rule and state-space scan through functions that
-transformers lets kernels of the hub stand in for. While a model is captured, those names lead
-here: each function calls one op of ours, which knows packed requests and keeps its state in slots.
-The branch that is captured is that of a fresh prompt; the ops make it hold for every step.
+Modeling code calls its convolution, delta rule and state-space scan through functions that
+transformers can replace with kernels from the hub. During capture, those names refer to the
+functions here. Each calls one of our ops, which handles packed requests and keeps its state in
+slots. The branch for a new prompt is captured; the ops make it valid for every step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from llmc.kernels.delta_rule import delta_rule
 from llmc.kernels.linear_recurrence import linear_recurrence
 from llmc.kernels.selective_scan import selective_scan
 
-_FRESH = (None, None, None, None)  # no state yet: passes/slot_state.py gives every call its own
-_L2_EPS = 1e-6  # what the functions of the hub add under the root
+_FRESH = (None, None, None, None)  # no state yet: passes/slot_state.py adds one to every call
+_L2_EPS = 1e-6  # added under the square root, as in the hub's functions
 
 
 def _conv(
@@ -131,7 +131,7 @@ def _chunk_scan(
     return y if z is None else y * F.silu(z)
 
 
-# Ends of transformers' names for them -> ours. Longer names that end alike do other things.
+# Suffixes of transformers' names for them -> ours. Longer names with the same suffix are different.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _conv,
     "chunk_gated_delta_rule": _delta,
@@ -154,7 +154,7 @@ def _recurrence(
     return linear_recurrence.overload(hidden_states[0], decay, *_FRESH)[None], None
 
 
-# Methods that loop over the tokens of a linear recurrence, by their names in modelling code.
+# Methods that loop over the tokens of a linear recurrence, by their names in modeling code.
 METHODS: dict[str, Callable[..., Any]] = {"_rnn_scan": _recurrence}
 
 
@@ -171,14 +171,14 @@ def _time_mixing(
     return decayed_softmax.overload(key[0], value[0], decay, time_first, *_FRESH)[None], state
 
 
-# Functions of modelling code that loop over the tokens, by the names of their parameters.
+# Functions of modeling code that loop over the tokens, by the names of their parameters.
 SIGNATURES: dict[tuple[str, ...], Callable[..., Any]] = {
     tuple(inspect.signature(_time_mixing).parameters): _time_mixing
 }
 
 
 def _ours(function: Any) -> Callable[..., Any] | None:
-    """What stands in for a function of modelling code, if anything does."""
+    """The replacement for a function of modeling code, if there is one."""
     name = public_name(function)
     if name:
         return next((f for end, f in FUNCTIONS.items() if name.endswith(end)), None)
@@ -189,7 +189,7 @@ def _ours(function: Any) -> Callable[..., Any] | None:
 
 
 def public_name(function: Any) -> str:
-    """The name under which transformers lets a function be replaced; "" for any other function."""
+    """The name by which transformers makes a function replaceable; "" for any other function."""
     if not inspect.isfunction(function):
         return ""
     name = inspect.getclosurevars(function).nonlocals.get("func_name", "")
@@ -198,7 +198,7 @@ def public_name(function: Any) -> str:
 
 @contextmanager
 def replaced_functions(model: nn.Module) -> Iterator[None]:
-    """Inside, the modules that `model`'s code lies in call ours instead of transformers' own."""
+    """Inside this context, `model`'s Python modules call our functions instead of transformers'."""
     files = {type(m).__module__ for m in model.modules()}
     old: list[tuple[Any, str, Any]] = []
     for file in sorted(files & set(sys.modules)):

@@ -1,12 +1,12 @@
-"""Rotary embeddings that turn a long text otherwise than a short one: tables of both.
+"""Rotary embeddings with different frequencies for long and short sequences, as tables of both.
 
-transformers chooses the frequencies of `longrope` by the number of tokens, and computes all keys
-again once a text has outgrown the length that the model was trained on. In a step of several
-requests each is a short or a long text by itself: a token of a long one has its place plus
-`long_text_from` as its position, and so finds its row behind those of short texts:
+transformers chooses the frequencies of `longrope` by the number of tokens, and recomputes all keys
+once a sequence exceeds the length that the model was trained on. In a batched step, each request is
+a short or a long sequence by itself. A token of a long one has its index plus `long_text_from` as
+its position, so that its row is found after those of short sequences:
 
-    rows [0, long_text_from)   short texts, which have no later position
-    rows from there on         long texts, from position 0
+    rows [0, long_text_from)   short sequences, which have no later position
+    rows from there on         long sequences, from position 0
 
 LongRoPE: arXiv 2402.13753.
 """
@@ -27,7 +27,7 @@ _PARTS = {1: ("polar",), 2: ("cos", "sin")}
 
 
 def long_text_from(text_config: Any) -> int | None:
-    """The number of tokens beyond which a text is long to the model; None: there is none."""
+    """The number of tokens beyond which a sequence is long; None if the model has no such limit."""
     found = {
         int(rope["original_max_position_embeddings"])
         for rope in _parameters(text_config)
@@ -36,17 +36,17 @@ def long_text_from(text_config: Any) -> int | None:
     if len(found) > 1:
         raise CheckpointError(
             "its layers have different original_max_position_embeddings "
-            f"({', '.join(map(str, sorted(found)))}); llmc serves models that have one"
+            f"({', '.join(map(str, sorted(found)))}); llmc only supports models with a single one"
         )
     return found.pop() if found else None
 
 
 def use_tables(module: nn.Module, buffers: dict[str, Tensor], context: int) -> bool:
-    """Put tables in place of the rotary embeddings of `module` that know two kinds of text, if any.
+    """Replace `module`'s rotary embeddings that distinguish long and short sequences with tables.
 
-    `module` is on meta, and `buffers` has the values of its buffers by name. Texts have up to
-    `context` tokens. -> whether there are tables. Raises CheckpointError where such an embedding
-    can't be computed by itself.
+    `module` is on meta, and `buffers` has the values of its buffers by name. Sequences have up to
+    `context` tokens. -> whether there are tables. Raises CheckpointError if such an embedding can't
+    be computed separately.
     """
     found = False
     for name, rotary in list(module.named_modules()):
@@ -59,13 +59,13 @@ def use_tables(module: nn.Module, buffers: dict[str, Tensor], context: int) -> b
         if trained is None:
             continue
         try:
-            with torch.device("cpu"):  # the module's tensors are on meta, also those it hides
+            with torch.device("cpu"):  # all of the module's tensors are on meta, even private ones
                 real = type(rotary)(config=config)
             values = {kind: _tables(real, kind, trained, context) for kind in layer_types}
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as e:
             raise CheckpointError(
-                f"the rotary embedding {type(rotary).__name__} of {_KIND} can't be computed by "
-                f"itself: {reason_of(e)}"
+                f"the rotary embedding {type(rotary).__name__} ({_KIND}) can't be computed "
+                f"separately: {reason_of(e)}"
             ) from e
         for own in dict(rotary.named_buffers()):
             buffers.pop(f"{name}.{own}", None)
@@ -79,10 +79,10 @@ def use_tables(module: nn.Module, buffers: dict[str, Tensor], context: int) -> b
 
 
 class RotaryTables(nn.Module):
-    """(cos, sin) [1, T, D] for position_ids [1, T], from tables [rows, D] float32; of a model that
-    turns complex numbers those, complex64 [1, T, D / 2].
+    """(cos, sin) [1, T, D] for position_ids [1, T], from tables [rows, D] float32; for models that
+    rotate complex numbers, complex64 [1, T, D / 2] instead.
 
-    position_ids [axes, 1, T] are those of text, the same on every axis (llmc/startup/images.py).
+    position_ids [axes, 1, T] are those of text, equal on every axis (llmc/startup/images.py).
     """
 
     def __init__(self, tables: dict[str | None, tuple[Tensor, ...]]) -> None:
@@ -110,7 +110,7 @@ def _name(part: str, layer_type: str | None) -> str:
 def _tables(
     rotary: nn.Module, layer_type: str | None, trained: int, context: int
 ) -> tuple[Tensor, ...]:
-    """What the model's own code gives for the longest short text, then for the longest one."""
+    """Results of the model's own code for the longest short sequence, then for the longest one."""
     given = {} if layer_type is None else {"layer_type": layer_type}
     lengths = [min(trained, context)] + ([context] if context > trained else [])
     x = torch.empty(1, 1, 1)

@@ -1,7 +1,7 @@
-"""A rewritten graph <-> JSON and tensors: plain data, so that loading one runs nothing but lookups.
+"""A rewritten graph <-> JSON and tensors: plain data, so that loading runs nothing but lookups.
 
-Only what the later stages read is kept: calls with their arguments, placeholders with their role,
-shape and dtype. Ops are named as torch names them and looked up in `torch.ops`.
+Only what later stages need is stored: calls with their arguments, and placeholders with their role,
+shape and dtype. Ops are stored by torch's names and looked up in `torch.ops`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from llmc.kernels.quantized_linear import Quantization
+from llmc.passes.base import graph_module
 from llmc.passes.inputs import (
     AdapterInput,
     CacheInput,
@@ -31,12 +32,12 @@ from llmc.passes.inputs import (
 Json = Any
 
 
-_ANY_SIZE = 19  # stands for a symbolic size in loaded values; nothing may depend on it
+_ANY_SIZE = 19  # replaces symbolic sizes in loaded values; nothing must depend on it
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What may be asked of a value in a loaded graph: a fake tensor would import the compiler."""
+    """The metadata of a value in a loaded graph. A fake tensor would import the compiler."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -63,13 +64,13 @@ class TensorFacts:
 
 
 class CannotSerialize(Exception):
-    """The graph holds something that plain data can't say; it is then compiled every time."""
+    """The graph has something that plain data can't express, so it is not cached."""
 
 
 def dump_graph(graph: fx.Graph) -> tuple[list[Json], dict[str, Tensor]]:
-    """(nodes in order, the constants by the name of the first placeholder that holds them).
+    """-> (nodes in order, constants by the name of the first placeholder that has them).
 
-    No two of the constants share memory. Raises CannotSerialize.
+    The constants do not share memory. Raises CannotSerialize.
     """
     nodes: list[Json] = []
     constants = _Constants()
@@ -92,14 +93,14 @@ def dump_graph(graph: fx.Graph) -> tuple[list[Json], dict[str, Tensor]]:
 
 
 class _Constants:
-    """The tensors of a graph's constants: one that several placeholders hold is kept once."""
+    """The tensors of a graph's constants. One used by several placeholders is stored once."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Tensor] = {}
         self._names: dict[Any, str] = {}
 
     def add(self, name: str, tensor: Tensor) -> str:
-        """The name that it is kept under. A view of another constant becomes a copy."""
+        """Add a constant. -> the name that it is stored under. Views of others are copied."""
         facts = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         known = self._names.setdefault(facts if tensor.numel() else name, name)
         if known == name:
@@ -113,9 +114,9 @@ class _Constants:
 def load_graph(
     nodes: list[Json], constants: Mapping[str, Tensor], device: torch.device
 ) -> fx.GraphModule:
-    """The inverse; values are TensorFacts on `device`, symbolic sizes stood for by a number.
+    """The inverse of `dump_graph`; values are TensorFacts on `device` with fixed sizes.
 
-    Raises KeyError, AttributeError, TypeError or ValueError for foreign data.
+    Raises KeyError, AttributeError, TypeError or ValueError for data in another format.
     """
     graph = fx.Graph()
     env: dict[str, fx.Node] = {}
@@ -135,12 +136,12 @@ def load_graph(
         env[name] = node
         if node.op != "output":
             node.name = name
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return graph_module(torch.nn.Module(), graph)
 
 
 def _dump_val(val: Any) -> Json:
-    """Shape, strides and dtype of a value; null for a size that is not fixed (in a graph that was
-    loaded all are)."""
+    """Shape, strides and dtype of a value, with null for symbolic sizes (there are none in a loaded
+    graph)."""
     if isinstance(val, list | tuple):
         return {"items": [_dump_val(v) for v in val]}
     if not isinstance(val, Tensor | TensorFacts):
@@ -230,7 +231,7 @@ def _load_shard(shard: Json) -> Shard | None:
     return Shard(dim=int(shard["dim"]), sections=sections, size=int(shard["size"]))
 
 
-# Python's own functions in a graph: picking an item, and arithmetic on sizes.
+# Python's own functions in a graph: indexing, and arithmetic on sizes.
 _PLAIN: dict[str, Any] = {
     f.__name__: f
     for f in (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv)

@@ -1,7 +1,7 @@
-"""What Dynamo can't follow on the meta device, spelled in ways that it can.
+"""Makes code traceable that Dynamo can't handle on the meta device.
 
-Numbers that become tensors (torch.tensor(2.0), x[..., [-2], :]) have no place on meta: the first
-are replaced by fills, the second are let through and rewritten as slices in Dynamo's graph.
+Numbers that become tensors have no data on meta. `torch.tensor(2.0)` is replaced with a fill;
+`x[..., [-2], :]` is allowed and rewritten as a slice in Dynamo's graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _tensor = torch.tensor
 
 
 def _constant(data: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
-    """torch.tensor of plain numbers, as fills: Dynamo turns the original into a tensor of data,
+    """`torch.tensor` of plain numbers, as fills: Dynamo turns the original into a tensor with data,
     which does not exist on meta."""
     if isinstance(data, bool):
         dtype = dtype or torch.bool
@@ -41,7 +41,7 @@ def _is_number(x: Any) -> bool:
 
 @contextmanager
 def traceable_torch() -> Iterator[None]:
-    """Inside, models that are captured call the spellings above."""
+    """Inside this context, captured models use the replacements above."""
     init = FakeTensorMode.__init__
 
     def lenient(self: Any, *args: Any, **kwargs: Any) -> None:

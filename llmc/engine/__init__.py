@@ -1,1 +1,1 @@
-"""Scheduling: requests, blocks and steps in plain Python. Imports no torch and sees no text."""
+"""Scheduling: requests, blocks and steps in plain Python. Does not import torch or handle text."""

@@ -1,11 +1,11 @@
-"""AdapterSlots: which LoRA adapter is in which slot of the device's memory.
+"""AdapterSlots: maps LoRA adapters to slots in device memory.
 
     request waits --prepare--> read into host memory, in another thread --acquire--> it has a row
     StepPlan.adapter_copies: host memory -> slot, before the first step that uses it
 
-A slot belongs to an adapter from the moment that reading it begins. It can be given to another
-one while no request with a row uses it: then no step in flight reads it either. The least
-recently used one goes first.
+A slot is assigned to an adapter as soon as loading starts. It can be reassigned while no request
+with a row uses it, because then no step in flight reads it either. The least recently used adapter
+is evicted first.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from typing import Any, Protocol
 from llmc.engine.plan import AdapterCopy
 from llmc.lora_request import LoRARequest
 
-IDLE_WAIT_S = 0.05  # for an adapter, while there is nothing else to do
+IDLE_WAIT_S = 0.05  # how long to wait for an adapter when there is nothing else to do
 
 
 class AdapterLoader(Protocol):
-    """Reads adapters into host memory; belongs to the runner."""
+    """Reads adapters into host memory; provided by the runner."""
 
     @property
     def num_slots(self) -> int: ...
 
     def check(self, adapter: LoRARequest, /) -> None:
-        """Raises InvalidRequestError for one that does not fit the model. Reads no weight."""
+        """Raise InvalidRequestError if it does not fit the model. Reads no weights."""
 
     def begin(self, adapter: LoRARequest, instead_of: LoRARequest | None, /) -> Future[Any]:
-        """Have the adapter in host memory, and keep it there until another takes its slot.
+        """Load the adapter into host memory and keep it there until its slot is reassigned.
 
-        Fails with InvalidRequestError."""
+        `instead_of` is the adapter evicted from the slot. The future may fail with
+        InvalidRequestError."""
 
 
 class Readiness(Enum):
-    READY = "its slot has been assigned, and its weights are in host memory or there already"
-    LOADING = "it is being read"
+    READY = "it has a slot, and its weights are in host memory or already in the slot"
+    LOADING = "it is being loaded"
     NO_SLOT = "every slot is in use"
 
 
@@ -57,7 +58,7 @@ class _Slot:
 
 
 class AdapterSlots:
-    """Without a `loader` there are no slots, and no request may have an adapter."""
+    """Without a `loader` there are no slots, and requests cannot use adapters."""
 
     def __init__(self, loader: AdapterLoader | None = None) -> None:
         self._loader = loader
@@ -67,10 +68,10 @@ class AdapterSlots:
         self.num_loads = 0
 
     def prepare(self, adapter: LoRARequest | None) -> Readiness:
-        """Whether a request with this adapter can be given a row now; begins to load it if not."""
+        """Whether a request with this adapter can be given a row now; if not, start loading it."""
         if adapter is None:
             return Readiness.READY
-        if adapter in self._failed:  # its requests are about to end
+        if adapter in self._failed:  # its requests are about to be ended
             return Readiness.LOADING
         slot = self._slots.get(adapter) or self._assign(adapter)
         if slot is None:
@@ -88,8 +89,8 @@ class AdapterSlots:
         return Readiness.READY
 
     def _assign(self, adapter: LoRARequest) -> _Slot | None:
-        """A free slot, or that of the least recently used adapter that no request uses."""
-        assert self._loader is not None, "a request with an adapter was let in"
+        """Assign a free slot, or that of the least recently used adapter that no request uses."""
+        assert self._loader is not None, "a request with an adapter was admitted"
         old: LoRARequest | None = None
         if not self._free:
             idle = (k for k, s in self._slots.items() if not s.num_users and not s.is_loading)
@@ -103,7 +104,7 @@ class AdapterSlots:
         return slot
 
     def acquire(self, adapter: LoRARequest | None) -> int:
-        """A request with a ready adapter is given a row. -> its slot."""
+        """Count a request that was given a row as a user of its (ready) adapter. -> its slot."""
         if adapter is None:
             return 0
         slot = self._slots[adapter]
@@ -112,12 +113,12 @@ class AdapterSlots:
         return slot.number
 
     def release(self, adapter: LoRARequest | None) -> None:
-        """A request with an adapter gives up its row."""
+        """Count off a user: a request with this adapter released its row."""
         if adapter is not None:
             self._slots[adapter].num_users -= 1
 
     def pop_copies(self) -> list[AdapterCopy]:
-        """What the next plan must carry."""
+        """The adapter copies that the next plan must carry."""
         copies = []
         for adapter, slot in self._slots.items():
             if slot.must_copy and slot.num_users:
@@ -126,30 +127,30 @@ class AdapterSlots:
         return copies
 
     def copy_again(self, copies: Sequence[AdapterCopy]) -> None:
-        """The step that made these copies failed: the next one makes them."""
+        """The step with these copies failed, so the next step must make them."""
         for copy in copies:
             slot = self._slots.get(copy.adapter)
             if slot is not None and slot.number == copy.slot:
                 slot.must_copy = slot.loading is None
 
     def pop_failed(self) -> dict[LoRARequest, str]:
-        """Adapters that could not be read, and why."""
+        """Adapters that could not be loaded, with the reasons."""
         failed, self._failed = self._failed, {}
         return failed
 
     def wait_for_any(self) -> bool:
-        """Wait a moment for an adapter that is being read; False if none is."""
+        """Wait briefly for an adapter that is loading. Returns False if none is."""
         loading = [slot.loading for slot in self._slots.values() if slot.loading is not None]
         if loading:
             wait(loading, IDLE_WAIT_S, FIRST_COMPLETED)
         return bool(loading)
 
     def check(self, in_use: Sequence[LoRARequest | None]) -> None:
-        """Raise AssertionError unless the adapters of requests with a row have slots."""
+        """Raise AssertionError unless slots and their user counts match the requests with rows."""
         numbers = sorted([*self._free, *(slot.number for slot in self._slots.values())])
         total = self._loader.num_slots if self._loader is not None else 0
         if numbers != list(range(1, total + 1)):
-            raise AssertionError(f"slots {numbers} are free or taken, of {total}")
+            raise AssertionError(f"free and assigned slots are {numbers}, expected 1 to {total}")
         for adapter, slot in self._slots.items():
             if slot.num_users != sum(one == adapter for one in in_use):
                 raise AssertionError(f"adapter {adapter.lora_name!r} miscounts its requests")

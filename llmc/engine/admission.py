@@ -1,10 +1,10 @@
-"""Admission: the engine's rules for requests, and how a request that keeps them is made.
+"""Admission: validates requests and creates the engine's record of a valid one.
 
     frontend/inputs.py --check_request--> AddRequest --> EngineCore.add --admit--> Request
 
-The rules run once, on the way in: token ids against the width of the model's logits, lengths
-against the context and the block pool. What passes can always be run to its end, so it can neither
-hang the queue nor index out of range. `admit` trusts its message.
+The checks run once, on the way in: token ids against the width of the model's logits, lengths
+against the context and the block pool. A request that passes can always run to completion, so it
+can neither hang the queue nor index out of range. `admit` does not validate its message again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
 
 MAX_CACHE_SALT = 256  # characters
-# In the words that clients look for (LangChain, LiteLLM).
+# The wording that clients such as LangChain and LiteLLM match on.
 _CONTEXT = "This model's maximum context length is {} tokens:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the model and the pool can hold. `vocab_size` is the width of the logits, `pool_tokens`
-    the length of the longest sequence that fits into the pool alone."""
+    """Capacity of the model and the pool. `vocab_size` is the width of the logits, `pool_tokens`
+    the length of the longest sequence that fits into an otherwise empty pool."""
 
     vocab_size: int
     max_model_len: int
@@ -39,9 +39,9 @@ class Limits:
 def check_request(
     prompt_token_ids: Sequence[int], sampling: SamplingParams, limits: Limits
 ) -> None:
-    """Raises InvalidRequestError, with the offending field in `param`, unless it can be served.
+    """Raise InvalidRequestError, with the offending field in `param`, if it cannot be served.
 
-    The salt is checked where it is set (`check_cache_salt`), since it may be set later.
+    The salt is checked where it is set (`check_cache_salt`), which may happen later.
     """
     check_prompt(prompt_token_ids, limits.vocab_size)
     wanted = sampling.max_tokens
@@ -56,7 +56,7 @@ def check_request(
 
 
 def check_pooled(prompt_token_ids: Sequence[int], limits: Limits) -> None:
-    """The same for a prompt whose vector is wanted: it may fill the context, as nothing follows."""
+    """`check_request` for a pooling request, whose prompt can fill the whole context."""
     check_prompt(prompt_token_ids, limits.vocab_size)
     num_prompt, context, pool = len(prompt_token_ids), limits.max_model_len, limits.pool_tokens
     if num_prompt > context:
@@ -98,16 +98,16 @@ def admit(message: AddRequest, limits: Limits, default_seed: int) -> Request:
 
 
 def _prefix_key(message: AddRequest) -> bytes:
-    """What else than tokens decides the keys and values: salt and adapter."""
+    """Whatever determines the cached keys and values besides tokens: the salt and the adapter."""
     salt = (message.cache_salt or "").encode()
     if message.adapter is None:
         return salt
     adapter = hashlib.blake2b(repr(message.adapter).encode(), digest_size=16).digest()
-    return b"\xff" + adapter + salt  # no salt begins with that byte: it is UTF-8
+    return b"\xff" + adapter + salt  # salts are UTF-8, so none starts with that byte
 
 
 def derive_seed(engine_seed: int, count: int) -> int:
-    """A seed for the `count`-th request, if it has none: 63 bits, the same in every run."""
+    """A reproducible 63-bit seed for the `count`-th request, if it sets none itself."""
     digest = hashlib.blake2b(f"{engine_seed}/{count}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -117,11 +117,11 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int) -> None:
         raise InvalidRequestError(
             "the prompt is empty; it must have at least one token", param="prompt"
         )
-    # Most prompts are valid: check them without a Python loop.
+    # Fast path without a Python loop: most prompts are valid.
     if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
         return
     for index, token in enumerate(token_ids):
-        if type(token) is not int:  # bool is an int, and so is a NumPy scalar to isinstance
+        if type(token) is not int:  # isinstance would accept bool
             raise InvalidRequestError(
                 f"prompt token {index} is {token!r}; token ids must be integers", param="prompt"
             )
@@ -143,24 +143,24 @@ def check_cache_salt(salt: object) -> None:
 
 
 def _is_text(text: str) -> bool:
-    """Whether it can be encoded: lone surrogates, which JSON can contain, can't."""
+    """Whether it can be encoded. Lone surrogates, which JSON allows, cannot."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def end_tokens(sampling: SamplingParams, limits: Limits) -> frozenset[int]:
     """The model's end tokens, unless the request ignores them."""
-    # A grammar allows an end token only where the output may end, and nothing may follow it.
+    # A grammar allows an end token only where the output can end, and nothing can follow it.
     goes_on = sampling.ignore_eos and sampling.structured_outputs is None
     return frozenset() if goes_on else limits.eos_token_ids
 
 
 def _check_something_allowed(sampling: SamplingParams, limits: Limits) -> None:
-    """Before `min_tokens` the stop tokens are banned; something else must be allowed then."""
+    """Stop tokens are banned before `min_tokens`, so some other token must be allowed."""
     allowed = sampling.allowed_token_ids
     stop = end_tokens(sampling, limits).union(sampling.stop_token_ids or ())
     if sampling.min_tokens > 0 and allowed is not None and stop.issuperset(allowed):
         raise InvalidRequestError(
-            f"allowed_token_ids has only tokens that end the text, but min_tokens="
+            f"allowed_token_ids has only tokens that end the output, but min_tokens="
             f"{sampling.min_tokens} bans those at first; allow another token",
             param="allowed_token_ids",
         )
@@ -176,7 +176,7 @@ def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
 
 
 def total_tokens(num_prompt: int, max_tokens: int | None, limits: Limits) -> int:
-    """How long the request may grow, prompt included."""
+    """The length that the request can grow to, prompt included."""
     if max_tokens is None:
         return min(limits.max_model_len, limits.pool_tokens)
     return num_prompt + max_tokens

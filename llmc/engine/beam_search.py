@@ -1,4 +1,4 @@
-"""BeamSearch: several sequences of one prompt that continue the likeliest of all candidates.
+"""BeamSearch: sequences of one prompt that continue the most likely of all their candidates.
 
     prompt, computed once (parallel_sampling.py)
       |- beam 0  ... a      each beam's step reports its likeliest next tokens (`candidates`)
@@ -6,12 +6,12 @@
       '- beam 2  ... c
 
                 a x         stays in its row: its newest token is sent with its next step
-                a y         takes the place of beam 2, which frees its blocks and forks from a
+                a y         replaces beam 2, which frees its blocks and forks from a
                 b z         stays
 
-A beam is a request like any other that, when its candidates are known, waits for those of the
-others. It may be preempted meanwhile; the candidates stand. A fork shares the full blocks of its
-parent and gets a copy of the last, partial one.
+A beam is an ordinary request, except that it waits for the other beams' candidates once its own are
+known. It can be preempted while it waits; its candidates stay valid. A fork shares the full blocks
+of its parent and gets a copy of the last, partial one.
 
 The rules (scores, end tokens, when to stop) are those of `generate(num_beams=...)` in transformers.
 """
@@ -30,14 +30,14 @@ from llmc.engine.request import Extension, Request
 from llmc.outputs import FinishReason
 from llmc.sampling_params import BeamSearchParams
 
-_NO_BEAM = -1e9  # the score of all but one at first: the others would only repeat it
+_NO_BEAM = -1e9  # initial score of all beams but one, which would otherwise duplicate it
 
 
 class Lifecycle(Protocol):
-    """What a search needs of the scheduler."""
+    """The part of the scheduler that a search uses."""
 
     def requeue(self, request: Request, /) -> None:
-        """Give up the row and blocks of a running request and queue it again."""
+        """Free the row and blocks of a running request and queue it again."""
 
     def finish(self, request: Request, /) -> None:
         """End a request."""
@@ -48,7 +48,7 @@ class Beam(Extension):
 
     def __init__(self, search: BeamSearch, score: float) -> None:
         self.score = score
-        self.candidates: TokenLogprobs | None = None  # the likeliest next tokens
+        self.candidates: TokenLogprobs | None = None  # the most likely next tokens
         self._search = search
         self._must_send_token = False  # the newest token is not in the runner's row
         self.num_candidates = search.num_candidates
@@ -69,21 +69,21 @@ class Beam(Extension):
         self._search.on_finish(error)
 
     def stay(self, request: Request, token: int, score: float) -> None:
-        """Go on with one more token in the same row."""
+        """Continue with one more token in the same row."""
         request.token_ids.append(token)
         self.parent, self.candidates, self.score = None, None, score
         self._must_send_token = True
 
     def fork(self, request: Request, parent: Request, token: int, score: float) -> None:
-        """Go on from another beam's tokens; what this one has computed is of no use any more."""
+        """Continue from another beam's tokens, discarding what this beam has computed."""
         request.fork_from(parent, token)
         self.parent, self.candidates, self.score = parent, None, score
-        self._must_send_token = False  # its row is filled anew
+        self._must_send_token = False  # its row is refilled with all tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypothesis:
-    """A finished sequence. `token_ids` are those after the prompt, an end token among them."""
+    """A finished sequence. `token_ids` are the tokens after the prompt, with the end token."""
 
     token_ids: Sequence[int]
     cum_logprob: float
@@ -95,7 +95,8 @@ _Candidate = tuple[float, Request, int]  # score, parent, token
 
 
 class BeamSearch:
-    """`finished` are the best so far, best first, and the result once `is_over`."""
+    """One beam search. `finished` has the best hypotheses so far, best first; once `is_over`, they
+    are the result."""
 
     def __init__(
         self, params: BeamSearchParams, members: Sequence[Request], lifecycle: Lifecycle
@@ -116,7 +117,7 @@ class BeamSearch:
 
     @property
     def request_id(self) -> str:
-        """The id by which `EngineCore.abort` ends the search."""
+        """The id to pass to `EngineCore.abort` to end the search."""
         return self.members[0].request_id
 
     @property
@@ -125,11 +126,11 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many continuations are ranked: enough that a full set of them has not ended."""
+        """How many continuations are ranked: enough that a full set of beams has not ended."""
         return max(2, 1 + len(self._eos)) * len(self.members)
 
     def on_candidates(self) -> None:
-        """If the candidates of all beams are known, choose which continuations go on."""
+        """Once the candidates of all beams are known, choose the continuations to keep."""
         if any(beam.candidates is None for beam in self._beams.values()):
             return
         going_on = self._rank()
@@ -148,7 +149,7 @@ class BeamSearch:
                 self._lifecycle.finish(member)
 
     def _rank(self) -> list[_Candidate]:
-        """The best continuations that have not ended, best first; those that have are kept."""
+        """The best continuations that have not ended, best first. Ended ones go to `finished`."""
         width = len(self.members)
         length = self.members[0].num_output_tokens + 1
         candidates: list[_Candidate] = []
@@ -163,7 +164,7 @@ class BeamSearch:
         for place, (score, parent, token) in enumerate(best):
             if token not in self._eos and length < self._max_tokens:
                 going_on.append((score, parent, token))
-            elif place < width:  # further candidates only replace those that ended
+            elif place < width:  # lower-ranked candidates only replace ended ones
                 self.finished.append(
                     Hypothesis(
                         token_ids=(*parent.token_ids[parent.num_prompt_tokens :], token),
@@ -177,7 +178,7 @@ class BeamSearch:
         return going_on
 
     def _is_decided(self, best_score: float, length: int) -> bool:
-        """Whether no beam can beat the finished ones, or early stopping does not ask."""
+        """Whether no beam can beat the finished ones, or early stopping makes that irrelevant."""
         params = self._params
         if len(self.finished) < len(self.members):
             return False
@@ -188,7 +189,7 @@ class BeamSearch:
         return best_score / math.pow(length, params.length_penalty) <= self.finished[-1].score
 
     def _assign(self, chosen: Sequence[_Candidate]) -> None:
-        """The first continuation of a beam stays in its row; others take the rows that are left."""
+        """Keep the best continuation of each beam in its row; fork the others into free rows."""
         assert len(chosen) == len(self.members), "too few candidates"
         staying: dict[str, _Candidate] = {}
         forking = []

@@ -3,13 +3,13 @@
     frontend --AddRequest--> EngineCore --StepPlan--> Runner
              <-RequestUpdate-            <-StepResult-
 
-It knows token ids only; text, HTTP and processes belong to the frontend. One request can't take the
-engine down: what can't be served is refused on arrival, and a step that fails ends the request
-that makes it fail (fault_bisection.py) and no other.
+It only deals with token ids; text, HTTP and processes belong to the frontend. One request cannot
+take the engine down: invalid requests are refused on arrival, and a failing step ends only the
+request that causes the failure (fault_bisection.py).
 
-Up to `max_in_flight` steps are under way at a time: the runner begins the next one without waiting
-for the host. A request whose end only the host can see has then computed one token too many in each
-further step; these tokens are dropped and counted.
+Up to `max_in_flight` steps are in flight at a time, so that the runner starts the next one without
+waiting for the host. If only the host can detect that a request has ended, each further step in
+flight computes one token too many for it; these tokens are dropped and counted.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class EngineCore:
         self._num_added = 0
 
     def add(self, message: AddRequest) -> None:
-        """Queue a request. Raises InvalidRequestError or QueueFullError, and then keeps nothing."""
+        """Queue a request. Raises InvalidRequestError or QueueFullError, leaving no trace of it."""
         num_waiting, limit = len(self.scheduler.waiting), self._limits.max_num_queued
         if limit is not None and num_waiting >= limit:
             raise QueueFullError(
@@ -88,10 +88,10 @@ class EngineCore:
         self._num_added += 1
 
     def search(self, message: AddRequest, params: BeamSearchParams) -> BeamSearch:
-        """Queue a beam search. The returned object follows it; `abort` of its id ends it."""
+        """Queue a beam search. The returned object tracks it; `abort` with its id ends it."""
         if params.beam_width > self._limits.max_num_seqs:
             raise InvalidRequestError(
-                f"beam_width {params.beam_width} takes a row for each beam, and the engine has "
+                f"beam_width {params.beam_width} needs one row per beam, but the engine has "
                 f"{self._limits.max_num_seqs}; raise max_num_seqs",
                 param="beam_width",
             )
@@ -108,7 +108,7 @@ class EngineCore:
         return search
 
     def _keep_whole(self, request: Request) -> None:
-        """Say what of the prompt must be computed in one step."""
+        """Set which parts of the prompt must be computed in one step."""
         request.whole_images = self._features.whole_images and bool(request.images)
         if request.whole_images:
             request.least_tokens = max(1, longest(request.images))
@@ -122,13 +122,13 @@ class EngineCore:
             return
         if self._features.adapters is None:
             raise InvalidRequestError(
-                "this engine serves no LoRA adapters; start it with enable_lora (--enable-lora)",
+                "LoRA is not enabled in this engine; start it with enable_lora (--enable-lora)",
                 param="lora_request",
             )
         self._features.adapters.check(request.adapter)
 
     def _end_failed_adapters(self) -> list[RequestUpdate]:
-        """End the requests whose adapters could not be read."""
+        """End the requests whose adapters could not be loaded."""
         failed = self.scheduler.adapters.pop_failed()
         waiting = (
             [r for r in self.scheduler.requests.values() if r.adapter in failed] if failed else []
@@ -154,20 +154,20 @@ class EngineCore:
             self._compiling[request.request_id] = constraint
 
     def _start_compiled(self) -> list[RequestUpdate]:
-        """Start the requests whose grammars have been compiled, and end those whose can't be."""
+        """Start the requests whose grammars are compiled; end those whose grammars failed to."""
         updates = []
         for request_id, constraint in list(self._compiling.items()):
             if constraint.is_compiled:
                 del self._compiling[request_id]
                 try:
                     constraint.start()
-                except Exception as error:  # of a third-party library: one request ends
+                except Exception as error:  # third-party code: any exception ends this request only
                     logger.warning("request %r: %s", request_id, error)
                     updates.append(self.scheduler.fail_request(request_id, str(error)))
         return updates
 
     def _sibling(self, fork_of: str | None, request: Request) -> Request | None:
-        """The request to share a prompt with, if it is still there and sharing is on."""
+        """The request to share a prompt with, if it has not finished and sharing is on."""
         sibling = None if fork_of is None else self.scheduler.requests.get(fork_of)
         if sibling is None or not self._features.share_prompts:
             return None
@@ -180,12 +180,12 @@ class EngineCore:
         return sibling
 
     def abort(self, request_id: str) -> RequestUpdate | None:
-        """End a request. None when it is unknown or over: no error, it may just have ended."""
+        """End a request. Returns None if it is unknown, as it may have just finished."""
         self._compiling.pop(request_id, None)
         return self.scheduler.abort(request_id)
 
     def step(self) -> list[RequestUpdate]:
-        """Keep the runner busy and take in the oldest result. The list may be empty."""
+        """Keep the runner busy and process the oldest result. The list may be empty."""
         updates = self._start_compiled() if self._compiling else []
         while len(self._in_flight) < self._max_in_flight:
             plan = self.scheduler.schedule()
@@ -206,8 +206,8 @@ class EngineCore:
             return updates + self._fail(plan, error)
 
     def use_idle_time(self) -> bool:
-        """Do a little of what would delay a step, such as capturing a CUDA graph. Meant for when
-        there is no work. -> whether there may be more to do."""
+        """Do a small piece of work that would otherwise delay a step, such as capturing a CUDA
+        graph. To be called when idle. -> whether there may be more to do."""
         return self.runner.use_idle_time()
 
     @property
@@ -243,16 +243,16 @@ class EngineCore:
         )
 
     def operate(self, order: Operate) -> Operated:
-        """Carry out an operator's order. What fails is told, and changes nothing else."""
+        """Carry out an operator's order. A failure is reported and has no other effect."""
         try:
             match order.operation:
                 case "reset_prefix_cache":
-                    result = f"{self.scheduler.pool.forget_all()} cached blocks are forgotten"
+                    result = f"dropped {self.scheduler.pool.forget_all()} cached blocks"
                 case "give_back_caches":
-                    result = f"{self.give_back_caches()} bytes of caches are given back"
+                    result = f"released {self.give_back_caches()} bytes of caches"
                 case "start_profile":
                     self.runner.start_profile()
-                    result = "the profile has begun"
+                    result = "profiling started"
                 case "stop_profile":
                     result = self.runner.stop_profile(order.folder)
         except (LlmcError, OSError, RuntimeError) as error:
@@ -260,26 +260,26 @@ class EngineCore:
         return Operated(number=order.number, result=result)
 
     def give_back_caches(self) -> int:
-        """Return the memory of the caches to the system until a request needs it. -> its bytes.
+        """Release the caches' memory to the system until a request needs it. -> bytes released.
 
-        Raises RuntimeError while requests have blocks, or where the runner can't.
+        Raises RuntimeError while there are requests, or if the runner does not support it.
         """
         if self.scheduler.requests:
-            raise RuntimeError(f"{len(self.scheduler.requests)} requests use the caches")
+            raise RuntimeError(f"{len(self.scheduler.requests)} requests are using the caches")
         given = self.runner.give_back_caches()
         self.scheduler.pool.forget_all()
         return given
 
     def state(self) -> EngineState:
-        """Rows, blocks and queues, for people who watch."""
+        """Rows, blocks and queues, for monitoring."""
         return collect_state(self.scheduler, self._limits, self.stats())
 
     def check(self) -> None:
-        """Raise AssertionError if a block or a row has been lost. Meant for when it is idle."""
+        """Raise AssertionError if a block or a row was leaked. To be called when idle."""
         self.scheduler.check()
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestUpdate]:
-        """A step could not be run: let the steps after it end, and search for the culprit."""
+        """A step failed: wait for the steps after it, and search for the request that caused it."""
         logger.error("step %d of %d requests failed", plan.step, len(plan.work), exc_info=error)
         fatal = error if isinstance(error, EngineDeadError) else self._drain()
         updates = self.scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}")
@@ -287,12 +287,12 @@ class EngineCore:
             self._in_flight.clear()
             raise fatal
         for update in updates:
-            logger.error("request %r makes steps fail and was ended", update.request_id)
+            logger.error("ended request %r because it makes steps fail", update.request_id)
         return updates
 
     def _drain(self) -> EngineDeadError | None:
-        """Wait for the steps behind one that failed. Their results are void, unless the engine is
-        dead."""
+        """Wait for the steps after a failed one and discard their results. Returns the error if
+        one of them shows that the engine is dead."""
         while self._in_flight:
             _, pending = self._in_flight.popleft()
             try:
@@ -300,14 +300,14 @@ class EngineCore:
             except EngineDeadError as fatal:
                 return fatal
             except Exception as error:
-                logger.info("a step behind the failed one failed too: %s", error)
+                logger.info("a step after the failed one failed too: %s", error)
         return None
 
     def _check_progress(self) -> None:
-        """Requests that wait while nothing runs would wait for ever: raise instead."""
+        """Raise if requests wait while nothing runs, since they would wait forever."""
         if self.scheduler.has_work and not self.scheduler.num_in_flight:
             stats = self.stats()
             raise EngineDeadError(
-                f"the scheduler is stuck: {stats.num_waiting} requests wait and none runs, with "
+                f"the scheduler is stuck: {stats.num_waiting} requests waiting, none running, "
                 f"{stats.num_free_blocks} of {stats.num_blocks} blocks free; please report this"
             )

@@ -1,12 +1,13 @@
-"""FaultBisection: finds the request that makes a step fail, so that it alone ends.
+"""FaultBisection: finds the request that makes a step fail, so that only that one is ended.
 
 A step that raises does not say which request is the cause. Its requests become a group of suspects
-that is run alone: each is recomputed up to the work that it had in the failed step, then does it.
+that runs in isolation. Each is recomputed up to its work in the failed step, and then repeats that
+work.
 
     failed step --> [A B C D] --fails again--> [A B] [C D] --fails--> [A] [B] [C D] ...
 
-A suspect that gets past its work is cleared. A group that fails is split in two; a group of one
-that fails is the culprit. Every failure makes a group smaller, so the search ends.
+A suspect that gets past its work is cleared. A group that fails is split in two; if a group of one
+fails, that request is the culprit. Every failure makes a group smaller, so the search terminates.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from llmc.engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A request, and the work [start, end) that it had in the step that failed."""
+    """A request, and its work [start, end) in the step that failed."""
 
     request: Request
     start: int
@@ -28,16 +29,16 @@ class Suspect:
 
     @property
     def num_wanted(self) -> int:
-        """How many tokens to compute next: up to the work, or the work itself.
+        """How many tokens to compute next: those up to the work, or the work itself.
 
-        The prefix cache may have brought the request past all of it; one token is then enough.
+        One token is enough if the prefix cache already covers all of it.
         """
         done = self.request.num_computed
         return self.start - done if done < self.start else max(self.end - done, 1)
 
 
 class FaultBisection:
-    """Groups of suspects; the last one is run, alone, until it is empty."""
+    """A stack of groups of suspects; the top group runs in isolation until it is empty."""
 
     def __init__(self) -> None:
         self._groups: list[list[Suspect]] = []
@@ -47,7 +48,7 @@ class FaultBisection:
 
     @property
     def group(self) -> list[Suspect]:
-        """The requests that may be scheduled now."""
+        """The suspects that can be scheduled now."""
         return list(self._groups[-1])
 
     @property
@@ -55,9 +56,9 @@ class FaultBisection:
         return [suspect.request for group in self._groups for suspect in group]
 
     def on_failure(self, failed: Sequence[tuple[Request, RowWork]]) -> Request | None:
-        """These were in a step that failed. Returns the culprit if only one can be it.
+        """Record a failed step's requests. Returns the culprit if only one request can be it.
 
-        A suspect must get past the work of its first failure.
+        A suspect must get past its work in the first step that failed.
         """
         found_again = bool(self._groups)
         known = {s.request.request_id: s for s in (self._groups.pop() if found_again else ())}
@@ -68,17 +69,17 @@ class FaultBisection:
                 new = Suspect(request, work.start, end)
                 suspects.append(known.pop(request.request_id, new))
         self._push(list(known.values()))  # suspects for which the step had no room
-        # With draft tokens it runs once more without: they may have been the cause.
+        # If it had draft tokens, run it again without: they may have been the cause.
         if len(failed) == len(suspects) == 1 and not failed[0][1].draft_token_ids:
             return suspects[0].request
-        # If one of them has ended by now it may have been the cause: run the others once more.
+        # If one of them has ended by now, it may have been the cause: rerun the others unsplit.
         middle = len(suspects) // 2 if found_again and len(suspects) == len(failed) else 0
         self._push(suspects[middle:])
         self._push(suspects[:middle])
         return None
 
     def on_success(self, done: Sequence[tuple[Request, RowWork]]) -> None:
-        """These were in a step that went well: clear those that are past their work."""
+        """Clear those requests of a successful step that are past their work."""
         for request, work in done:
             group = self._groups[-1] if self._groups else ()
             suspect = next((s for s in group if s.request is request), None)
@@ -86,7 +87,7 @@ class FaultBisection:
                 self.drop(request)
 
     def drop(self, request: Request) -> None:
-        """The request is no suspect, or no longer one."""
+        """Remove a request from the suspects, if it is one."""
         groups = ([s for s in group if s.request is not request] for group in self._groups)
         self._groups = [group for group in groups if group]
 

@@ -1,11 +1,11 @@
-"""Grammar: the engine's side of structured outputs. Masks before draws, tokens after them.
+"""Grammar: the engine's side of structured outputs. Masks before sampling, tokens after it.
 
     add --Grammars.begin--> compiled in another thread --Constraint.start--> scheduled
     StepPlan.row_masks <--Matcher.mask--   Matcher.accept <-- StepResult.token_ids
 
-What reads grammars is given to the engine from outside. A matcher belongs to its request, not to
-a row, and so outlives preemption. It has seen exactly the tokens that the host knows; a request
-with a matcher is therefore planned only when none of its draws is in flight.
+The grammar compiler is passed to the engine from outside. A matcher belongs to its request, not to
+a row, so it survives preemption. It has seen exactly the tokens that the host knows, so a request
+with a matcher is planned only when none of its sampled tokens is in flight.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from llmc.engine.plan import RowMask, RowWork, TokenLogprobs
 from llmc.engine.request import Extension, Request
 from llmc.structured_outputs import StructuredOutputs
 
-IDLE_WAIT_S = 0.05  # for a grammar, while there is nothing else to do
+IDLE_WAIT_S = 0.05  # how long to wait for a grammar when there is nothing else to do
 
 
 class Matcher(Protocol):
-    """Follows one sequence. Any exception of it ends the request."""
+    """Matches one sequence against a grammar. Any exception that it raises ends the request."""
 
     def mask(self) -> bytes:
-        """The tokens that may come next, as in RowMask.words."""
+        """The allowed next tokens, in the format of RowMask.words."""
 
     def accept(self, token: int, /) -> None:
-        """`token` was drawn."""
+        """Advance by a sampled token."""
 
     @property
     def is_complete(self) -> bool:
-        """Nothing but an end token can follow."""
+        """Whether only an end token can follow."""
 
 
 class Grammars(Protocol):
-    """Makes matchers; several threads may ask."""
+    """Compiles grammars into matchers. Thread-safe."""
 
     def begin(self, spec: StructuredOutputs, /) -> Future[Any]:
-        """A Matcher at the start of an output, perhaps later. Fails with InvalidRequestError for
-        a grammar that is wrong."""
+        """Start compiling. The future's result is a Matcher at the start of an output; it fails
+        with InvalidRequestError if the grammar is invalid."""
 
 
 class Constraint(Extension):
-    """A request's matcher, once its grammar is compiled, and the mask of the next draw.
+    """A request's matcher, once its grammar is compiled, and the mask for the next token.
 
-    A request whose grammar is being compiled waits; those behind it go first.
+    A request waits while its grammar is compiled; requests after it can overtake it.
     """
 
     no_token_error = (
-        "no token was left to draw: what structured_outputs allows next is banned by bad_words, "
-        "logit_bias, min_tokens or stop_token_ids, or the model's logits were not finite"
+        "no token was left to sample: all tokens that structured_outputs allows next are banned by "
+        "bad_words, logit_bias, min_tokens or stop_token_ids, or the model's logits were not finite"
     )
 
     def __init__(self, compiling: Future[Any]) -> None:
@@ -62,11 +62,11 @@ class Constraint(Extension):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `start` can be called: the grammar is compiled, or can't be."""
+        """Whether `start` can be called: compilation has succeeded or failed."""
         return self.compiling.done()
 
     def start(self) -> None:
-        """Raises InvalidRequestError for a wrong grammar, and anything that a matcher raises."""
+        """Raises InvalidRequestError for an invalid grammar, and whatever the matcher raises."""
         self._matcher = self.compiling.result()
         self._mask = self._matcher.mask()
 
@@ -85,8 +85,8 @@ class Constraint(Extension):
             is_complete = self._matcher.is_complete
             if not is_complete:
                 self._mask = self._matcher.mask()
-        except Exception as error:  # of a third-party library: any of them ends one request
-            problem = f"structured_outputs can't go on: {error or type(error).__name__}"
+        except Exception as error:  # third-party code: any exception ends this request only
+            problem = f"structured_outputs failed: {error or type(error).__name__}"
             return request.ended("error", problem)
         update = request.append(token, logprob)
         if is_complete and update.finish_reason != "stop":
@@ -98,6 +98,6 @@ class Constraint(Extension):
 
 
 def wait_for_any(constraints: Iterable[Constraint]) -> None:
-    """Wait a moment for one of them to be compiled, or not."""
+    """Wait briefly for one of them to finish compiling."""
     futures = [constraint.compiling for constraint in constraints]
     wait(futures, IDLE_WAIT_S, return_when=FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""EngineLimits and EngineFeatures: what an EngineCore is made from, besides its runner."""
+"""EngineLimits and EngineFeatures: the configuration of an EngineCore."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from llmc.engine.spec_decode.speculation import Speculation
 
 
 class RowStates(Protocol):
-    """Made of users' logits processors."""
+    """Validates requests for users' logits processors."""
 
     def begin(
         self, args: Mapping[str, Any], prompt_token_ids: Sequence[int], /
     ) -> Mapping[str, bytes]:
-        """NewRow.row_state of a request; raises InvalidRequestError."""
+        """The NewRow.row_state of a request. Raises InvalidRequestError."""
 
 
-MAX_SCORED = 256  # prompt tokens of a step that are scored: each takes a row of logits
+MAX_SCORED = 256  # scored prompt tokens per step: each needs a row of logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +33,10 @@ class EngineLimits:
     num_blocks: int
     block_size: int  # tokens
     max_num_seqs: int  # rows
-    max_num_batched_tokens: int  # of one step
+    max_num_batched_tokens: int  # per step
     max_model_len: int
     vocab_size: int  # the width of the model's logits
-    max_num_scored_tokens: int = MAX_SCORED  # of the prompts, of one step
+    max_num_scored_tokens: int = MAX_SCORED  # prompt tokens per step
     max_num_queued: int | None = None  # None: no limit
 
     def __post_init__(self) -> None:
@@ -51,9 +51,9 @@ class EngineLimits:
 class EngineFeatures:
     """How requests are served.
 
-    `async_scheduling` off: one step at a time, whatever the runner can do. `share_prompts` off:
-    sequences of one prompt share no blocks by reference; for models with per-request state outside
-    the blocks, which can have neither `swap_room` nor `speculation` either.
+    Without `async_scheduling`, one step runs at a time even if the runner supports more. Without
+    `share_prompts`, sequences of one prompt share no blocks by reference. It must be off for models
+    with per-request state outside the blocks, which cannot use `swap_room` or `speculation` either.
     """
 
     eos_token_ids: Sequence[int] = ()
@@ -62,14 +62,14 @@ class EngineFeatures:
     scheduling_policy: SchedulingPolicy = "fcfs"
     enable_prefix_caching: bool = True
     share_prompts: bool = True
-    long_text_from: int | None = None  # tokens; longer texts are computed with other positions
-    windows: Sequence[AttentionWindow] = (WHOLE,)  # one a group of layers (kv/layout.py)
-    num_snapshots: int = 0  # of such state, for the prefix cache; without it must be off for them
+    long_text_from: int | None = None  # tokens; longer sequences are computed at other positions
+    windows: Sequence[AttentionWindow] = (WHOLE,)  # one per group of layers (kv/layout.py)
+    num_snapshots: int = 0  # of state outside the blocks; 0: such models can't use prefix caching
     swap_room: SwapRoom | None = None  # None: preempted requests are recomputed
     speculation: Speculation | None = None
     grammars: Grammars | None = None  # None: structured outputs are refused
     adapters: AdapterLoader | None = None  # None: requests with LoRA adapters are refused
-    whole_images: bool = False  # the tokens of an image attend to all of it
+    whole_images: bool = False  # an image's tokens attend to all of the image
     whole_prompts: bool = False  # all tokens of a prompt are computed in one step
-    one_prompt: bool = False  # and no other's
-    row_states: RowStates | None = None  # what `extra_args` mean to users' logits processors
+    one_prompt: bool = False  # a step computes the tokens of one prompt only
+    row_states: RowStates | None = None  # interprets `extra_args` for users' logits processors

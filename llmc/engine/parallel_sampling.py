@@ -1,14 +1,14 @@
 """PromptSharing: sequences of one prompt (n > 1) compute it once and share its blocks.
 
-The first of them that gets a row computes the prompt; the others wait for that and then fork:
+The first one that gets a row computes the prompt; the others wait for that and then fork:
 
     source   [p p p p] [p p p p] [p p . .]   the prompt's blocks, then its own output
     fork      shared    shared   copy, then the last prompt token again and its own output
 
 A fork computes the last token of the prompt itself, so that its first token is drawn with its own
-seed. Full blocks are shared by reference and never written again; the block in which the prompt
-ends is copied, since both write to it. All members are equal: when the source is aborted,
-preempted or done, the next one that gets a row takes its place.
+seed. Full blocks are shared by reference and never written again. The block in which the prompt
+ends is copied, since both write to it. All members are equal: when the source is aborted, preempted
+or finished, the next one that gets a row takes its place.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ WAIT = Source(wait=True)
 
 
 class PromptSharing:
-    """The groups of requests with one prompt, cache salt and adapter that have not finished."""
+    """Groups of unfinished requests with the same prompt, cache salt and adapter."""
 
     def __init__(self) -> None:
         self._groups: dict[str, list[Request]] = {}  # by the id of each member
 
     def join(self, request: Request, sibling: Request) -> None:
-        """Both share from now on, until one of them ends."""
+        """Let the two share blocks until one of them finishes."""
         group = self._groups.setdefault(sibling.request_id, [sibling])
         group.append(request)
         self._groups[request.request_id] = group
@@ -41,7 +41,7 @@ class PromptSharing:
         return request.request_id in self._groups
 
     def find_source(self, request: Request, builder: PlanBuilder) -> Source:
-        """A running request whose blocks hold the prompt, computed by steps before this one."""
+        """A running request whose blocks hold the prompt, as computed by earlier steps."""
         members = self._groups.get(request.request_id)
         if members is None or request.needs_scores:
             return NO_SOURCE
@@ -53,7 +53,7 @@ class PromptSharing:
             return NO_SOURCE
         running = [member for member in members if member.state is RequestState.RUNNING]
         for member in running:
-            # A member that this very step admits may wait for block copies itself.
+            # A member admitted by this same step may itself depend on block copies.
             num_computed = builder.num_computed_before(member)
             if num_computed is not None and num_computed >= num_needed:
                 return Source(member, num_needed)

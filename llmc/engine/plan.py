@@ -1,7 +1,7 @@
-"""The contract between the engine and the runner: what one step does, and what came of it.
+"""The interface between the engine and the runner: the plan of a step, and its result.
 
-Plain data, no torch: the scheduler can be simulated, and the plan can cross a process border.
-A request owns one *row* of the runner's tables while it runs. The plan carries changes: new rows
+Plain data, no torch: the scheduler can be simulated, and plans can cross process boundaries.
+A request owns one *row* of the runner's tables while it runs. A plan carries only changes: new rows
 with their tokens, the blocks that each row gained, and the rows that were released.
 """
 
@@ -20,8 +20,8 @@ from llmc.sampling_params import SamplingParams
 class NewRow:
     """A request that enters the runner (or re-enters it after preemption).
 
-    `token_ids` are all tokens known so far (the prompt, and after preemption what was generated);
-    the first `num_prompt_tokens` of them are the prompt.
+    `token_ids` are all tokens known so far: the prompt and, after preemption, the generated tokens.
+    The first `num_prompt_tokens` of them are the prompt.
     """
 
     row: int
@@ -29,14 +29,14 @@ class NewRow:
     token_ids: Sequence[int]
     num_prompt_tokens: int
     sampling: SamplingParams
-    seed: int  # resolved: never None; random numbers depend on (seed, position) alone
-    stop_token_ids: Sequence[int]  # banned while fewer than sampling.min_tokens are out
+    seed: int  # resolved, never None; random numbers depend only on (seed, position)
+    stop_token_ids: Sequence[int]  # banned until sampling.min_tokens have been generated
     row_state: Mapping[str, bytes] = field(default_factory=dict)  # of users' logits processors
-    adapter_slot: int = 0  # of its LoRA adapter; 0: it has none
+    adapter_slot: int = 0  # of its LoRA adapter; 0: none
     images: Sequence[ImageInput] = ()  # of the prompt
     position_offset: int = 0  # added to the positions that the model sees
-    num_candidates: int = 0  # of a beam: likeliest tokens to report with each draw
-    snapshot: int | None = None  # its recurrent state is a copy of this one; None: it begins anew
+    num_candidates: int = 0  # of a beam: how many most likely tokens to report with each draw
+    snapshot: int | None = None  # to copy its initial recurrent state from; None: zeros
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: made per row per step, and frozen costs 3x
@@ -46,20 +46,20 @@ class RowWork:
     `sample` is true when the last of them is the newest token of the row, so that a next token
     is drawn; false inside a chunked prefill.
 
-    The last len(draft_token_ids) of the tokens are draft tokens, new to the runner: they are
-    entered after the row's known ones, and a token is drawn after each of them too. So the row
-    draws 1 + len(draft_token_ids) tokens; the engine decides how many of them are accepted.
+    The last len(draft_token_ids) of the tokens are draft tokens, which the runner does not have
+    yet. It writes them after the row's known tokens, and also draws a token after each of them. So
+    the row draws 1 + len(draft_token_ids) tokens; the engine decides how many are accepted.
 
     The last len(entered_token_ids) of the tokens are known to the engine but not to the runner,
-    which drew others there or none: they are written into the row before it is computed.
+    which drew other tokens there or none. They are written into the row before it is computed.
 
-    With `is_scored` (a prompt whose log-probabilities are wanted, or the vectors of its tokens)
-    each token whose next one is known is scored: all of them inside the prompt, all but the last at
-    its end.
+    With `is_scored` (log-probabilities of the prompt, or vectors of its tokens, were requested),
+    each token whose next token is known is scored: all of them inside the prompt, all but the last
+    at its end.
 
-    With `kept_blocks` the new blocks follow the first so many of the row's, in place of others.
+    With `kept_blocks`, the row keeps only its first `kept_blocks` blocks, and the new ones follow.
 
-    With a `snapshot` the recurrent state that the row then has is copied there.
+    With a `snapshot`, the row's recurrent state after the step is copied there.
     """
 
     row: int
@@ -80,13 +80,13 @@ class RowWork:
 
     @property
     def num_scored(self) -> int:
-        """Tokens whose next one gets a log-probability, or that have a vector themselves."""
+        """Tokens whose successor gets a log-probability, or that get a vector themselves."""
         return self.num_tokens - self.sample if self.is_scored else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCopy:
-    """The contents of block `source`, in all layers, go to block `target` before the step runs."""
+    """Copy block `source` to block `target`, in all layers, before the step runs."""
 
     source: int
     target: int
@@ -94,7 +94,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowMask:
-    """From this step on the row may draw only tokens whose bit is set; None lifts the mask.
+    """From this step on, the row can draw only tokens whose bit is set; None removes the mask.
 
     Token v has bit v % 32 of word v // 32 of `words`, little-endian int32.
     """
@@ -105,7 +105,7 @@ class RowMask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterCopy:
-    """The weights of a LoRA adapter go from host memory to a slot, instead of what is there."""
+    """Copy the weights of a LoRA adapter from host memory to a slot, replacing its contents."""
 
     slot: int  # from 1
     adapter: LoRARequest
@@ -133,7 +133,7 @@ class StepPlan:
 
     @property
     def is_decode(self) -> bool:
-        """Every row computes exactly one token and samples: the shape that buckets serve."""
+        """Whether every row computes exactly one token and samples, as bucketed steps require."""
         return bool(self.work) and all(w.num_tokens == 1 and w.sample for w in self.work)
 
 
@@ -148,18 +148,18 @@ class TokenLogprobs:
     top_logprobs: Sequence[float] = ()
 
 
-# Of a token whose next one is known: that one's log-probability; of a model that pools, a vector.
+# Of a prompt token: the log-probability of the next token or, with a pooling model, its vector.
 Score = TokenLogprobs | bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What the runner drew: the samples of the plan's `work` items in order.
+    """The tokens that the runner drew: the samples of the plan's `work` items in order.
 
     `token_ids[i]` is None where that row's logits were not finite (its request must fail, the
-    others go on). `logprobs[i]` is None where the request asked for none. `scores` are those of
-    the scored prompt tokens, in the order of `work`. `vectors`, of a model that pools: the float32
-    values of each sample, in this machine's byte order; their tokens mean nothing. There `scores`
+    others continue). `logprobs[i]` is None where the request asked for none. `scores` are those of
+    the scored prompt tokens, in the order of `work`. A pooling model returns `vectors`, the float32
+    values of each sample in native byte order, and its `token_ids` are meaningless. Its `scores`
     are vectors too, None where one is not finite.
     """
 
@@ -170,39 +170,41 @@ class StepResult:
 
 
 class PendingStep(Protocol):
-    """A step that was handed to the runner and may still be running."""
+    """A step that was submitted to the runner and may still be running."""
 
     def result(self) -> StepResult:
-        """Wait for the step. Raises what went wrong in it; EngineDeadError if no later step can
-        succeed either. After an error the results of the steps submitted later are void, and so
-        are the rows of all these steps: the engine releases and fills them anew. All other rows
-        and the blocks that they hold must be unchanged.
+        """Wait for the step. Raises the step's error, or EngineDeadError if no later step can
+        succeed either.
+
+        After an error, the results of steps submitted later are void, and so are the rows of all
+        these steps, which the engine releases and refills. All other rows and their blocks must be
+        unchanged.
         """
 
 
 class Runner(Protocol):
-    """What the engine needs of a runner: steps are submitted, and run, in order."""
+    """The engine's interface to a runner. Steps run in the order in which they are submitted."""
 
     @property
     def max_in_flight(self) -> int:
-        """How many steps may be submitted before the result of the first is read; at least 1."""
+        """How many steps can be submitted before the result of the first is read; at least 1."""
 
     @property
     def num_runtime_compiles(self) -> int:
         """Compilations that a step had to wait for."""
 
     def use_idle_time(self) -> bool:
-        """Do a little of what would delay a step. -> whether there may be more to do."""
+        """Do a small piece of work that would otherwise delay a step. -> whether more remains."""
 
     def start_profile(self) -> None:
-        """Record what steps do from now on. Raises RuntimeError while one is recorded."""
+        """Start profiling steps. Raises RuntimeError if a profile is already being recorded."""
 
     def stop_profile(self, folder: str) -> str:
-        """Write the record to a file in `folder`. -> its path. RuntimeError when there is none."""
+        """Write the profile to a file in `folder`. -> its path. RuntimeError if there is none."""
 
     def give_back_caches(self) -> int:
-        """Return the memory of the caches, whose contents nobody needs, until they are written to.
-        -> its bytes. Raises RuntimeError where that is not possible."""
+        """Release the memory of the caches, whose contents are not needed, until the next write.
+        -> bytes released. Raises RuntimeError if that is not possible."""
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Start a step and return at once. Never raises for the content of one request."""

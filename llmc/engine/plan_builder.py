@@ -1,4 +1,4 @@
-"""PlanBuilder: a step while the scheduler puts it together, kept until its result comes."""
+"""PlanBuilder: the step that the scheduler is putting together, kept until its result arrives."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from llmc.image_input import before_cut, uncut
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """`requests` is aligned with `work`; `budget` is how many tokens still fit, `score_budget` how
-    many that are scored.
+    """One step under construction.
 
-    `snapshots` are those of a model whose states are kept; of answers with `keeps_answers` alone.
+    `requests` is aligned with `work`. `budget` is how many tokens still fit, and `score_budget` how
+    many scored tokens a step can have. `snapshots` is set for models with recurrent state; states
+    of answers are kept only with `keeps_answers`.
     """
 
     budget: int
@@ -39,7 +40,7 @@ class PlanBuilder:
         return self.budget >= request.least_tokens
 
     def num_computed_before(self, request: Request) -> int | None:
-        """Tokens of a running request that earlier steps compute; None if this step admits it."""
+        """Tokens of a running request computed by earlier steps; None if this step admits it."""
         if any(new.row == request.row for new in self.new_rows):
             return None
         for one, work in zip(self.requests, self.work, strict=True):
@@ -87,7 +88,7 @@ class PlanBuilder:
         self.work.append(work)
 
     def _stop_at(self, request: Request, end: int) -> int | None:
-        """Where the request's state is to be kept, at or before `end`; None: nowhere."""
+        """Where to keep the request's state, at or before `end`; None: nowhere."""
         stop = None if self.snapshots is None else self.snapshots.stop_at(request, end)
         if stop is not None and request.whole_images and before_cut(request.images, stop) != stop:
             return None
@@ -99,9 +100,9 @@ class PlanBuilder:
         new_blocks: Sequence[int] = (),
         draft_tokens: Sequence[int] = (),
     ) -> None:
-        """`add` for one known token, which is most of what a step does.
+        """`add` for one known token, the most common case.
 
-        The request's counts are those of a step without draft tokens until the result is known.
+        Until the result is known, the request's counts are those of a step without draft tokens.
         """
         assert request.row is not None
         start = request.num_computed

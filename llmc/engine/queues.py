@@ -1,10 +1,10 @@
-"""Queues: which requests run, which wait, and every way from one to the other.
+"""Queues: the running and waiting requests, and all transitions between the two.
 
     waiting --admit--> running --preempt, reset--> waiting
                either of them --finish--> gone
 
 A request that stops running may still be in a step in flight. Its row and blocks are freed when
-the last such step is done (`release`).
+the last of these steps is done (`release`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _rank = attrgetter("rank")
 
 
 class RankedQueue(list[Request]):
-    """A list sorted by rank, (priority, arrival), as long as it is changed by `insert_ranked` and
-    `discard` alone. With every priority 0 that is first come, first served."""
+    """A list sorted by rank, (priority, arrival), if only changed by `insert_ranked` and `discard`.
+
+    If all priorities are 0, the order is first come, first served."""
 
     def insert_ranked(self, request: Request) -> None:
         if not self or self[-1].rank < request.rank:  # nearly always
@@ -47,7 +48,7 @@ class RankedQueue(list[Request]):
 
 
 class Queues:
-    """The running and the waiting requests over the rows of one RowTable."""
+    """The running and waiting requests of one RowTable."""
 
     def __init__(self, rows: RowTable, sharing: PromptSharing) -> None:
         self.rows = rows
@@ -55,24 +56,25 @@ class Queues:
         self.waiting = RankedQueue()
         self.num_preemptions = 0
         self._sharing = sharing
-        self._num_leaving = 0  # requests that hold a row and do not run
+        self._num_leaving = 0  # requests that hold a row but no longer run
 
     def admit(self, request: Request) -> None:
-        """A waiting request was given a row."""
+        """Move a waiting request that was given a row to the running ones."""
         self.waiting.discard(request)
         self.running.insert_ranked(request)
         request.state = RUNNING
 
     def make_room(self, request: Request) -> bool:
-        """Free a block for each group of layers, by preemption if need be. False: not in this step.
+        """Free a block for each group of layers, preempting if necessary.
 
-        The request may preempt itself, but none of better rank.
+        Returns False if that is not possible in this step. The request may preempt itself, but none
+        of better rank.
         """
         while self.rows.pool.num_free < self.rows.num_groups:
-            if self._num_leaving:  # their blocks come back with the steps in flight
+            if self._num_leaving:  # their blocks are freed when the steps in flight are done
                 return False
             victim = self.running[-1]
-            if victim is request and request.num_in_flight:  # its own may come back too
+            if victim is request and request.num_in_flight:  # it may finish and free blocks itself
                 return False
             self.preempt(victim)
             if victim is request:
@@ -80,9 +82,10 @@ class Queues:
         return True
 
     def preempt_for(self, request: Request) -> None:
-        """The first in the queue found no row or block: preempt one of worse priority, if any.
+        """Preempt a request of worse priority, if any, for the first in the queue, which found no
+        row or block.
 
-        One a step: the request tries again before another has to go.
+        Only one per step: the request tries again before another one is preempted.
         """
         if self._num_leaving or not self.running:
             return
@@ -91,7 +94,7 @@ class Queues:
             self.preempt(victim)
 
     def allocate_by_preemption(self, request: Request, protected: Collection[str]) -> bool:
-        """Give a request a row, preempting any but the protected ids if need be."""
+        """Give a request a row and blocks, preempting any but the protected ids if necessary."""
         while not (self.rows.num_free_rows and self.rows.allocate(request, 0)):
             others = (r for r in reversed(self.running) if r.request_id not in protected)
             victim = next(others, None)
@@ -101,8 +104,8 @@ class Queues:
         return True
 
     def prepare_by_preemption(self, request: Request, protected: Collection[str]) -> bool:
-        """Have the request's adapter in a slot, for which any but the protected ids may have to go.
-        False: it is being read, or protected ones use all slots."""
+        """Load the request's adapter into a slot, preempting any but the protected ids if
+        necessary. Returns False if it is still loading, or if protected requests use all slots."""
         while (ready := self.rows.adapters.prepare(request.adapter)) is Readiness.NO_SLOT:
             others = (r for r in reversed(self.running) if r.request_id not in protected)
             victim = next((r for r in others if r.adapter is not None), None)
@@ -117,15 +120,15 @@ class Queues:
         self.requeue(request)
 
     def requeue(self, request: Request) -> None:
-        """Back to the waiting requests, if it runs; row and blocks are given up."""
+        """Move a running request back to the waiting ones and free its row and blocks."""
         if request.state is RUNNING:
             self._move_to_waiting(request)
             self._leave(request)
 
     def reset(self, request: Request) -> None:
-        """A step of the request failed: it keeps its known tokens and recomputes everything."""
+        """After a failed step, make the request recompute everything from its known tokens."""
         if request.row is None:
-            return  # an earlier one of the failed steps has reset it
+            return  # already reset for an earlier one of the failed steps
         request.num_in_flight = 0
         request.num_tokens = len(request.token_ids)
         if request.state is RUNNING:
@@ -145,7 +148,7 @@ class Queues:
             self.waiting.discard(request)
 
     def release(self, request: Request) -> None:
-        """The last step that used a request which does not run any more is done."""
+        """Free a request that no longer runs, now that the last step that used it is done."""
         if request.row is not None:
             self._num_leaving -= 1
             self._free(request)
@@ -162,13 +165,13 @@ class Queues:
             self._free(request)
 
     def _free(self, request: Request) -> None:
-        # The blocks of a shared prompt stay where they are: nothing to swap out.
+        # The blocks of a shared prompt stay on the device: nothing to swap out.
         if request.state is PREEMPTED and not self._sharing.is_shared(request):
             self.rows.swap.save(request)
         self.rows.free(request)
 
     def violations(self) -> list[str]:
-        """Invariants that are broken. Raises AssertionError for those of rows and blocks."""
+        """The violated invariants. Raises AssertionError for those of rows and blocks."""
         self.rows.check()
         self.rows.swap.check(self.waiting)
         owners = [request for request in self.rows.owners if request is not None]

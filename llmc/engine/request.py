@@ -1,8 +1,8 @@
 """Request: one sequence while the engine serves it, and Extension: decoding beyond plain sampling.
 
-Three counts say how far a request is. `token_ids` are the tokens that the host knows. `num_tokens`
-adds those that steps in flight will draw. `num_computed` is how many of them have been handed to
-the runner; a step is planned for what lies between the last two.
+Three counts describe a request's progress. `token_ids` are the tokens that the host knows.
+`num_tokens` also counts those that steps in flight will draw. `num_computed` is how many of them
+have been submitted to the runner; a step computes tokens from `num_computed` up to `num_tokens`.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ class RequestState(Enum):
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one request; kv/row_table.py alone changes it.
+    """The blocks of one request; mainly changed by kv/row_table.py.
 
     `blocks` is flat: the physical block of each group of layers for the first `block_size` tokens,
-    then for the next. NO_BLOCK stands where a windowed group has freed its block.
+    then for the next, and so on. NO_BLOCK replaces blocks that a windowed group has freed.
     """
 
     blocks: list[int] = field(default_factory=list)
     num_freed: list[int] = field(default_factory=list)  # leading blocks that each group has freed
     capacity: int = 0  # tokens that fit
     digests: list[bytes] = field(default_factory=list)  # of full blocks, computed when needed
-    num_published: int = 0  # leading blocks that are in the prefix cache, or have a twin there
-    snapshot: int | None = None  # of the recurrent state that it begins with (kv/snapshots.py)
-    kept_at: int = 0  # tokens after which its state was last kept, that one included
-    known_to: int = 0  # tokens whose blocks were in the prefix cache, with a snapshot or without
+    num_published: int = 0  # leading blocks that are in the prefix cache, or have an equal there
+    snapshot: int | None = None  # of its initial recurrent state (kv/snapshots.py)
+    kept_at: int = 0  # number of tokens after which its state was last kept or restored
+    known_to: int = 0  # tokens whose blocks were in the prefix cache, with or without a snapshot
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """A prompt, what has been generated, and the row and blocks that it holds.
+    """A prompt, the tokens generated so far, and the row and blocks in use.
 
-    A request holds a row exactly when it holds blocks. It may keep both for a step or two after it
-    finished or was preempted: until no step in flight (`num_in_flight`) uses them.
+    A request has a row exactly when it has blocks. After it has finished or was preempted, it may
+    keep both for a step or two, until no step in flight (`num_in_flight`) uses them.
     """
 
     request_id: str
@@ -70,7 +70,7 @@ class Request:
     adapter: LoRARequest | None = None
     images: Sequence[ImageInput] = ()
     whole_images: bool = False  # the tokens of each are computed in one step
-    least_tokens: int = 1  # for which a step must have room, to compute some of this request
+    least_tokens: int = 1  # token budget that a step must have left to compute this request
     priority: int = 0
     row_state: Mapping[str, bytes] = field(default_factory=dict)  # see plan.NewRow
     extension: Extension | None = None  # None: plain sampling
@@ -80,16 +80,16 @@ class Request:
     state: RequestState = RequestState.WAITING
     row: int | None = None
     adapter_slot: int = 0  # while it has a row; 0: no adapter
-    position_offset: int = 0  # of the positions that the model sees; above 0: it is a long text
+    position_offset: int = 0  # of the positions that the model sees; above 0: a long sequence
     table: BlockTable = field(default_factory=BlockTable)
     num_tokens: int = field(init=False)
     num_computed: int = 0
-    num_in_flight: int = 0  # steps that were planned and whose result has not come
+    num_in_flight: int = 0  # planned steps whose result has not arrived
     num_cached_tokens: int | None = None  # of the prompt; None until it is first scheduled
     arrived_s: float = field(default_factory=time.monotonic)
-    queue_s: float | None = None  # from then to its first step; None until that
+    queue_s: float | None = None  # from arrival to first step; None before that
     num_preemptions: int = 0
-    first_token_s: float | None = None  # from then to its first token; None until that
+    first_token_s: float | None = None  # from arrival to first token; None before that
     prompt_scores: list[Score | None] = field(default_factory=list)  # of all but the last token
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class Request:
 
     @property
     def needs_scores(self) -> bool:
-        """What is asked of the prompt's tokens is not complete. It comes in order."""
+        """Whether requested scores of prompt tokens are still missing. They arrive in order."""
         return bool(self.prompt_scores) and self.prompt_scores[-1] is None
 
     @property
@@ -111,7 +111,7 @@ class Request:
         return self.state is RequestState.FINISHED
 
     def append(self, token: int, logprob: TokenLogprobs | None) -> RequestUpdate:
-        """Take a drawn token. The update's `finish_reason` is set when it was the last one."""
+        """Append a drawn token. The update's `finish_reason` is set if it is the last one."""
         self.token_ids.append(token)
         if self.first_token_s is None:
             self.first_token_s = time.monotonic() - self.arrived_s
@@ -137,7 +137,7 @@ class Request:
         return update
 
     def fork_from(self, parent: Request, token: int) -> None:
-        """Go on from another request's tokens and one more. No draw may be in flight."""
+        """Continue from another request's tokens plus one. No drawn token may be in flight."""
         self.token_ids = [*parent.token_ids, token]
         self.num_tokens = len(self.token_ids)
         self.table.digests = parent.table.digests[:]
@@ -161,18 +161,18 @@ class Request:
 
 
 class Extension:
-    """How one request decodes where that is not plain sampling. Holds all state that this takes.
+    """How one request decodes if not by plain sampling, with all the state that this needs.
 
-    Beam search, structured outputs and speculative decoding are one subclass each; these methods
-    are all that the scheduler knows of them. The defaults are plain sampling.
+    Beam search, structured outputs and speculative decoding are one subclass each; the scheduler
+    uses them only through these methods. The defaults are plain sampling.
     """
 
     num_candidates = 0  # NewRow.num_candidates
     parent: Request | None = None  # a request whose computed tokens this one continues
-    no_token_error = NOT_FINITE  # the error if the runner drew no token
+    no_token_error = NOT_FINITE  # the error if the runner could not draw a token
 
     def is_ready(self, request: Request) -> bool:
-        """Whether the next token can be planned, given what the host knows now."""
+        """Whether the next token can be planned with the tokens that the host knows now."""
         return True
 
     def draft_tokens(self, request: Request) -> Sequence[int]:
@@ -180,13 +180,13 @@ class Extension:
         return ()
 
     def on_draw(self, request: Request, work: RowWork, masks: list[RowMask]) -> None:
-        """A step that draws a token is being planned; `work` and `masks` may be added to."""
+        """Called while a step that draws a token is planned; may extend `work` and `masks`."""
 
     def on_token(
         self, request: Request, token: int, logprob: TokenLogprobs | None
     ) -> RequestUpdate | None:
-        """A token was drawn. Not called after the request has finished."""
+        """Called when a token was drawn, but not after the request has finished."""
         return request.append(token, logprob)
 
     def on_finish(self, request: Request, error: str | None) -> None:
-        """The request has ended, for whatever reason."""
+        """Called when the request has ended, for whatever reason."""

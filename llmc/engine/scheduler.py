@@ -1,14 +1,14 @@
-"""Scheduler: plans steps, takes in their results, and owns every request until it ends.
+"""Scheduler: plans steps, processes their results, and owns every request until it ends.
 
     add() -> waiting -> schedule() -> running -> update() -> finished
                  ^----- preempt (blocks ran out, or a step failed)
 
 Requests are served by rank: first come, first served, or by priority. When blocks run out, the
-running request of the worst rank goes back to `waiting`. A step takes one token of each running
-decode, then what is left of running prompts, then new prompts, until its token budget is spent.
+running request of the worst rank goes back to `waiting`. A step is filled with one token of each
+running decode, then the rest of running prompts, then new prompts, up to its token budget.
 
-`schedule()` may be called again before `update()` of the step before: counts advance when a step
-is planned, and tokens in flight are known by number only. Results come in the order of the plans.
+`schedule()` can be called again before `update()` for the previous step. Counts advance when a step
+is planned; of tokens in flight only the number is known. Results arrive in the order of the plans.
 A row and its blocks are freed only when no step in flight uses them.
 """
 
@@ -36,7 +36,7 @@ from llmc.engine.spec_decode.speculation import count_accepted
 from llmc.image_input import before_cut
 
 Drawn = tuple[int | None, TokenLogprobs | None]
-MAX_FINISHED = 64  # requests that are remembered for people who watch
+MAX_FINISHED = 64  # finished requests remembered for monitoring
 RUNNING = RequestState.RUNNING
 FINISHED = RequestState.FINISHED
 
@@ -44,8 +44,8 @@ FINISHED = RequestState.FINISHED
 class Scheduler:
     """Continuous batching over `max_num_seqs` rows and one BlockPool.
 
-    With the policy "priority" a request of lower `priority` goes before all of higher ones, and
-    takes the place of running ones if need be. Models with windowed layers swap nothing.
+    With the policy "priority", requests with a lower `priority` value go first, and preempt running
+    ones if necessary. There is no swapping for models with windowed layers.
     """
 
     def __init__(self, limits: EngineLimits, features: EngineFeatures) -> None:
@@ -70,7 +70,7 @@ class Scheduler:
             self.adapters,
             features.long_text_from,
         )
-        self.requests: dict[str, Request] = {}  # all that are not finished
+        self.requests: dict[str, Request] = {}  # all unfinished ones
         self.speculation = features.speculation
         self.bisection = FaultBisection()
         self._sharing = PromptSharing()
@@ -80,7 +80,7 @@ class Scheduler:
         self._max_num_scored_tokens = limits.max_num_scored_tokens
         self._use_priority = features.scheduling_policy == "priority"
         self._in_flight: deque[PlanBuilder] = deque()
-        self._no_room_for: Request | None = None  # the first in the queue, in the last step
+        self._no_room_for: Request | None = None  # that stopped admission in the last step
         self._num_arrivals = 0
         self.last_finished: deque[FinishedRequest] = deque(maxlen=MAX_FINISHED)
         self.num_steps = 0
@@ -92,14 +92,14 @@ class Scheduler:
         self.num_generated_tokens = 0
         self.num_finished = 0
         self.num_failed_steps = 0
-        self.num_wasted_row_steps = 0  # computed for a request that had ended by then
+        self.num_wasted_row_steps = 0  # computed for requests that had already ended
 
     # Requests come and go
 
     def add(self, request: Request, sibling: Request | None = None) -> None:
-        """Queue a request; with a `sibling` of the same prompt it shares the prompt's blocks."""
+        """Queue a request. With a `sibling` that has the same prompt, share the prompt's blocks."""
         if request.request_id in self.requests:
-            raise ValueError(f"request {request.request_id!r} is already here")
+            raise ValueError(f"request {request.request_id!r} already exists")
         if self.layout.blocks_for(request.max_total_tokens) > self.pool.num_blocks:
             raise ValueError(
                 f"request {request.request_id!r} can grow to {request.max_total_tokens} tokens; "
@@ -115,7 +115,7 @@ class Scheduler:
             self._sharing.join(request, sibling)
 
     def abort(self, request_id: str) -> RequestUpdate | None:
-        """End a request now; None if there is no such request, or it has just finished."""
+        """End a request now. Returns None if there is no such request or it has just finished."""
         request = self.requests.get(request_id)
         if request is None:
             return None
@@ -126,7 +126,7 @@ class Scheduler:
         return self._fail(self.requests[request_id], error)
 
     def finish(self, request: Request, error: str | None = None) -> None:
-        """End a request, and whatever its extension ends with it."""
+        """End a request, along with others that its extension ends with it."""
         del self.requests[request.request_id]
         self.num_finished += 1
         self.last_finished.append(request.summary())
@@ -149,13 +149,13 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that were planned and whose result has not come."""
+        """Planned steps whose result has not arrived."""
         return len(self._in_flight)
 
     # Plan a step
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can run (before a result in flight has come)."""
+        """Plan the next step; None if nothing can run (until a result in flight arrives)."""
         snapshots = self.pool.snapshots
         keeps_answers = snapshots is not None and snapshots.can_keep_answers(len(self.running))
         builder = PlanBuilder(
@@ -167,7 +167,7 @@ class Scheduler:
             if self.speculation is not None:
                 self.speculation.begin_step(self.running)
             self._schedule_all(builder)
-            # Beams that run may wait for beams that have no row or blocks: the last gives way.
+            # Running beams may be waiting for beams without a row or blocks: preempt the last.
             while not builder.work and not self._in_flight and self.running and self.waiting:
                 self._queues.preempt(self.running[-1])
                 self._schedule_all(builder)
@@ -203,10 +203,10 @@ class Scheduler:
         self._schedule_waiting(builder)
 
     def _schedule_decodes(self, builder: PlanBuilder) -> list[Request]:
-        """One token of each running request that has one left; the others are returned.
+        """Add one token of each running decode. Returns the running prefills.
 
-        A request that needs a block may preempt those after it, and itself: never one before it,
-        so that the work that is already in this step stays.
+        A request that needs a block may preempt those after it, or itself, but never one before it,
+        so that work already in this step stays valid.
         """
         prefills: list[Request] = []
         running = self.running
@@ -234,14 +234,15 @@ class Scheduler:
         return prefills
 
     def _needs_recompute(self, request: Request) -> bool:
-        """It has become a long text, and has more to draw."""
+        """Whether it has become a long sequence and has more tokens to draw."""
         has_grown = self.rows.position_offset(request) != request.position_offset
         return has_grown and request.num_tokens < request.max_total_tokens
 
     def _add_drafts(
         self, builder: PlanBuilder, request: Request, drafts: Sequence[int], num_after: int
     ) -> None:
-        """A decode with as many draft tokens as leave the `num_after` others budget and blocks."""
+        """Add a decode with draft tokens, as many as leave the `num_after` later requests budget
+        and blocks."""
         num_tokens, block_size = request.num_tokens, self.pool.block_size
         num_spare = max(self.pool.num_free // self.layout.num_groups - num_after, 0)
         num_drafts = min(
@@ -261,8 +262,9 @@ class Scheduler:
         builder.add_decode(request, blocks, drafts[:num_drafts])
 
     def _add_work(self, builder: PlanBuilder, request: Request, num_wanted: int) -> None:
-        """Compute more of a running request, as far as its blocks reach. It has them all, unless
-        windowed layers allocate theirs step by step.
+        """Compute more of a running request, as far as its blocks reach.
+
+        It already has all of them, except that windowed layers allocate blocks step by step.
         """
         num_wanted = min(num_wanted, builder.budget)
         blocks: list[int] = []
@@ -271,26 +273,28 @@ class Scheduler:
                 num_wanted = request.table.capacity - request.num_computed
                 break
             blocks += self.rows.grow(request)
-        if request.whole_images:  # has_room has seen to the budget, but the blocks may not do
+        if request.whole_images:  # has_room has checked the budget, but blocks may be short
             end = request.num_computed + num_wanted
             if before_cut(request.images, end) <= request.num_computed:
                 num_wanted = 0
         if request.state is RUNNING and num_wanted > 0:
             builder.add(request, num_wanted, blocks)
-        elif request.state is RUNNING and blocks:  # which would reach no step
+        elif request.state is RUNNING and blocks:  # no step would carry these blocks
             self._queues.preempt(request)
 
     def _schedule_waiting(self, builder: PlanBuilder) -> None:
-        """Admit waiting requests by rank. Passed over are only those that are not ready, those that
-        wait for the blocks of their prompt, for each of which a row is kept, and those whose
-        adapter is not there yet. While one finds no slot for it, none behind with an adapter goes
-        first, so that slots do become free.
+        """Admit waiting requests by rank.
+
+        Only these are skipped: requests that are not ready, those that wait for another one to
+        compute their prompt (a row is reserved for each), and those whose adapter is not loaded.
+        Once a request finds no adapter slot, no later request with an adapter overtakes it, so that
+        slots eventually become free.
         """
         index = num_kept_rows = self.num_deferred = 0
         has_slots = True
         while index < len(self.waiting) and builder.budget:
             request = self.waiting[index]
-            if request.num_in_flight:  # preempted: until the tokens in flight are known
+            if request.num_in_flight:  # preempted: wait until its tokens in flight are known
                 return
             if request.extension is not None and not request.extension.is_ready(request):
                 index = self.num_deferred = index + 1
@@ -311,18 +315,18 @@ class Scheduler:
                 if ready is not Readiness.READY:
                     index = self.num_deferred = index + 1
                     continue
-            # One block stays free for each running request, whose next growth should not have to
-            # preempt the one that is admitted now.
+            # Keep one block free for each running request, so that its next block does not require
+            # preempting the request admitted now.
             if not self.rows.allocate(request, len(self.running), source):
                 self._no_room_for = request
                 return
             self._admit(builder, request, request.num_tokens - request.num_computed, source)
 
     def _schedule_suspects(self, builder: PlanBuilder) -> None:
-        """One step at a time, of suspects only. They may take the blocks of all others."""
+        """Schedule only suspects, one step at a time. They can preempt all other requests."""
         if self._in_flight:
             return
-        group = self.bisection.group  # those without room wait until others of it are cleared
+        group = self.bisection.group  # members without room wait until others are cleared
         protected = {suspect.request.request_id for suspect in group}
         for suspect in group:
             request = suspect.request
@@ -340,23 +344,23 @@ class Scheduler:
     def _admit(
         self, builder: PlanBuilder, request: Request, num_wanted: int, source: Source = NO_SOURCE
     ) -> None:
-        """A request that was just given a row takes part in its first step."""
+        """Add a request that was just given a row to this step."""
         self._queues.admit(request)
         if request.num_cached_tokens is None:
             request.queue_s = time.monotonic() - request.arrived_s
             self.num_prompt_tokens += request.num_prompt_tokens
             self.num_cached_prompt_tokens += min(request.num_computed, request.num_prompt_tokens)
-            if source.request is not None:  # what it shares was computed for the same call
+            if source.request is not None:  # the shared tokens were computed for the same call
                 request.num_cached_tokens = source.request.num_cached_tokens
             else:
                 request.num_cached_tokens = request.num_computed
                 self.pool.count_lookup(request.num_prompt_tokens, request.num_computed)
         builder.new_rows.append(new_row(request))
         num_wanted = min(num_wanted, request.table.capacity - request.num_computed)
-        # Blocks that a window has left are never read, so any number does for them.
+        # Blocks that have left a window are never read, so any block number will do.
         builder.add(request, num_wanted, [max(block, 0) for block in request.table.blocks])
 
-    # Take in a result
+    # Process a result
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Apply the result of the oldest plan in flight."""
@@ -425,8 +429,8 @@ class Scheduler:
         return updates
 
     def _take_drafted(self, request: Request, drawn: Sequence[Drawn]) -> list[RequestUpdate]:
-        """Take what was drawn after a token and after each accepted draft token, up to where the
-        answer ends: at least one token.
+        """Append the tokens drawn after a known token and after each accepted draft token, up to
+        the end of the output: at least one token.
         """
         updates: list[RequestUpdate] = []
         for token, logprob in drawn:
@@ -444,9 +448,9 @@ class Scheduler:
         return updates
 
     def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
-        """The oldest plan in flight could not be run, and the results of those after it are void.
+        """Handle the failure of the oldest plan in flight, which voids the results of later ones.
 
-        All requests of these plans recompute what they had; those of the failed one are bisected.
+        All requests of these plans are recomputed; those of the failed plan are bisected.
         """
         builder = self._oldest(plan)
         self.num_failed_steps += 1
@@ -461,7 +465,7 @@ class Scheduler:
             self.rows.give_back_snapshots(void.work)
             for request in void.saved:  # the copies may not have been made
                 self.rows.swap.drop(request)
-            # The runner may not have seen which rows were released, and slots filled.
+            # The runner may not have released these rows and filled these adapter slots.
             self.adapters.copy_again(void.plan.adapter_copies)
             self.rows.release_again(void.plan.released_rows)
         return updates
@@ -472,7 +476,7 @@ class Scheduler:
         return self._in_flight[0]
 
     def _fail(self, request: Request, error: str | None = None) -> RequestUpdate:
-        """End a request that made a step fail or, without an `error`, drew no token."""
+        """End a request that made a step fail or, without an `error`, could not draw a token."""
         if error is None:
             extension = request.extension
             error = NOT_FINITE if extension is None else extension.no_token_error
@@ -508,8 +512,8 @@ class Scheduler:
 def _add_vectors(
     builder: PlanBuilder, result: StepResult, updates: Sequence[RequestUpdate]
 ) -> None:
-    """What a step of a model that pools has made, to the requests that it ends: a vector, behind
-    those of the tokens before the last where they are asked for."""
+    """Attach each finished request's vector to its update; if per-token vectors were requested,
+    they come first."""
     sampled = [r for r, work in zip(builder.requests, builder.work, strict=True) if work.sample]
     vectors = {
         r.request_id: b"".join((*(s for s in r.prompt_scores if isinstance(s, bytes)), last))

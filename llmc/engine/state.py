@@ -1,7 +1,7 @@
-"""What the engine does at this moment, as plain data: for people who watch it (GetState).
+"""The engine's current state as plain data, for monitoring (GetState).
 
-Nothing here runs unless somebody asks. Lists are cut, so that the cost and the size are bounded:
-MAX_REQUESTS requests with MAX_BLOCKS blocks of each, MAX_CELLS cells of the pool.
+Computed only on request. Lists are truncated to bound cost and size: MAX_REQUESTS requests with
+MAX_BLOCKS blocks each, and MAX_CELLS cells of the pool.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from llmc.engine.request import Request
 from llmc.engine.scheduler import Scheduler
 
 MAX_REQUESTS = 64
-MAX_BLOCKS = 256  # the first ones: prefixes are what requests share
+MAX_BLOCKS = 256  # the first ones, because requests share prefixes
 MAX_CELLS = 1024
 
 
 def collect_state(scheduler: Scheduler, limits: EngineLimits, stats: EngineStats) -> EngineState:
-    """The state between two steps. `collect_s` says what this has cost."""
-    started = time.thread_time()  # not the time that other processes take from this one
+    """Collect the state between two steps. `collect_s` is the CPU time that this took."""
+    started = time.thread_time()  # CPU time, which excludes that of other processes
     now = time.monotonic()
     running = islice(scheduler.running, MAX_REQUESTS)
     waiting = islice(scheduler.waiting, max(0, MAX_REQUESTS - len(scheduler.running)))
@@ -58,7 +58,7 @@ def _view(request: Request, now: float) -> RequestView:
 
 
 def runs(blocks: Sequence[int]) -> list[int]:
-    """Flat pairs: a block, and how many in a row begin with it. [4, 5, 9] -> [4, 2, 9, 1]."""
+    """Run-length encode blocks as flat pairs (first, count): [4, 5, 9] -> [4, 2, 9, 1]."""
     pairs: list[int] = []
     for block in blocks:
         if pairs and block == pairs[-2] + pairs[-1]:

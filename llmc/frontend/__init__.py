@@ -1,5 +1,5 @@
-"""Between callers and the engine: prompts in, engine messages out, updates back into text.
+"""The layer between callers and the engine: turns prompts into engine messages, and updates into
+text.
 
-`LLM` and `AsyncLLM` share all of it. Knows text and the engine's messages; knows no torch and no
-HTTP.
+Shared by `LLM` and `AsyncLLM`. Deals with text and the engine's messages, not with torch or HTTP.
 """

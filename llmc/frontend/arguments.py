@@ -1,4 +1,4 @@
-"""What callers of `LLM` give: one prompt or many, and an option for all of them or for each."""
+"""Arguments of `LLM`'s callers: one prompt or many, and an option for all of them or for each."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def as_conversations(
 
 
 def for_each(param: str, given: T | Sequence[T], count: int) -> Sequence[T]:
-    """`given` for each of `count` prompts. InvalidRequestError where a list has another length."""
+    """`given` for each of `count` prompts. InvalidRequestError if a list has another length."""
     if not isinstance(given, list | tuple):
         return [cast(T, given)] * count  # its type is checked with each request
     if len(given) != count:

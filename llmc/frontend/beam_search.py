@@ -1,6 +1,6 @@
-"""`LLM.beam_search`: prompts in, the engine driven until every search has ended.
+"""`LLM.beam_search`: submits prompts and drives the engine until every search has ended.
 
-The engine does the search (engine/beam_search.py); this file handles prompts, texts and errors.
+The engine does the search (engine/beam_search.py); this file handles prompts, text and errors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llmc.text.tokenizer import Tokenizer
 
 
 class SearchingEngine(Engine, Protocol):
-    """What a beam search needs of `engine.core.EngineCore`; in-process only."""
+    """The part of `engine.core.EngineCore` that beam search uses; in-process only."""
 
     def search(self, message: AddRequest, params: BeamSearchParams, /) -> BeamSearch: ...
 
@@ -34,7 +34,7 @@ def run_searches(
     ids: Iterator[int],
     progress: bool,
 ) -> list[BeamSearchOutput]:
-    """One output for each prompt; InvalidRequestError when none can be served."""
+    """One output for each prompt. InvalidRequestError if none can be served."""
     sampling = SamplingParams(
         temperature=0.0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos
     )
@@ -61,7 +61,7 @@ def run_searches(
         if errors and len(errors) == len(searches):
             raise errors[0]
         _drive(engine, running, progress)
-    except BaseException:  # Ctrl-C above all: leave an engine that can be used again
+    except BaseException:  # above all Ctrl-C: leave the engine in a usable state
         with uninterrupted():
             for search in running:
                 engine.abort(search.request_id)
@@ -82,7 +82,7 @@ def _drive(engine: Engine, searches: Sequence[BeamSearch], progress: bool) -> No
                 engine.step()
             num_tokens = engine.stats().num_generated_tokens - num_before
             bar.update(sum(search.is_over for search in searches), num_tokens)
-    while engine.has_work:  # what was submitted ahead
+    while engine.has_work:  # steps that were submitted ahead
         with uninterrupted():
             engine.step()
 

@@ -1,7 +1,7 @@
 """One completion being generated: tokens in, text and log-probabilities out, and how it ended.
 
-The text is kept in pieces and each reader has a position, so a delta costs only what it adds. A
-reader that falls behind gets the pieces merged; nothing queues up.
+The text is kept in pieces and each reader has a position, so the cost of a delta depends only on
+its new text. A reader that falls behind gets the pieces merged; nothing queues up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PositionLogprobs = dict[int, Logprob]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionDelta:
-    """What one completion gained since the reader's last delta."""
+    """What was added to one completion since the reader's last delta."""
 
     index: int
     text: str
@@ -68,7 +68,7 @@ class Completion:
             )
 
     def apply(self, update: RequestUpdate) -> None:
-        """Apply an update. Afterwards `finish_reason` may be set, also by a stop string."""
+        """Apply an update. Afterwards `finish_reason` may be set, possibly by a stop string."""
         self.token_ids.extend(update.new_token_ids)
         if self.logprobs is not None:
             self.logprobs += [position(item, self._tokenizer) for item in update.logprobs]
@@ -79,7 +79,7 @@ class Completion:
         tokens = update.new_token_ids
         has_stop_token = update.finish_reason == "stop" and not update.is_whole
         if has_stop_token and not self._include_stop:
-            tokens = tokens[:-1]  # the stop token ends the text and is no part of it
+            tokens = tokens[:-1]  # the stop token is not part of the text
         self._append(self._detokenizer.push(tokens))
         if update.finish_reason is not None:
             self._append(self._detokenizer.finish())
@@ -89,7 +89,7 @@ class Completion:
             self._end(update.finish_reason, update.stop_reason)
 
     def abandon(self, reason: FinishReason) -> None:
-        """End it on this side: the caller aborted it, or the engine died."""
+        """End it on this side, after the caller aborted it or the engine died."""
         if self.finish_reason is None:
             if self._detokenizer is not None:
                 self._append(self._detokenizer.finish())
@@ -113,7 +113,7 @@ class Completion:
         )
 
     def delta(self, cursor: Cursor) -> CompletionDelta | None:
-        """What came after `cursor`, which moves on; None when there is nothing new."""
+        """What was added after `cursor`, which is advanced. None if there is nothing new."""
         text = "".join(self._pieces[cursor.pieces :])
         token_ids = self.token_ids[cursor.tokens :]
         ended = self.finish_reason is not None and not cursor.finished
@@ -145,7 +145,7 @@ class Completion:
 
 
 def position(item: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobs:
-    """The log-probabilities of one position by token id: the chosen token and the likeliest."""
+    """The log-probabilities of one position by token id: the chosen and the most likely tokens."""
 
     def entry(token: int, value: float, rank: int) -> Logprob:
         text = tokenizer.token_text(token) if tokenizer is not None else None

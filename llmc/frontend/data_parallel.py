@@ -1,11 +1,11 @@
-"""Several engines of one model behind one link: each request goes to one of them (routing.py).
+"""Several engines of one model behind one link: routes each request to one of them (routing.py).
 
     AsyncLLM --AddRequest--> DataParallelLink --chosen--> link of engine-0 --> ...
                                          ---------> link of engine-1 --> ...
              <-- their events, with the engines' numbers summed up --
 
-An engine that is lost takes its own requests along (RequestsLost) and no others; the link counts as
-lost when no engine is left.
+If an engine dies, only its own requests are lost (RequestsLost). The link itself counts as lost
+when no engine is left.
 """
 
 from __future__ import annotations
@@ -45,31 +45,31 @@ from llmc.model_info import ModelInfo
 
 log = logging.getLogger(__name__)
 
-SUM_S = 0.05  # the age at which the sum of all numbers is made anew
+SUM_S = 0.05  # age after which the summed statistics are recomputed
 GAUGES = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_deferred")
 
 
 @dataclass(slots=True, kw_only=True)
 class _Order:
-    """An Operate that was passed on, and what came of it so far."""
+    """An Operate that was forwarded, and the answers so far."""
 
     waiting: set[str]
     answers: dict[str, Operated] = field(default_factory=dict)
 
 
 class DataParallelLink:
-    """An EngineLink. `links` by the engines' names; `config` is that of each."""
+    """An EngineLink to several engines. `links` are by engine name; `config` is that of each."""
 
     def __init__(self, links: Mapping[str, EngineLink], config: EngineConfig) -> None:
         self._links = links
         self._config = config
-        self._loads: dict[str, EngineLoad] = {}  # of those that were up at some time
-        self._over: set[str] = set()  # that are not restarted any more
-        self._owners: dict[str, str] = {}  # engine by request
-        self._asked: str | None = None  # for its state
+        self._loads: dict[str, EngineLoad] = {}  # of engines that have been up
+        self._over: set[str] = set()  # engines that will not be restarted
+        self._owners: dict[str, str] = {}  # request -> engine
+        self._asked: str | None = None  # the engine that was asked for its state
         self._orders: dict[int, _Order] = {}
-        self._past: EngineStats | None = None  # what engines had counted that are no more
-        self._reported: set[str] = set()  # quiet ones
+        self._past: EngineStats | None = None  # counts of engines that were replaced
+        self._reported: set[str] = set()  # quiet engines that were reported
         self._sum = sum_stats(())
         self._summed_at = 0.0
 
@@ -122,7 +122,7 @@ class DataParallelLink:
                     self._links[name].send(message)
 
     def _add(self, message: AddRequest) -> None:
-        name = self._owners.get(message.fork_of or "")  # whose blocks it is to share
+        name = self._owners.get(message.fork_of or "")  # the engine with the blocks to share
         digests: list[int] = []
         if name is None:
             digests = prompt_digests(message, self._config.block_size)
@@ -143,7 +143,7 @@ class DataParallelLink:
                 self._links[name].dump_stacks()
 
     def _forget(self, request_id: str) -> str | None:
-        """The engine that had the request."""
+        """Forget a request. -> the engine that had it."""
         name = self._owners.pop(request_id, None)
         if name is not None:
             self._loads[name].remove(request_id)
@@ -174,7 +174,8 @@ class DataParallelLink:
         finished = [update for update in event.updates if update.finish_reason is not None]
         for update in finished:
             self._forget(update.request_id)
-        # Many engines have many turns. Behind the last one of a request none may follow.
+        # Many engines have many turns, so the sum is cached. It must be up to date when a request
+        # finishes, since no further turn may follow.
         if finished or not event.updates or time.monotonic() - self._summed_at > SUM_S:
             self._sum = self._stats()
         self._publish(EngineOutputs(updates=event.updates, stats=self._sum))
@@ -204,7 +205,7 @@ class DataParallelLink:
         if known is not None and stats is not None:
             self._past = sum_stats([_counted(known.stats), *self._before()])
         if stats is None:  # the same engine as before
-            assert known is not None, "it was there"
+            assert known is not None, "the engine has been up before"
             stats = known.stats
         self._loads[name] = EngineLoad(
             info=event.info,
@@ -212,7 +213,7 @@ class DataParallelLink:
             num_rows=self._config.max_num_seqs,
             caches_prefixes=self._config.enable_prefix_caching and event.info.can_cache_prefixes,
         )
-        if was_up and (self._owners or self._orders):  # which another event would end
+        if was_up and (self._owners or self._orders):  # EngineStarted would drop these
             self._publish(EngineOutputs(updates=(), stats=self._stats()))
         else:
             info = smallest(self._loads[one].info for one in self._up())
@@ -256,14 +257,14 @@ class DataParallelLink:
         return [] if self._past is None else [self._past]
 
     def _stats(self) -> EngineStats:
-        """Of all engines; what those had counted that died stays counted."""
+        """Summed statistics of all engines. Counts of engines that died are included."""
         self._summed_at = time.monotonic()
         now = [load.stats if load.is_up else _counted(load.stats) for load in self._loads.values()]
         return sum_stats([*now, *self._before()])
 
 
 def _counted(stats: EngineStats) -> EngineStats:
-    """What an engine that is gone has counted: nothing runs or waits there."""
+    """The counters of an engine that has stopped, with all gauges 0."""
     gauges: dict[str, Any] = dict.fromkeys(GAUGES, 0)
     return dataclasses.replace(stats, **gauges)
 
@@ -279,7 +280,7 @@ def sum_stats(parts: Iterable[EngineStats]) -> EngineStats:
 
 
 def smallest(infos: Iterable[ModelInfo]) -> ModelInfo:
-    """What every one of the engines can serve: they may differ in the memory that they found."""
+    """What every engine can serve: they may differ in their available memory."""
     infos = list(infos)
     return dataclasses.replace(
         infos[0],

@@ -1,11 +1,11 @@
-"""How `AsyncLLM` reaches its engine, wherever that runs.
+"""How `AsyncLLM` communicates with its engine, wherever that runs.
 
     AsyncLLM --AddRequest, AbortRequest, GetState, Operate--> EngineLink --> the engine
              <-- EngineOutputs, EngineState, Operated, EngineStarted, EngineLost, RequestsLost --
 
 `engine_thread.EngineThread`: an engine in a thread of this process.
 `processes.remote_engine.RemoteEngine`: one in another process, which may die and be restarted.
-`data_parallel.DataParallelLink`: several of these, of which each request goes to one.
+`data_parallel.DataParallelLink`: several of these; each request is routed to one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Message = AddRequest | AbortRequest | GetState | Operate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStarted:
-    """A new engine takes requests; those of the one before are lost. `stats` None: unchanged."""
+    """A new engine accepts requests; the previous one's are lost. `stats` None: unchanged."""
 
     info: ModelInfo
     stats: EngineStats | None = None
@@ -41,9 +41,9 @@ class EngineStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLost:
-    """There is no engine any more, and all requests with it. `is_final`: there will be none.
+    """The engine has stopped, and all requests are lost. `is_final`: it will not be restarted.
 
-    `is_asleep`: it was ended on purpose, and comes back when it is woken.
+    `is_asleep`: it was stopped on purpose, and starts again when it is woken.
     """
 
     reason: str
@@ -53,7 +53,7 @@ class EngineLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestsLost:
-    """One of several engines is gone, and these of its requests; the other engines serve on."""
+    """One of several engines has stopped, and these requests are lost; the others keep serving."""
 
     request_ids: Sequence[str]  # as the engine knows them
     reason: str
@@ -66,9 +66,9 @@ EngineEvent = EngineOutputs | EngineState | Operated | EngineStarted | EngineLos
 class Processes:
     """The processes of the server, for monitoring."""
 
-    pids: Mapping[str, int]  # process name -> pid, of those that run
-    restarts: Mapping[str, int]  # process name -> times that it was restarted
-    # By name, where several run; None: it is down.
+    pids: Mapping[str, int]  # process name -> pid, of running processes
+    restarts: Mapping[str, int]  # process name -> number of restarts
+    # By name, if there are several engines; None: it is down.
     engines: Mapping[str, EngineStats | None] = field(default_factory=dict)
 
 
@@ -76,7 +76,7 @@ Publish = Callable[[EngineEvent], None]
 
 
 class EngineLink(Protocol):
-    """Used from one event loop, in which `publish` is called."""
+    """A link to the engine. Used from one event loop, in which `publish` is called."""
 
     def open(self, publish: Publish) -> None: ...
     def send(self, message: Message) -> None: ...
@@ -85,7 +85,7 @@ class EngineLink(Protocol):
 
     @property
     def has_idle_engine(self) -> bool:
-        """Whether, with requests in flight, an engine has none of them: then it need not speak."""
+        """Whether some engine has none of the requests in flight, so that it may stay silent."""
 
     def processes(self) -> Processes: ...
     async def close(self) -> None: ...

@@ -75,7 +75,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 class Engine(Protocol):
-    """What the frontend uses of `engine.core.EngineCore`. Called from one thread only."""
+    """The part of `engine.core.EngineCore` that the frontend uses. Called from one thread only."""
 
     def add(self, message: AddRequest, /) -> None: ...
     def abort(self, request_id: str, /) -> object: ...
@@ -90,8 +90,8 @@ class Engine(Protocol):
 
 
 def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
-    """EngineConfig from keyword arguments, vLLM's among them; the error for an unknown one names
-    the closest match."""
+    """EngineConfig from keyword arguments, including vLLM's. The error for an unknown one names the
+    closest match."""
     known = [f.name for f in dataclasses.fields(EngineConfig) if f.name != "model"]
     options = port_keywords(options, frozenset(known))
     for name in options:
@@ -103,20 +103,20 @@ def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
 
 
 def refuse_several(config: EngineConfig) -> EngineConfig:
-    """ConfigError for a config of several engines, where there is one."""
+    """Raise ConfigError for a config with several engines, where only one is supported."""
     if config.data_parallel_size > 1:
         raise ConfigError(
             f"data_parallel_size {config.data_parallel_size} is for llmc serve, which runs the "
-            "engines in processes of their own; here there is one"
+            "engines in separate processes; here there is only one engine"
         )
     return config
 
 
 def start(config: EngineConfig, on_phase: Callable[[Phase], None] | None = None) -> Started:
-    """Load the model and build its engine. Imported late, since this imports torch.
+    """Load the model and build its engine. The import is lazy, because it imports torch.
 
-    The engine's own queue has no limit: AsyncLLM refuses requests before that, and offline use
-    has no limit.
+    The engine's own queue is unlimited: AsyncLLM refuses requests before that, and offline use has
+    no limit.
     """
     if config.chat_template is not None:
         read_template(
@@ -129,11 +129,11 @@ def start(config: EngineConfig, on_phase: Callable[[Phase], None] | None = None)
 
 
 def load_tokenizer(config: EngineConfig, info: ModelInfo) -> Tokenizer | None:
-    """The model's tokenizer. None when it has none; prompts must then be token ids."""
+    """The model's tokenizer; None if it has none, and prompts must be token ids."""
     if info.tokenizer_path is None:
         return None
     tokenizer = Tokenizer.load(info.tokenizer_path, trust_remote_code=config.trust_remote_code)
     if config.chat_template is not None:
-        tokenizer.hf.chat_template = read_template(config.chat_template)
+        tokenizer.chat_template = read_template(config.chat_template)
     tokenizer.given_tool_format = read_tool_format(config.tool_format)
     return tokenizer

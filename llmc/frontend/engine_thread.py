@@ -3,8 +3,8 @@
     event loop --AddRequest, AbortRequest, GetState, Operate--> inbox --> engine.add / abort / ...
                <---------- EngineOutputs, EngineState, Operated ---------- publish
 
-Nothing else is shared. processes/remote_engine.py and engine_host.py do the same over a process
-border.
+Nothing else is shared. processes/remote_engine.py and engine_host.py do the same across process
+boundaries.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ JOIN_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The engine thread ends after the turn that it is in."""
+    """Ends the engine thread after its current turn."""
 
 
 class EngineThread:
-    """Runs `engine` and reports each turn. `on_end` is called when it runs no more."""
+    """Runs `engine` and reports each turn. `on_end` is called when it has stopped."""
 
     def __init__(self, engine: Engine, on_end: Callable[[], None] = lambda: None) -> None:
         self._engine = engine
@@ -52,7 +52,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Message | Stop] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._report: Publish | None = None
-        # A daemon, so that a process whose main thread has failed still exits.
+        # A daemon thread, so that a process whose main thread has failed still exits.
         self._thread = BackgroundThread(
             self._run, "llmc-engine", stop=partial(self._inbox.put, Stop())
         )
@@ -67,7 +67,7 @@ class EngineThread:
     has_idle_engine = False  # there is one engine
 
     def dump_stacks(self) -> None:
-        # The process's own stderr: faulthandler writes past Python's objects, to a file descriptor.
+        # The process's own stderr, because faulthandler writes directly to a file descriptor.
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
 
@@ -93,7 +93,7 @@ class EngineThread:
             self._on_end()
 
     def _turn(self) -> bool:
-        """Empty the inbox, run one step, publish the outputs. False: a Stop was in the inbox."""
+        """Empty the inbox, run one step, publish the outputs. Returns False on a Stop message."""
         messages = self._receive()
         refused: list[RequestUpdate] = []
         for message in messages:
@@ -113,7 +113,7 @@ class EngineThread:
         return True
 
     def _receive(self) -> list[Message | Stop]:
-        """All waiting messages; when the engine is idle, blocks until one arrives."""
+        """All waiting messages. If the engine is idle, blocks until one arrives."""
         messages = []
         if not self._engine.has_work:
             while self._inbox.empty() and self._engine.use_idle_time():
@@ -125,12 +125,12 @@ class EngineThread:
 
     def _publish(self, event: EngineEvent) -> None:
         assert self._loop is not None and self._report is not None, "the thread starts in open()"
-        with contextlib.suppress(RuntimeError):  # the loop has closed, and with it all readers
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so there are no readers
             self._loop.call_soon_threadsafe(self._report, event)
 
 
 def add_or_refuse(engine: Engine, message: AddRequest) -> Sequence[RequestUpdate]:
-    """A request that the engine refuses fails alone."""
+    """Add a request to the engine. If it is refused, return the update that reports that."""
     try:
         engine.add(message)
     except LlmcError as exc:

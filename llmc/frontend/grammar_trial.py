@@ -1,4 +1,4 @@
-"""The frontend's trial of grammars: one that it refuses never reaches the engine."""
+"""The frontend's trial of grammars: a grammar that fails it never reaches the engine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 
 
 def make_trial(info: ModelInfo, tokenizer: Tokenizer | None) -> Trial:
-    """For a model; its process is started by the first check."""
+    """The trial for a model. Its process is started by the first check."""
     size, ends = info.vocab_size, info.eos_token_ids
     return Trial(partial(Vocabulary.of, tokenizer, vocab_size=size, eos_token_ids=ends))

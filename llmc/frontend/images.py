@@ -1,11 +1,10 @@
-"""Images of prompts, as callers give them: PIL images, data URLs, parts of chat messages.
+"""Images in prompts, as passed by callers: PIL images, data URLs, parts of chat messages.
 
     {"prompt": text, "multi_modal_data": {"image": ...}}  -> images_of -> PIL images in RGB
     messages with image parts -> take_images -> messages with {"type": "image"}, PIL images
     text, images -> PromptImages.prepare -> ids and ImageInputs
 
-Nothing is fetched: an address that is no data URL is refused. What an image may take is limited
-before it is decoded.
+Nothing is fetched: only data URLs are accepted. Size limits are checked before decoding.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ if TYPE_CHECKING:
 MAX_IMAGE_BYTES = 20 << 20  # of one encoded image
 MAX_IMAGE_PIXELS = 32 << 20  # of one decoded image
 MAX_PROMPT_PIXELS = 64 << 20  # of all images of a prompt
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # a moving picture's first frame is read
-_PARTS = ("image_url", "image", "image_pil")  # types of parts; the last two hold a PIL image
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # of animations, only the first frame is used
+_PARTS = ("image_url", "image", "image_pil")  # types of parts; the last two have a PIL image
 _OTHER_SENSES = (
     *("input_audio", "audio_url", "audio", "video_url", "video", "input_video"),
     *("image_embeds", "audio_embeds", "video_embeds", "file", "input_file"),
 )
-_NO_OTHERS = "this engine reads text and images (image_url), no audio, no video and no files"
+_NO_OTHERS = "this engine reads text and images (image_url), but no audio, video or files"
 
-# Raises InvalidRequestError unless a prompt may have images in these places.
+# Raises InvalidRequestError unless a prompt can have images in these places.
 Check = Callable[[Sequence[str]], None]
 
 
 class PromptImages:
-    """What a model does with images. Its processor is loaded with the first of them."""
+    """Prepares images for a model. Its processor is loaded for the first image."""
 
     def __init__(self, info: ImageInfo | None, refusal: str, model: str, folder: Path) -> None:
         self._info = info
@@ -54,31 +53,31 @@ class PromptImages:
         self._preparer: ImagePreparer | None = None
 
     def check(self, places: Sequence[str]) -> None:
-        """Raises InvalidRequestError unless a prompt may have images in these places."""
+        """Raise InvalidRequestError unless a prompt can have images in these places."""
         if places and self._info is None:
             raise InvalidRequestError(
-                f"{places[0]} is an image, and {self._model} takes none: {self._refusal}",
+                f"{places[0]} is an image, but {self._model} accepts none: {self._refusal}",
                 param=places[0],
                 code="no_images",
             )
         if places and self._info is not None and len(places) > self._info.max_per_prompt:
             raise InvalidRequestError(
-                f"a prompt may have {self._info.max_per_prompt} images, got {len(places)}; the "
+                f"a prompt can have {self._info.max_per_prompt} images, got {len(places)}; the "
                 "limit is limit_mm_per_prompt (--limit-mm-per-prompt '{\"image\": N}')",
                 param=places[self._info.max_per_prompt],
             )
 
     def check_scored(self) -> None:
-        """Raises InvalidRequestError unless prompts with images may have log-probabilities."""
+        """Raise InvalidRequestError unless prompts with images can have log-probabilities."""
         if self._info is not None and self._info.most_rows:
             raise InvalidRequestError(
-                "prompt_logprobs are not served beside images of this model, whose tokens must be "
-                "computed in one step",
+                "prompt_logprobs are not supported with images for this model, because their "
+                "tokens must be computed in one step",
                 param="prompt_logprobs",
             )
 
     def prepare(self, text: str, images: Sequence[Image], encode: Encode) -> Prepared:
-        """Raises InvalidRequestError where the images don't fit the text or the model."""
+        """Raises InvalidRequestError if the images don't fit the text or the model."""
         prepared = self._loaded().prepare(text, images, encode)
         if self._info is not None and self._info.most_rows:
             _check_whole(prepared, self._info.most_rows)
@@ -102,22 +101,24 @@ class PromptImages:
 
 
 def _check_whole(prepared: Prepared, most_rows: int) -> None:
-    """Where the tokens of an image attend to all of it."""
+    """Check the images of a model whose image tokens attend to the whole image."""
     end = 0
     for image in prepared.images:
         if len(image.spans) != 1 or image.spans[0][0] <= end - (end == 0):
-            why = "the tokens of its images are not apart from each other"
+            why = "the tokens of its images are not separated from each other"
         elif image.num_rows > most_rows:
-            why = f"an image takes {image.num_rows} tokens in one step, which may have {most_rows}"
+            why = (
+                f"an image needs {image.num_rows} tokens in one step, but the limit is {most_rows}"
+            )
         elif (end := sum(image.spans[0])) == len(prepared.token_ids):
-            why = "it ends with an image; put text behind it"
+            why = "it ends with an image; put text after it"
         else:
             continue
         raise InvalidRequestError(f"this prompt can't be served: {why}", param="images")
 
 
 def images_of(given: Any, check: Check) -> list[Image]:
-    """The images of a prompt's `multi_modal_data`: {"image": one or a list}, PIL or data URLs."""
+    """The images in a prompt's `multi_modal_data`: {"image": one or a list}, PIL or data URLs."""
     if given is None:
         return []
     if not isinstance(given, Mapping):
@@ -139,8 +140,8 @@ def images_of(given: Any, check: Check) -> list[Image]:
 def take_images(
     messages: Sequence[Mapping[str, Any]], check: Check
 ) -> tuple[list[Mapping[str, Any]], list[Image]]:
-    """Messages whose image parts are {"type": "image"}, as chat templates expect them, and the
-    images in their order. InvalidRequestError names a part that holds none."""
+    """Messages whose image parts are {"type": "image"}, as chat templates expect, and the images in
+    order. InvalidRequestError names a part that has no image."""
     found: dict[str, Any] = {}
     taken: list[Mapping[str, Any]] = []
     for index, message in enumerate(messages):
@@ -168,7 +169,7 @@ def _held(part: Mapping[str, Any]) -> Any:
 
 
 def _read(found: Mapping[str, Any], check: Check) -> list[Image]:
-    """Images by their places, of which there may be so many: those are counted first."""
+    """Read images by their places, after checking how many there are."""
     check(list(found))
     images: list[Image] = []
     pixels = 0
@@ -177,7 +178,7 @@ def _read(found: Mapping[str, Any], check: Check) -> list[Image]:
         pixels += images[-1].width * images[-1].height
         if pixels > MAX_PROMPT_PIXELS:
             raise InvalidRequestError(
-                f"{where} brings the images of this prompt to {pixels} pixels; they may have "
+                f"{where} brings the images of this prompt to {pixels} pixels; the limit is "
                 f"{MAX_PROMPT_PIXELS}",
                 param=where,
             )
@@ -197,7 +198,7 @@ def read_image(where: str, given: Any) -> Image:
         return _rgb(where, given)
     if not isinstance(given, str):
         raise InvalidRequestError(
-            f"{where} must hold a PIL image or a data URL, got {given!r:.80}", param=where
+            f"{where} must be a PIL image or a data URL, got {given!r:.80}", param=where
         )
     return _rgb(where, _opened(where, _decoded(where, given)))
 
@@ -206,8 +207,8 @@ def _decoded(where: str, url: str) -> bytes:
     head, comma, body = url.partition(",")
     if not head.startswith("data:"):
         raise InvalidRequestError(
-            f"{where} has the address {url[:60]!r}, and nothing is fetched; send the image itself "
-            "as data:image/png;base64,...",
+            f"{where} has the address {url[:60]!r}, but images are not fetched; send the image "
+            "itself as data:image/png;base64,...",
             param=where,
         )
     if not comma or not head.endswith(";base64"):
@@ -217,38 +218,38 @@ def _decoded(where: str, url: str) -> bytes:
         )
     if len(body) * 3 // 4 > MAX_IMAGE_BYTES:
         raise InvalidRequestError(
-            f"{where} has about {len(body) * 3 // 4} bytes; an image may have {MAX_IMAGE_BYTES}",
+            f"{where} has about {len(body) * 3 // 4} bytes; the limit is {MAX_IMAGE_BYTES}",
             param=where,
         )
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as exc:
-        raise InvalidRequestError(f"{where} is no valid base64: {exc}", param=where) from exc
+        raise InvalidRequestError(f"{where} is not valid base64: {exc}", param=where) from exc
 
 
 def _opened(where: str, data: bytes) -> Image:
-    """Reads the head of an image, not its pixels."""
+    """Read the header of an image, not its pixels."""
     from PIL import Image, UnidentifiedImageError
 
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as exc:
         raise InvalidRequestError(
-            f"{where} is no image in one of the formats {', '.join(FORMATS)}", param=where
+            f"{where} is not an image in one of the formats {', '.join(FORMATS)}", param=where
         ) from exc
     except Image.DecompressionBombError as exc:
         raise _too_large(where, str(exc)[:120]) from exc
 
 
 def _rgb(where: str, image: Image) -> Image:
-    """Turned as its camera was held, as transformers does."""
+    """Convert to RGB and apply the EXIF orientation, as transformers does."""
     from PIL import ImageOps
 
     if image.width * image.height > MAX_IMAGE_PIXELS:
         raise _too_large(where, f"{image.width} x {image.height} pixels")
     try:
         return (ImageOps.exif_transpose(image) or image).convert("RGB")
-    # What decoders raise for damaged data.
+    # Raised by decoders for damaged data.
     except (OSError, ValueError, SyntaxError, ArithmeticError, LookupError, MemoryError) as exc:
         raise InvalidRequestError(
             f"{where} can't be decoded: {str(exc)[:120]}", param=where
@@ -257,5 +258,5 @@ def _rgb(where: str, image: Image) -> Image:
 
 def _too_large(where: str, what: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{where} is too large: {what}; an image may have {MAX_IMAGE_PIXELS} pixels", param=where
+        f"{where} is too large: {what}; the limit is {MAX_IMAGE_PIXELS} pixels", param=where
     )

@@ -1,8 +1,8 @@
-"""Turns one prompt with its sampling options into what the engine needs, and checks it.
+"""Turns one prompt with its sampling options into the engine's input, and validates it.
 
-The first stop of every request, and the only place where it is checked: the rules about text are
-here, the engine's own in engine/admission.py. So a caller learns of a mistake from its own call,
-and gets the same error from `LLM`, `AsyncLLM` and the server.
+Every request is validated here first, and only here: the rules about text are in this file, the
+engine's own in engine/admission.py. So callers get errors from their own call, and the same ones
+from `LLM`, `AsyncLLM` and the server.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from llmc.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-# The engine's request for a vector: it ends with the prompt.
+# The engine's parameters for a vector: the request finishes with the prompt.
 _POOLED = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 _POOLED_TOKENS = dataclasses.replace(_POOLED, prompt_logprobs=0)
-# What a model that returns vectors is served for, and where it is asked for it.
+# The tasks of models that return vectors, with their endpoints and methods.
 _ASKED: dict[Task, str] = {
     "embed": "embeddings (/v1/embeddings, LLM.embed)",
     "classify": "classification (/classify, LLM.classify)",
@@ -48,7 +48,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class ModelLimits(Protocol):
-    """The part of `start.ModelInfo` that decides what a request may ask for."""
+    """The part of `start.ModelInfo` that requests are validated against."""
 
     @property
     def name(self) -> str: ...
@@ -80,23 +80,25 @@ class ModelLimits(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """A request that passed the checks. `sampling.max_tokens` is a number by now."""
+    """A validated request. `sampling.max_tokens` is a number, not None."""
 
     prompt: str | None
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    cache_salt: str | None = None  # only requests of the same salt share cached prefixes
+    cache_salt: str | None = None  # only requests with the same salt share cached prefixes
     adapter: LoRARequest | None = None
     images: tuple[ImageInput, ...] = ()
-    shown_ids: frozenset[int] = frozenset()  # special tokens that the answer's text has in any case
-    reasoning: Reasoning | None = None  # how the answer's text marks it, where it is to be split
+    shown_ids: frozenset[int] = frozenset()  # special tokens always shown in the answer's text
+    reasoning: Reasoning | None = None  # how the answer's text marks reasoning, if to be split off
 
     def showing(self, token_ids: Iterable[int]) -> Input:
-        """With these special tokens in the answer's text."""
+        """A copy that shows these special tokens in the answer's text."""
         return dataclasses.replace(self, shown_ids=self.shown_ids.union(token_ids))
 
     def splitting(self, reasoning: Reasoning, max_tokens: int | None = None) -> Input:
-        """With the marks of the reasoning in the answer's text; a grammar begins behind it.
+        """A copy that shows the marks of the reasoning in the answer's text. A grammar applies
+        after the reasoning.
+
         `max_tokens`: of the reasoning."""
         sampling, spec = self.sampling, self.sampling.structured_outputs
         if spec is None and max_tokens is not None:
@@ -120,7 +122,7 @@ class Input:
 
 
 class InputProcessor:
-    """Prompt and options in, `Input` out; InvalidRequestError names what is wrong."""
+    """Turns prompts and options into `Input`s. InvalidRequestError says what is wrong."""
 
     def __init__(self, model: ModelLimits, tokenizer: Tokenizer | None) -> None:
         self.model = model
@@ -137,17 +139,17 @@ class InputProcessor:
         )
 
     def default_sampling(self) -> SamplingParams:
-        """SamplingParams with the model's own recommendations (its generation_config)."""
+        """SamplingParams with the model's own defaults (its generation_config)."""
         return SamplingParams(**self.generation_defaults())
 
     def generation_defaults(self) -> dict[str, Any]:
-        """The model's recommendations, as keyword arguments of SamplingParams."""
+        """The model's own defaults, as keyword arguments of SamplingParams."""
         return dict(self._defaults)
 
     def need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidRequestError(
-                f"{param} needs a tokenizer and {self.model.name} has none; "
+                f"{param} needs a tokenizer, but {self.model.name} has none; "
                 "send prompt_token_ids and no stop strings",
                 param=param,
                 code="no_tokenizer",
@@ -155,7 +157,7 @@ class InputProcessor:
         return self.tokenizer
 
     def process(self, prompt: Prompt, sampling: SamplingParams) -> Input:
-        """Tokenize `prompt` if it is text, and check it and `sampling` against the model."""
+        """Tokenize `prompt` if it is text, and validate it and `sampling` for the model."""
         self.need_generation()
         text, token_ids = self._split(prompt)
         options = prompt if isinstance(prompt, Mapping) else {}
@@ -165,8 +167,7 @@ class InputProcessor:
         given = images_of(options.get("multi_modal_data"), self._images.check)
         if given and token_ids is not None:
             raise InvalidRequestError(
-                "a prompt of token ids can't have images; send its text, in which placeholders "
-                "stand for them",
+                "a prompt of token ids can't have images; send text with placeholders for them",
                 param="multi_modal_data",
             )
         if token_ids is None:
@@ -198,8 +199,8 @@ class InputProcessor:
         )
 
     def render(self, messages: Sequence[Message], **options: Any) -> Prompt:
-        """The prompt of a conversation, by the model's chat template: ids, or with images a text
-        and those. `options` are `render_chat`'s."""
+        """Render a conversation with the model's chat template: to token ids or, with images, to
+        text and the images. `options` are those of `render_chat`."""
         tokenizer = self.need_tokenizer("messages")
         taken, images = take_images(messages, self._images.check)
         if not images:
@@ -207,35 +208,35 @@ class InputProcessor:
         text = render_text(tokenizer, taken, **options)
         return {
             "prompt": text,
-            "add_special_tokens": False,  # the template wrote them
+            "add_special_tokens": False,  # the template adds them
             "multi_modal_data": {"image": images},
         }
 
     def need_generation(self) -> None:
-        """Raises InvalidRequestError for a model that returns vectors."""
+        """Raise InvalidRequestError for a model that returns vectors."""
         pooling = self.model.pooling
         if pooling is not None:
             raise InvalidRequestError(
-                f"{self.model.name} is served for {_ASKED[pooling.task]} and generates no text; a "
-                "checkpoint that can is served for it with task='generate' (--task generate)",
+                f"{self.model.name} is served for {_ASKED[pooling.task]} and does not generate "
+                "text; if the checkpoint can, start it with task='generate' (--task generate)",
                 param="model",
                 code="wrong_task",
             )
 
     def need_pooling(self, *tasks: Task) -> PoolingInfo:
-        """Raises InvalidRequestError unless the model returns vectors, of one of these kinds if
-        some are named."""
+        """Raise InvalidRequestError unless the model returns vectors and, if `tasks` are given, is
+        served for one of them."""
         pooling = self.model.pooling
         if pooling is None:
             raise InvalidRequestError(
-                f"{self.model.name} is served to generate text; for vectors of its hidden states "
-                "start it with task='embed' (--task embed)",
+                f"{self.model.name} is served for text generation; to get vectors of its hidden "
+                "states, start it with task='embed' (--task embed)",
                 param="model",
                 code="wrong_task",
             )
         if tasks and pooling.task not in tasks:
             raise InvalidRequestError(
-                f"{self.model.name} is served for {_ASKED[pooling.task]}, and not for "
+                f"{self.model.name} is served for {_ASKED[pooling.task]}, not for "
                 f"{' or '.join(map(repr, tasks))}",
                 param="model",
                 code="wrong_task",
@@ -245,16 +246,16 @@ class InputProcessor:
     def pooled(
         self, prompt: Prompt, *, pair: str | None = None, truncate: int | None = None
     ) -> Input:
-        """A prompt whose vector is wanted, or those of its tokens where the model is served for
-        them; or a text and its `pair`, as the tokenizer joins them.
+        """Tokenize and validate a pooling request: a prompt, or a text and its `pair`, joined by
+        the tokenizer.
 
-        `truncate`: the most tokens, beyond which the end is cut off; -1: the context.
+        `truncate`: maximum number of tokens, beyond which the end is cut off; -1: the context.
         """
         pooling = self.need_pooling()
         text, token_ids = self._split(prompt)
         types: Sequence[int] = ()
         options = prompt if isinstance(prompt, Mapping) else {}
-        images_of(options.get("multi_modal_data"), self._images.check)  # there are none
+        images_of(options.get("multi_modal_data"), self._images.check)  # raises if there are any
         salt = options.get("cache_salt")
         admission.check_cache_salt(salt)
         most = self._limits.max_model_len if truncate == -1 else truncate
@@ -287,14 +288,14 @@ class InputProcessor:
         known = self.model.extra_args
         for name in sampling.extra_args or ():
             if name not in known:
-                which = f"take {', '.join(known)}" if known else "are none"
+                which = f"accept {', '.join(known)}" if known else "accept none"
                 raise InvalidRequestError(
                     f"extra_args has {name!r}, but the logits processors of this engine {which}",
                     param="extra_args",
                 )
 
     def _with_bad_words(self, sampling: SamplingParams) -> SamplingParams:
-        """Texts as token ids: each as it begins a text, and as it follows a space."""
+        """Convert bad words to token ids: both at the start of a text and after a space."""
         if not sampling.bad_words:
             return sampling
         tokenizer = self.need_tokenizer("bad_words")
@@ -314,12 +315,12 @@ class InputProcessor:
 
     @staticmethod
     def _split(prompt: Prompt) -> tuple[str | None, list[int] | None]:
-        """(text, ids) of any accepted spelling of a prompt; at least one of them is there."""
+        """(text, ids) from any accepted form of a prompt; at least one of them is not None."""
         if isinstance(prompt, Mapping):
             unknown = [k for k, v in prompt.items() if k not in _PROMPT_KEYS and v is not None]
             if unknown:
                 raise InvalidRequestError(
-                    f"a prompt has {unknown[0]!r:.80}; it may have {', '.join(_PROMPT_KEYS)}",
+                    f"a prompt has {unknown[0]!r:.80}; it can have {', '.join(_PROMPT_KEYS)}",
                     param="prompt",
                 )
             text = prompt.get("prompt")
@@ -342,7 +343,7 @@ class InputProcessor:
 
 
 def _usable_defaults(recommended: Mapping[str, float | int]) -> dict[str, Any]:
-    """An invalid recommendation of a model is ignored, with a warning."""
+    """The valid defaults of a model. Invalid ones are ignored with a warning."""
     known = {f.name for f in dataclasses.fields(SamplingParams) if f.init}
     usable: dict[str, Any] = {}
     for name, value in recommended.items():
@@ -351,7 +352,7 @@ def _usable_defaults(recommended: Mapping[str, float | int]) -> dict[str, Any]:
         try:
             SamplingParams(**{name: value})  # type: ignore[arg-type]
         except InvalidRequestError as exc:
-            log.warning("a value of the model's generation_config is ignored: %s", exc)
+            log.warning("ignoring a value of the model's generation_config: %s", exc)
         else:
             usable[name] = value
     return usable

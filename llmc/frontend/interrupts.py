@@ -1,7 +1,7 @@
-"""Ctrl-C between two steps of the engine and not inside one.
+"""Defers Ctrl-C to between two steps of the engine.
 
-KeyboardInterrupt is raised between any two bytecodes. In the middle of a step it would leave a
-scheduler whose plan and runner disagree, and an LLM that a notebook can't use again.
+KeyboardInterrupt can be raised between any two bytecodes. In the middle of a step it would leave
+the scheduler and the runner inconsistent, and the LLM unusable for the rest of a notebook session.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C wait until the block has ended. Python raises it in the main thread alone."""
+    """Defer Ctrl-C until the end of the block. Python raises it in the main thread only."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from llmc.errors import InvalidRequestError
 from llmc.frontend.inputs import Input, InputProcessor
@@ -20,12 +21,16 @@ from llmc.pooling import (
 )
 from llmc.text.tokenizer import check_text
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 
 def check_params(params: PoolingParams, info: PoolingInfo) -> None:
-    """Raises InvalidRequestError for what this model can't do."""
+    """Raise InvalidRequestError for parameters that this model does not support."""
     if params.dimensions is not None and info.classifies:
         raise InvalidRequestError(
-            "dimensions are of embeddings, and this model is a classifier", param="dimensions"
+            "dimensions are for embeddings, but this model is a classifier", param="dimensions"
         )
     check_dimensions(params.dimensions, info)
 
@@ -39,8 +44,8 @@ def classification(vector: bytes, info: PoolingInfo, params: PoolingParams) -> C
 def pooled(
     vector: bytes, info: PoolingInfo, params: PoolingParams, task: Task | None
 ) -> list[array[float]]:
-    """The vector of a text, or of each of its tokens. They are as the model makes them; where
-    `use_activation` says so, or a `task` is named, as embeddings and probabilities are."""
+    """The vector of a text, or of each of its tokens. Vectors are raw, unless `use_activation` is
+    set or, if that is None, a `task` is given; then they are embeddings or probabilities."""
     raw = values_of(vector)
     rows = [raw[i : i + info.size] for i in range(0, len(raw), info.size)]
     if not (task if params.use_activation is None else params.use_activation):
@@ -51,10 +56,11 @@ def pooled(
 
 
 class Scoring:
-    """Scores of pairs of texts: a classifier of one label reads both at a time, as transformers'
-    tokenizer joins them; embeddings are compared by their cosine.
+    """Scores of pairs of texts. A classifier with one label reads both texts, joined by
+    transformers' tokenizer. Embeddings are compared by cosine similarity, and embeddings of tokens
+    by late interaction (`max_sim`), with the first text of a pair as the query.
 
-    `sources` are what the engine computes; `scores` makes the answer of their vectors.
+    `sources` are the inputs for the engine; `scores` computes the scores from their vectors.
     """
 
     def __init__(
@@ -64,16 +70,16 @@ class Scoring:
         right: Sequence[str],
         params: PoolingParams,
     ) -> None:
-        """One text against many, many against one, or each against that at its place.
+        """Score one text against many, many against one, or pairs with equal indices.
 
         Raises InvalidRequestError.
         """
-        self._info = info = inputs.need_pooling("embed", "classify")
+        self._info = info = inputs.need_pooling("embed", "classify", "token_embed")
         self._params = params
         if not info.scores_pairs:
             raise InvalidRequestError(
-                f"this classifier has {info.size} labels; texts are scored by one with a single "
-                "label, or by embeddings. /classify and LLM.classify give its labels",
+                f"this classifier has {info.size} labels, but scoring needs a classifier with one "
+                "label, or an embedding model; use /classify or LLM.classify to get its labels",
                 param="model",
                 code="wrong_task",
             )
@@ -81,8 +87,8 @@ class Scoring:
         most = max(len(left), len(right))
         if not left or not right or not {len(left), len(right)} <= {1, most}:
             raise InvalidRequestError(
-                f"{len(left)} texts can't be scored against {len(right)}: give one for all, or as "
-                "many on both sides",
+                f"{len(left)} texts can't be scored against {len(right)}: give one for all, or the "
+                "same number on both sides",
                 param="text_1",
             )
         for text in (*left, *right):
@@ -99,9 +105,30 @@ class Scoring:
         self._num_left = len(left)
 
     def scores(self, vectors: Sequence[bytes]) -> list[float]:
-        """One a pair; `vectors` are those of `sources`."""
+        """One score per pair; `vectors` are those of `sources`."""
         info, params = self._info, self._params
         if info.task == "classify":
             return [probabilities(values_of(v), info, params)[0] for v in vectors]
+        if info.of_tokens:
+            rows = [_token_rows(v, info, params) for v in vectors]
+            return [max_sim(rows[i], rows[self._num_left + j]) for i, j in self._pairs]
         found = [embedding(values_of(v), info, params) for v in vectors]
         return [cosine(found[i], found[self._num_left + j]) for i, j in self._pairs]
+
+
+def max_sim(query: NDArray[np.float32], document: NDArray[np.float32]) -> float:
+    """Late interaction (ColBERT, https://arxiv.org/abs/2004.12832): each token of the query [Q, D]
+    counts with the most similar token of the document [N, D]; the products are summed.
+    """
+    return float((query @ document.T).max(axis=1).sum())
+
+
+def _token_rows(vector: bytes, info: PoolingInfo, params: PoolingParams) -> NDArray[np.float32]:
+    """[tokens, size]"""
+    import numpy as np
+
+    rows = np.frombuffer(vector, np.float32).reshape(-1, info.size)[:, : params.dimensions]
+    if info.normalize if params.use_activation is None else params.use_activation:
+        lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+        rows = rows / np.where(lengths == 0, 1, lengths)
+    return rows

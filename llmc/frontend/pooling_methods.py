@@ -26,8 +26,11 @@ Prompts = Prompt | Sequence[Prompt]
 
 
 class PoolingMethods:
-    """A prompt that can't be served gets an output whose `error` says why, and the others are
-    served; InvalidRequestError is raised when none can be, and where the model can't do it."""
+    """Pooling methods of `LLM`.
+
+    A prompt that can't be served gets an output whose `error` says why; the others are served.
+    InvalidRequestError is raised if none can be served, or if the model does not support the task.
+    """
 
     _inputs: InputProcessor
 
@@ -40,12 +43,13 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
-        """An embedding of each prompt, `.outputs.embedding`, as its authors pool and normalize it.
+        """An embedding of each prompt, `.outputs.embedding`, pooled and normalized as intended by
+        the model's authors.
 
-        Prompts as in `generate`; instructions or prefixes that a model was trained with are the
-        caller's to write. `dimensions`: the first so many values alone, for models trained for
-        that. `truncate_prompt_tokens`: the most tokens of a prompt, beyond which its end is cut
-        off; -1: the model's context. Without it a prompt that is too long is an error.
+        Prompts are as in `generate`; instructions or prefixes that a model was trained with must be
+        added by the caller. `dimensions`: only the first that many values, for models trained for
+        that. `truncate_prompt_tokens`: maximum number of tokens of a prompt, beyond which its end
+        is cut off; -1: the model's context. Without it, a prompt that is too long is an error.
         """
         params = _params(pooling_params, dimensions, truncate_prompt_tokens)
         info = self._inputs.need_pooling("embed")
@@ -65,11 +69,11 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The vector of each prompt, `.outputs.data`; a list of those of its tokens where the model
-        is served for them.
+        """The vector of each prompt, `.outputs.data`, or a list of its tokens' vectors if the model
+        is served for those.
 
-        With a `pooling_task`, which is that of the model, normalized or as probabilities, unless
-        `use_activation` is False; without one raw, unless it is True.
+        With a `pooling_task`, which must be the model's, vectors are normalized or probabilities,
+        unless `use_activation` is False; without one they are raw, unless it is True.
         """
         params = _params(pooling_params, None, truncate_prompt_tokens)
         info = self._inputs.need_pooling(*(() if pooling_task is None else (pooling_task,)))
@@ -108,10 +112,11 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """How well texts fit together, `.outputs.score`: one against many, or one by one.
+        """How well texts match, `.outputs.score`: one against many, or pairwise.
 
-        A classifier of one label reads both texts of a pair; with another model it is the cosine
-        of their embeddings. A pair that can't be served is an InvalidRequestError.
+        A classifier with one label reads both texts of a pair; with other models the score is the
+        cosine similarity of their embeddings. A pair that can't be served raises
+        InvalidRequestError.
         """
         params = _params(pooling_params, None, truncate_prompt_tokens)
         left, right = ([t] if isinstance(t, str) else list(t) for t in (text_1, text_2))
@@ -152,7 +157,7 @@ class PoolingMethods:
     def _vectors(
         self, prepare: Sequence[Callable[[], Input]], progress: bool
     ) -> Sequence[ActiveRequest | InvalidRequestError]:
-        """Run these requests to their ends."""
+        """Run these requests to completion."""
 
 
 def _given(source: Input) -> Input:
@@ -178,7 +183,7 @@ def _output(
 def _params(
     given: PoolingParams | None, dimensions: int | None, truncate: int | None
 ) -> PoolingParams:
-    """Those that were given, or made of the keywords."""
+    """The given parameters, or those from the keywords."""
     if given is None:
         return PoolingParams(dimensions=dimensions, truncate_prompt_tokens=truncate)
     if not isinstance(given, PoolingParams):
@@ -187,7 +192,7 @@ def _params(
         )
     if dimensions is not None or truncate is not None:
         raise InvalidRequestError(
-            "give dimensions and truncate_prompt_tokens in pooling_params, or as keywords alone",
+            "give dimensions and truncate_prompt_tokens in pooling_params or as keywords, not both",
             param="pooling_params",
         )
     return given

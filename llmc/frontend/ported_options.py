@@ -1,4 +1,4 @@
-"""Options of vLLM that llmc takes, writes as its own, or refuses: for `llmc serve` and `LLM(...)`.
+"""vLLM options that llmc accepts, translates or refuses, for `llmc serve` and `LLM(...)`.
 
 Names are those of flags; keywords are the same with underscores.
 """
@@ -13,8 +13,8 @@ from llmc.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_ONE_STAGE = "layers are cut across, not dealt out: use --tensor-parallel-size"
-_TEMPLATE = "the format is read off the model's chat template"
+_ONE_STAGE = "pipeline parallelism is not supported: use --tensor-parallel-size"
+_TEMPLATE = "the format is inferred from the model's chat template"
 
 # The same value under another name.
 RENAMED: Mapping[str, str] = {
@@ -31,70 +31,70 @@ RENAMED: Mapping[str, str] = {
     "-dp": "--data-parallel-size",
     "--dp-size": "--data-parallel-size",
 }
-# Switches that are written otherwise.
+# Switches that are written differently.
 WRITTEN: Mapping[str, tuple[str, ...]] = {
     "--enforce-eager": ("-O0",),
     "--disable-uvicorn-access-log": ("--no-access-log",),
     "--disable-log-requests": ("--no-access-log",),
     "--no-enable-log-requests": ("--no-access-log",),
 }
-# Left out, for what they ask is there anyway or means nothing here: switches, then with a value.
+# Ignored, because they are always on or have no meaning here: switches, then options with a value.
 NOT_NEEDED: Mapping[str, str] = {
     "--enable-auto-tool-choice": _TEMPLATE,
     "--enable-chunked-prefill": "chunked prefill is always on",
     "--disable-log-stats": "--log-level sets what is logged",
     "--enable-prompt-tokens-details": "usage always has them",
-    "--enable-request-id-headers": "answers always have them",
-    "--disable-custom-all-reduce": "ranks sum over NCCL or gloo alone",
-    "--disable-fastapi-docs": "--no-ui leaves out all pages",
+    "--enable-request-id-headers": "responses always have them",
+    "--disable-custom-all-reduce": "ranks only use NCCL or gloo for all-reduce",
+    "--disable-fastapi-docs": "--no-ui disables all pages",
     "--no-enable-log-outputs": "outputs are never logged",
     "--enable-log-requests": "the access log is on",
 }
 NOT_NEEDED_WITH_VALUE: Mapping[str, str] = {
-    "--tool-call-parser": _TEMPLATE + "; --tool-format gives another",
+    "--tool-call-parser": _TEMPLATE + "; --tool-format overrides it",
     "--reasoning-parser": _TEMPLATE,
     "--chat-template-content-format": _TEMPLATE,
     "--generation-config": "the model's own is used; requests override it",
-    "--guided-decoding-backend": "grammars have one implementation",
-    "--structured-outputs-config": "grammars have one implementation",
+    "--guided-decoding-backend": "there is only one implementation",
+    "--structured-outputs-config": "there is only one implementation",
     "--max-seq-len-to-capture": "graphs are captured by batch size (--cuda-graph-buckets)",
     "--max-parallel-loading-workers": "weights are read once, in order",
-    "--tokenizer-pool-size": "--api-workers answer HTTP, tokenizers included",
+    "--tokenizer-pool-size": "--api-workers run HTTP, including tokenizers",
     "--max-log-len": "prompts are never logged",
-    "--response-role": "it is assistant",
-    "--num-lookahead-slots": "blocks are taken as they are needed",
+    "--response-role": "the role is always assistant",
+    "--num-lookahead-slots": "blocks are allocated as needed",
 }
-# Left out for these values alone; what to do for others.
+# Ignored for these values only, with advice for other values.
 VALUES: Mapping[str, tuple[frozenset[str], str]] = {
     "--pipeline-parallel-size": (frozenset({"1"}), _ONE_STAGE),
     "-pp": (frozenset({"1"}), _ONE_STAGE),
-    "--num-scheduler-steps": (frozenset({"1"}), "a step draws one token a request"),
-    "--tokenizer-mode": (frozenset({"auto", "hf"}), "only tokenizers of Hugging Face are read"),
-    "--cpu-offload-gb": (frozenset({"0"}), "weights stay on one device; take fewer bits with -q"),
+    "--num-scheduler-steps": (frozenset({"1"}), "a step samples one token per request"),
+    "--tokenizer-mode": (frozenset({"auto", "hf"}), "only Hugging Face tokenizers are supported"),
+    "--cpu-offload-gb": (frozenset({"0"}), "weights stay on one device; use fewer bits with -q"),
     "--model-impl": (frozenset({"auto", "transformers"}), "models run from transformers' code"),
-    "--ssl-cert-reqs": (frozenset({"0"}), "--ssl-ca-certs asks clients for certificates"),
+    "--ssl-cert-reqs": (frozenset({"0"}), "--ssl-ca-certs requires client certificates"),
     "--config-format": (frozenset({"auto", "hf"}), "only config.json is read"),
 }
 REFUSED: Mapping[str, str] = {
     "--compilation-config": "choose a level with -O0 to -O3, and passes with --disable-pass",
     "--no-enable-chunked-prefill": "chunked prefill is always on; raise --max-num-batched-tokens",
-    "--enable-expert-parallel": "experts are cut by width, with --tensor-parallel-size",
-    "--tool-parser-plugin": _TEMPLATE + "; --tool-format gives another",
+    "--enable-expert-parallel": "experts are split by width, with --tensor-parallel-size",
+    "--tool-parser-plugin": _TEMPLATE + "; --tool-format overrides it",
     "--hf-overrides": "change config.json in a copy of the model's directory",
     "--rope-scaling": "change config.json in a copy of the model's directory",
     "--rope-theta": "change config.json in a copy of the model's directory",
     "--hf-token": "set HF_TOKEN",
     "--download-dir": "set HF_HOME",
-    "--middleware": "put a proxy before the server",
-    "--mm-processor-kwargs": "images are read as the files of the model say",
+    "--middleware": "put a proxy in front of the server",
+    "--mm-processor-kwargs": "images are processed as the model's files specify",
     "--override-generation-config": "send the parameters with each request",
     "--pooler-config": "choose with --task, --pooling and --normalize",
     "--override-pooler-config": "choose with --task, --pooling and --normalize",
     "--kv-transfer-config": "blocks stay on one device",
-    "--num-gpu-blocks-override": "set the cache in bytes with --kv-cache-memory",
+    "--num-gpu-blocks-override": "set the cache size in bytes with --kv-cache-memory",
     "--speculative-model": 'give --speculative-config \'{"method":"draft_model","model":...}\'',
 }
-# What `--runner` and `--convert` ask for, as values of --task; None: what the files say anyway.
+# Values of `--runner` and `--convert` as values of --task; None: as the model's files say.
 RUNNERS: Mapping[str, Mapping[str, str | None]] = {
     "--runner": {"auto": None, "generate": "generate", "pooling": "pooling"},
     "--convert": {
@@ -106,7 +106,7 @@ RUNNERS: Mapping[str, Mapping[str, str | None]] = {
     },
 }
 MOST_GIB = 1024  # of swap space; a larger number is bytes
-# Formats that a checkpoint is stored in: it is served as it is.
+# Formats of quantized checkpoints, which are served in their stored format.
 STORED = frozenset(
     [
         "awq",
@@ -123,27 +123,27 @@ STORED = frozenset(
 
 
 def listed(options: Mapping[str, str]) -> str:
-    """Names, each with its reason."""
+    """The names, each with its reason."""
     return "; ".join(f"{name} ({why})" for name, why in options.items())
 
 
 def task_of(flag: str, value: object) -> str | None:
-    """The task that `--runner` or `--convert` asks for; None leaves it to the files."""
+    """The task that `--runner` or `--convert` selects; None leaves it to the model's files."""
     tasks = RUNNERS[flag]
     if value not in tasks:
-        raise ConfigError(f"{flag} {value!s:.80} is not served; it may be {', '.join(tasks)}")
+        raise ConfigError(f"{flag} {value!s:.80} is not supported; it can be {', '.join(tasks)}")
     return tasks[str(value)]
 
 
 def say_left_out(options: Mapping[str, str]) -> str:
-    """One sentence for all options that were left out."""
-    return f"left out, since llmc needs none of these: {listed(options)}"
+    """One sentence for all options that are ignored."""
+    return f"ignoring options that llmc does not need: {listed(options)}"
 
 
 def port_keywords(options: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """Keywords of `LLM(...)`, in which vLLM's may stand, as ours alone. `known` are ours.
+    """Translate keywords of `LLM(...)`, which can include vLLM's, to ours. `known` are ours.
 
-    Raises ConfigError that names every keyword of vLLM's that can't be had, and what to do.
+    Raises ConfigError that names every unsupported keyword of vLLM, and what to do instead.
     """
     out: dict[str, Any] = {}
     left_out: dict[str, str] = {}
@@ -151,7 +151,7 @@ def port_keywords(options: Mapping[str, Any], known: frozenset[str]) -> dict[str
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
         if name == "quantization" and value in STORED:
-            left_out[name] = "a quantized checkpoint is served as it is stored"
+            left_out[name] = "a quantized checkpoint is served in its stored format"
         elif name == "kv_cache_dtype" and value == "fp8":
             out[name] = "fp8_e4m3"
         elif name == "swap_space" and isinstance(value, int | float) and 0 < value < MOST_GIB:
@@ -165,7 +165,7 @@ def port_keywords(options: Mapping[str, Any], known: frozenset[str]) -> dict[str
         elif RENAMED.get(flag, "")[2:].replace("-", "_") in known:
             out[RENAMED[flag][2:].replace("-", "_")] = value
         elif flag in VALUES and str(value) in VALUES[flag][0]:
-            left_out[name] = f"{value} is what llmc does"
+            left_out[name] = f"llmc always does {value}"
         elif flag in NOT_NEEDED or flag in NOT_NEEDED_WITH_VALUE:
             left_out[name] = NOT_NEEDED.get(flag) or NOT_NEEDED_WITH_VALUE[flag]
         elif flag in VALUES:
@@ -173,9 +173,9 @@ def port_keywords(options: Mapping[str, Any], known: frozenset[str]) -> dict[str
         elif flag in REFUSED:
             refused[name] = REFUSED[flag]
         else:
-            out[name] = value  # make_config knows the closest name
+            out[name] = value  # make_config suggests the closest name
     if refused:
-        raise ConfigError(f"llmc can't have {listed(refused)}")
+        raise ConfigError(f"llmc does not support {listed(refused)}")
     if left_out:
         log.warning("%s", say_left_out(left_out))
     return out

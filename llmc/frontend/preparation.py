@@ -1,8 +1,8 @@
-"""Requests of `AsyncLLM` before the engine gets them: checked, rendered and tokenized.
+"""Validates, renders and tokenizes requests of `AsyncLLM` before they are sent to the engine.
 
-    prompt, messages --InputProcessor, in a worker where that takes long--> Input
+    prompt, messages --InputProcessor, in a worker thread if that takes long--> Input
 
-Everything here runs on one event loop, which others' streams share.
+Everything here runs on one event loop, which other requests' streams share.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ RENDER_TIMEOUT_S = 5.0
 
 
 class Preparation:
-    """Makes an `Input` of what a caller asks; InvalidRequestError says what is wrong with it.
+    """Makes `Input`s from callers' requests. InvalidRequestError says what is wrong with one.
 
-    `inputs` is replaced when the engine starts again, with what it then says of the model.
+    `inputs` is replaced when the engine restarts, with its new information about the model.
     """
 
     def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None) -> None:
@@ -48,7 +48,7 @@ class Preparation:
         self._trial_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmc-trial")
 
     async def end_trial(self) -> None:
-        """End the process in which grammars are tried; a later one starts it again."""
+        """End the process in which grammars are tried. The next grammar starts it again."""
         await asyncio.to_thread(self._trial.close)
 
     async def close(self) -> None:
@@ -65,8 +65,8 @@ class Preparation:
     async def infill(
         self, before: Sequence[str], after: str, *, add_special_tokens: bool = True
     ) -> tuple[list[Prompt], frozenset[int]]:
-        """Prompts for what comes between each of the texts and `after`, and the tokens that end an
-        answer. InvalidRequestError where the model has no marks for that."""
+        """Prompts for infilling between each of the texts and `after`, and the tokens that end an
+        answer. InvalidRequestError if the model has no infilling tokens."""
         tokenizer = self.inputs.need_tokenizer("suffix")
         marks = need_marks(tokenizer, self._name)
         make_one = functools.partial(
@@ -79,13 +79,13 @@ class Preparation:
         return await self._work(sum(map(len, before)) + len(after), make), marks.ends
 
     async def prompt(self, prompt: Prompt, sampling: SamplingParams) -> Input:
-        """Check and tokenize; long texts in a worker thread, so that others go on."""
+        """Validate and tokenize; long texts in a worker thread, so that others are not blocked."""
         source = await self._work(_size(prompt), self.inputs.process, prompt, sampling)
         await self._try_grammar(sampling)
         return source
 
     async def prompts(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Input]:
-        """`prompt` of each; an error names its prompt by its place."""
+        """`prompt` for each; an error names its prompt by index."""
 
         def process() -> list[Input]:
             return [
@@ -100,7 +100,7 @@ class Preparation:
     async def pooled(
         self, prompts: Sequence[Prompt], *, truncate: int | None = None
     ) -> list[Input]:
-        """Check and tokenize prompts whose vectors are wanted; an error names its prompt."""
+        """Validate and tokenize prompts for pooling; an error names its prompt by index."""
         pooled = functools.partial(self.inputs.pooled, truncate=truncate)
 
         def process() -> list[Input]:
@@ -114,12 +114,12 @@ class Preparation:
     async def scoring(
         self, left: Sequence[str], right: Sequence[str], params: PoolingParams
     ) -> Scoring:
-        """Check and tokenize texts that are to be scored."""
+        """Validate and tokenize texts for scoring."""
         size = sum(map(len, left)) + sum(map(len, right))
         return await self._work(size, Scoring, self.inputs, left, right, params)
 
     async def _try_grammar(self, sampling: SamplingParams) -> None:
-        """One at a time, in a separate thread: trying a grammar may take long."""
+        """Try a grammar. One at a time, in a separate thread, because it can take long."""
         spec = sampling.structured_outputs
         if spec is not None:
             loop = asyncio.get_running_loop()
@@ -127,7 +127,7 @@ class Preparation:
 
     @staticmethod
     def _at(index: int, count: int, process: Callable[[], Input]) -> Input:
-        """An error of one of several prompts names it by its place."""
+        """Run `process`. If there are several prompts, an error names the prompt by index."""
         try:
             return process()
         except InvalidRequestError as exc:
@@ -147,10 +147,10 @@ class Preparation:
         splits_reasoning: bool = False,
         max_reasoning_tokens: int | None = None,
     ) -> Input:
-        """Render the chat template, check and tokenize, within RENDER_TIMEOUT_S.
+        """Render the chat template (within RENDER_TIMEOUT_S), validate and tokenize.
 
-        With `splits_reasoning` the input says how the answer marks its reasoning, if it may have
-        any, and a grammar is for what comes after it; `max_reasoning_tokens` then limits it.
+        With `splits_reasoning`, the input says how the answer marks its reasoning, if it can have
+        any, and a grammar applies after it; `max_reasoning_tokens` then limits the reasoning.
         """
         self.inputs.need_generation()
         tokenizer = self.inputs.need_tokenizer("messages")
@@ -182,13 +182,13 @@ class Preparation:
         return source
 
     async def tools(self, tools: Sequence[Tool]) -> ToolFormat:
-        """How the model writes tool calls; InvalidRequestError where its template can't render
-        these tools."""
+        """How the model writes tool calls. InvalidRequestError if its template can't render these
+        tools."""
         tokenizer = self.inputs.need_tokenizer("tools")
         return await self._within_time(functools.partial(check_tools, tokenizer, tools))
 
     async def _within_time(self, render: Callable[[], T]) -> T:
-        """Always in a worker: a template is a program, and may take its time."""
+        """Render in a worker thread with a timeout: a template is a program, which may be slow."""
         try:
             async with asyncio.timeout(RENDER_TIMEOUT_S):
                 return await self._work(LONG_TEXT + 1, render)

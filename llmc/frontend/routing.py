@@ -1,7 +1,7 @@
-"""Which of several engines of one model a request goes to.
+"""Chooses which of several engines of one model a request is sent to.
 
-Each frontend routes its own requests, by what it has sent where: an engine's prefix cache is
-guessed from the prompts that went there, in blocks. A wrong guess costs time and no more.
+Each frontend routes its own requests by what it has sent to which engine: it estimates an engine's
+prefix cache from the prompts that it has sent there, in blocks. A wrong estimate only costs time.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from llmc.engine.messages import AddRequest, EngineStats
 from llmc.model_info import ModelInfo
 
-QUIET_S = 60.0  # an engine that has requests and says nothing for so long gets no more
+QUIET_S = 60.0  # an engine that has requests but is silent for this long gets no more
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineLoad:
-    """One engine, as a frontend knows it."""
+    """One engine, as seen by a frontend."""
 
     info: ModelInfo
     stats: EngineStats
@@ -27,15 +27,15 @@ class EngineLoad:
     caches_prefixes: bool = True
     is_up: bool = True
     heard_at: float = field(default_factory=time.monotonic)
-    # Blocks that each of its requests had to compute, by the request's id.
+    # Blocks to compute for each of its requests, by request id.
     requests: dict[str, int] = field(default_factory=dict)
     num_blocks: int = 0  # sum of these
-    # Digests of the blocks of prompts that were sent, the ones longest ago first.
+    # Digests of the blocks of prompts that were sent, least recent first.
     sent: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     def add(self, request_id: str, num_new: int, digests: Sequence[int]) -> None:
         if not self.requests:
-            self.heard_at = time.monotonic()  # it had no reason to say anything
+            self.heard_at = time.monotonic()  # it was idle, so its silence does not count
         self.requests[request_id] = num_new
         self.num_blocks += num_new
         for digest in digests if self.caches_prefixes else ():
@@ -48,13 +48,13 @@ class EngineLoad:
         self.num_blocks -= self.requests.pop(request_id, 0)
 
     def num_new(self, digests: Sequence[int]) -> int:
-        """Blocks to be computed of a prompt: those behind its prefix that was sent before, and the
+        """Blocks to compute for a prompt: those after the prefix that was sent before, plus the
         last one, which has room for the answer."""
         num_known = next((i for i, d in enumerate(digests) if d not in self.sent), len(digests))
         return len(digests) - num_known + 1
 
     def has_room(self, num_new: int) -> bool:
-        """Whether a request could begin at once."""
+        """Whether a request could start at once."""
         return (
             len(self.requests) < self.num_rows
             and self.stats.num_waiting == self.stats.num_deferred
@@ -62,17 +62,17 @@ class EngineLoad:
         )
 
     def is_quiet(self) -> bool:
-        """Whether it owes a sign of life."""
+        """Whether it has requests but has been silent for too long."""
         return bool(self.requests) and time.monotonic() - self.heard_at > QUIET_S
 
 
 def choose(loads: Mapping[str, EngineLoad], message: AddRequest, digests: Sequence[int]) -> str:
-    """The name of the engine, of those that are up; there must be one.
+    """The name of the best engine that is up; at least one must be.
 
-    It is one that can hold the request and begin it at once, if any can. Of these it is the one
-    with the least to compute: the blocks of its requests, and those of this one that are not in its
-    cache. So a request follows its prefix, until the others have so much less to do that computing
-    the prefix again pays. Of equals it is the one with the emptiest cache.
+    Engines that can hold the request and start it at once are preferred. Among these, the one with
+    the least to compute is chosen, counting the blocks of its requests and those of this request
+    that are not in its cache. So a request follows its prefix, until the other engines have so much
+    less to do that recomputing the prefix pays off. Ties go to the engine with the emptiest cache.
     """
     length = len(message.prompt_token_ids) + (message.sampling.max_tokens or 0)
 
@@ -91,7 +91,7 @@ def choose(loads: Mapping[str, EngineLoad], message: AddRequest, digests: Sequen
 
 
 def prompt_digests(message: AddRequest, block_size: int) -> list[int]:
-    """A digest of all tokens up to the end of each full block, for requests that share a cache."""
+    """For each full block, a digest of all tokens up to its end, the cache salt and the adapter."""
     return list(_digests(message, block_size))
 
 

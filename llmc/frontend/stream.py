@@ -1,7 +1,7 @@
-"""`Stream`: requests that were submitted together, and their one reader.
+"""`Stream`: requests that were submitted together, and their single reader.
 
-An update wakes the reader, which takes all that has accumulated, so a slow reader makes nothing
-queue up. With an interval it is woken only once that many tokens are there.
+An update wakes the reader, which gets everything that has accumulated, so nothing queues up for a
+slow reader. With an interval, it is only woken once that many tokens are available.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llmc.frontend.outputs import ActiveRequest
 
 
 class Stream:
-    """Made by `AsyncLLM.submit`. `interval`: tokens of one completion between two deltas."""
+    """Created by `AsyncLLM.submit`. `interval`: tokens of one completion between two deltas."""
 
     def __init__(self, interval: int = 1) -> None:
         self.requests: list[ActiveRequest] = []
@@ -25,7 +25,7 @@ class Stream:
 
     @property
     def error(self) -> str | None:
-        """Why a request failed alone. The others go on."""
+        """Why a single request failed. The others continue."""
         return next((r.error for r in self.requests if r.error is not None), None)
 
     @property
@@ -34,10 +34,10 @@ class Stream:
         return any(r.is_refused for r in self.requests)
 
     async def deltas(self) -> list[tuple[int, CompletionDelta]]:
-        """Waits for new output: pairs of a request's index in `requests` and its delta.
+        """Wait for new output: pairs of a request's index in `requests` and its delta.
 
-        Empty at the end. A request that failed alone ends with finish_reason "error"; when the
-        whole engine is gone EngineDeadError is raised. May be cancelled and called again.
+        Empty at the end. A single request that fails ends with finish_reason "error"; if the whole
+        engine has stopped, EngineDeadError is raised. Can be cancelled and called again.
         """
         while True:
             if self._lost is not None:
@@ -64,7 +64,7 @@ class Stream:
         ]
 
     def notify(self, request: ActiveRequest) -> None:
-        """`request` has changed."""
+        """Wake the reader if `request` has changed enough."""
         if request.finished or any(
             self._is_due(completion, cursor)
             for _, completion, cursor in self._readers[request.request_id]
@@ -72,12 +72,12 @@ class Stream:
             self._wake.set()
 
     def lose(self, reason: str) -> None:
-        """The engine is gone, and all requests with it."""
+        """The engine has stopped, and all requests are lost."""
         self._lost = reason
         self._wake.set()
 
     def _is_due(self, completion: Completion, cursor: Cursor) -> bool:
-        """The first token is, as soon as it is there, and so is the end."""
+        """Whether to deliver a delta now. The first token and the end are delivered at once."""
         if completion.finish_reason is not None:
             return not cursor.finished
         new = len(completion.token_ids) - cursor.tokens

@@ -1,1 +1,1 @@
-"""The engine in a separate process: supervisor, messages between processes, errors."""
+"""Runs the engine in a separate process: supervisor, inter-process messages, errors."""

@@ -16,7 +16,8 @@ POLL_S = 0.05
 
 
 class Child:
-    """Started at once. `command` gets the number of its report pipe as its last argument.
+    """A child process, started on construction. `command` gets the file descriptor of its report
+    pipe as its last argument.
 
     `environment` is added to that of this process.
     """
@@ -59,13 +60,13 @@ class Child:
         assert self._process.stdin is not None, "opened as a pipe"
         try:
             written = self._process.stdin.write(line)
-        except (BrokenPipeError, ValueError):  # it has ended; we have closed the pipe
+        except (BrokenPipeError, ValueError):  # it has exited, or we have closed the pipe
             return
-        if written != len(line):  # the pipe is full: it has not read for a long time
+        if written != len(line):  # the pipe is full, as it has not read for a long time
             self._process.kill()
 
     def reports(self) -> Iterator[bytes]:
-        """Lines of its report pipe as they come, to the end of the pipe or of the process."""
+        """Lines of its report pipe as they arrive, until the pipe closes or the process exits."""
         while True:
             is_dead = self._process.poll() is not None
             ready, _, _ = select.select([self._reports], [], [], 0 if is_dead else POLL_S)
@@ -80,14 +81,14 @@ class Child:
             yield from lines
 
     def wait(self) -> str:
-        """Waits for its end; returns a sentence that says how it ended."""
+        """Wait for it to exit. Returns a sentence that says how it ended."""
         return how_it_ended(self._process.wait())
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
     def end(self, timeout_s: float) -> None:
-        """Close its standard input, at which it ends; kill it after `timeout_s`."""
+        """Close its standard input, which makes it exit; kill it after `timeout_s`."""
         assert self._process.stdin is not None, "opened as a pipe"
         self._process.stdin.close()
         try:
@@ -97,8 +98,8 @@ class Child:
             self._process.wait()
 
     def close(self) -> None:
-        """Kill the process if it still runs, and close the pipes."""
-        self._process.kill()  # does nothing once it has been waited for
+        """Kill the process if it is still running, and close the pipes."""
+        self._process.kill()  # does nothing if it has been waited for
         self._process.wait()
         assert self._process.stdin is not None, "opened as a pipe"
         self._process.stdin.close()
@@ -114,7 +115,7 @@ class Child:
 
 
 def python_module(name: str) -> list[str]:
-    """The command that runs one of our modules; -P keeps the working directory off its path."""
+    """The command that runs one of our modules. -P keeps the working directory off its path."""
     return [sys.executable, "-P", "-m", name]
 
 
@@ -125,5 +126,5 @@ def how_it_ended(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    memory = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
+    memory = ", possibly because memory ran out" if code == -signal.SIGKILL else ""
     return f"it was killed by {name}{memory}"

@@ -1,11 +1,11 @@
-"""The engine's side of the process border: one engine, any number of frontends.
+"""The engine's side of the process boundary: one engine, any number of frontends.
 
     frontends --AddRequest, AbortRequest, GetState, Operate--> ROUTER --> engine.add / abort / ...
               <------- EngineOutputs, EngineState, Operated -- ROUTER <--
 
-One thread does it all: while a step runs, messages wait in ZeroMQ's own thread. A frontend gets the
-updates of its own requests only. One that reads nothing for a long time loses its requests, so
-that its messages do not fill the memory.
+A single thread does everything: while a step runs, messages wait in ZeroMQ's own thread. A frontend
+only gets the updates of its own requests. If it reads nothing for a long time, its requests are
+dropped, so that its messages do not fill up memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 UNREAD = "this frontend has read nothing for a long time"
 MAX_UNREAD = 20_000  # messages to one frontend, minutes of steps, before it counts as lost
 IDLE_POLL_MS = 200
-IDLE_STATS_S = 0.5  # between two reports of changed numbers to a frontend without requests
+IDLE_STATS_S = 0.5  # between two reports of changed statistics to a frontend without requests
 
 ToEngine = Hello | AddRequest | AbortRequest | GetState | Operate | FrontendGone
 
@@ -62,7 +62,7 @@ class _Frontend:
 
 
 class EngineHost:
-    """Serves frontends on `socket` until `is_stopped`, or until the engine fails."""
+    """Serves frontends on `socket` until `is_stopped()`, or until the engine fails."""
 
     def __init__(
         self, engine: Engine, socket: zmq.Socket[bytes], is_stopped: Callable[[], bool]
@@ -76,12 +76,12 @@ class EngineHost:
         self._dropped: dict[bytes, str] = {}  # frontends yet to be sent Disconnected, and why
 
     def run(self) -> None:
-        """Raises what the engine raises when no later step can succeed."""
+        """Serve. Raises the engine's error when no later step can succeed."""
         while not self._is_stopped():
             self.turn()
 
     def turn(self) -> None:
-        """Take in the messages, run one step, send the frontends their updates."""
+        """Handle the waiting messages, run one step, send the frontends their updates."""
         is_busy = self._engine.has_work or self._engine.use_idle_time()
         if self._socket.poll(0 if is_busy else IDLE_POLL_MS):
             self._receive()
@@ -98,7 +98,7 @@ class EngineHost:
             try:
                 self._handle(identity, self._read(frames))
             except WireError as exc:
-                log.error("a frontend is disconnected: %s", exc)
+                log.error("disconnecting a frontend: %s", exc)
                 self._disconnect(identity, str(exc))
 
     def _handle(self, identity: bytes, message: ToEngine) -> None:
@@ -148,7 +148,8 @@ class EngineHost:
             return
         stats, now = self._engine.stats(), time.monotonic()
         for frontend in list(self._frontends.values()):
-            # With requests it gets a message every turn, which also shows that the engine works.
+            # If it has requests, it gets a message every turn, which also shows that the engine is
+            # alive.
             is_quiet = not frontend.updates and (not frontend.requests or not self._engine.has_work)
             is_recent = now - frontend.sent_at < IDLE_STATS_S
             if is_quiet and (frontend.sent_stats == stats or is_recent):
@@ -160,7 +161,7 @@ class EngineHost:
                 self._disconnect(frontend.identity, UNREAD)
 
     def _send(self, identity: bytes, message: FromEngine) -> bool:
-        """False: the frontend reads too little, or is not connected any more."""
+        """Send a message. Returns False if the frontend has read too little."""
         try:
             self._socket.send_multipart([identity, *pack(message)], zmq.NOBLOCK)
         except zmq.Again:
@@ -190,7 +191,7 @@ class EngineHost:
 def bind(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
     """The engine's socket at `address`."""
     socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # errors instead of messages lost in silence
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise errors instead of silently dropping messages
     socket.setsockopt(zmq.SNDHWM, MAX_UNREAD)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)

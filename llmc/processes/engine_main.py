@@ -2,8 +2,8 @@
 
     order (first line of standard input) -> start_engine -> Ready (report pipe) -> EngineHost
 
-It knows no text and no HTTP. It ends when its standard input does: when the main process closes it
-or dies. Signals are left to the main process, which decides how to drain.
+It does not handle text or HTTP. It exits when its standard input ends: when the main process closes
+it or dies. Signals are left to the main process, which decides how to drain.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 Start = Callable[["EngineConfig", Callable[["Phase"], None]], "Started"]
 
-GRACE_S = 1.0  # for the step that runs when the main process is gone
+GRACE_S = 1.0  # for the running step when the main process is gone
 
 
 def main(start: Start | None = None) -> int:
-    """Exit code 0: standard input was closed. `start` is another start_engine, for tests."""
+    """-> exit code; 0 if standard input was closed. `start` replaces start_engine in tests."""
     leave_signals_to_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     die_with_parent()
@@ -84,23 +84,23 @@ def _serve(
         try:
             EngineHost(started.engine, socket, is_stopped).run()
         finally:
-            started.end_ranks()  # one that hangs is killed
+            started.end_ranks()  # kills ranks that hang
 
 
 def _watch_parent(folder: str, stopped: threading.Event) -> None:
-    """Waits for the end of standard input, then ends the process within GRACE_S."""
+    """Wait for the end of standard input, then end the process within GRACE_S."""
     while sys.stdin.buffer.readline():
         pass
-    shutil.rmtree(folder, ignore_errors=True)  # who else, if the main process was killed
+    shutil.rmtree(folder, ignore_errors=True)  # in case the main process was killed
     stopped.set()
     threading.Event().wait(GRACE_S)
     os._exit(0)
 
 
 def leave(code: int) -> NoReturn:
-    """Exit without the interpreter's own end: with torch loaded that takes about a second.
+    """Exit without interpreter shutdown, which takes about a second with torch loaded.
 
-    Nothing is left for it to do: sockets are closed, and children end when their pipes do.
+    It is not needed: sockets are closed, and children exit when their pipes are closed.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -1,9 +1,9 @@
 """The engine processes of one model: one, or as many as `data_parallel_size` says.
 
     EngineProcesses -- Supervisor "engine"                     one engine
-                    -- Supervisor "engine-0", "engine-1" ...   several, each restarted by itself
+                    -- Supervisor "engine-0", "engine-1" ...   several, each restarted separately
 
-A frontend reaches them through one link, whatever their number (`connect`).
+A frontend uses a single link to them, whatever their number (`connect`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class EngineProcesses:
-    """A context: its end is the processes' end. `name` is that of the one, or begins those of all.
+    """A context manager that ends the processes on exit. `name` is the name of a single engine, or
+    the prefix of several.
 
     `command` and `budget` are for tests.
     """
@@ -64,14 +65,14 @@ class EngineProcesses:
         self._stack.close()
 
     def wait_ready(self) -> EngineUp:
-        """The first engine once all take requests, with what all of them can serve; or the error
-        that kept one of them from it.
+        """Wait until all engines accept requests. -> the first one, with limits that hold for all.
+        Raises the error of one that fails to start.
 
-        The first one starts alone: what it compiles, the others find in the cache.
+        The first one starts alone, so that the others find what it compiles in the cache.
         """
         first = self.supervisors[0].wait_ready()
         config = self.config
-        if first.info.device.startswith("cuda"):  # and no other one silently elsewhere
+        if first.info.device.startswith("cuda"):  # don't let another one silently use the CPU
             config = dataclasses.replace(config, device="cuda")
         for index in range(1, self.config.data_parallel_size):
             self._start(index, config)
@@ -79,13 +80,13 @@ class EngineProcesses:
         return dataclasses.replace(first, info=info)
 
     def suspend(self) -> None:
-        """End the processes, whose memory goes back, until `resume`."""
+        """End the processes, which frees their memory, until `resume`."""
         for one in self.supervisors:
             one.suspend()
 
     def resume(self) -> None:
-        """Start them again; returns when all take requests. Where one can't, all sleep on, and its
-        error is raised."""
+        """Start them again. Returns when all accept requests. If one fails to start, all stay
+        suspended, and its error is raised."""
         for one in self.supervisors:
             one.resume()
         try:
@@ -96,7 +97,7 @@ class EngineProcesses:
             raise
 
     def memory_bytes(self) -> int:
-        """Memory that the engine processes have for themselves, as the system counts it."""
+        """Private memory of the engine processes, as counted by the system."""
         return sum(map(_private_bytes, self._pids()))
 
     def _pids(self) -> list[int]:
@@ -105,7 +106,7 @@ class EngineProcesses:
 
     @property
     def folder(self) -> str:
-        """Private to the processes of the server."""
+        """A folder that is private to the server's processes."""
         return self.supervisors[0].folder
 
     @property
@@ -116,16 +117,16 @@ class EngineProcesses:
         return connect(frontend, self.watches, self.config)
 
     def watch(self, listener: Listener) -> None:
-        """Call `listener` with every change of one of them from now on."""
+        """Call `listener` with every change of one of the engines from now on."""
         for one in self.supervisors:
             one.watch(listener)
 
     def report_process(self, name: str, pid: int | None, *, restarted: bool = False) -> None:
-        """Another process of the server has started, or (None) ended."""
+        """Report that another process of the server has started or, with None, ended."""
         self.supervisors[0].report_process(name, pid, restarted=restarted)
 
     def report_gone(self, frontend: str) -> None:
-        """A frontend is dead: the engines must abort its requests."""
+        """Report that a frontend is dead, so that the engines abort its requests."""
         for one in self.supervisors:
             one.report_gone(frontend)
 
@@ -146,7 +147,7 @@ class EngineProcesses:
 
 
 def _private_bytes(pid: int) -> int:
-    """Of a process and those below it; 0 once it has ended."""
+    """Private memory of a process and its descendants; 0 if it has ended."""
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]
@@ -156,13 +157,13 @@ def _private_bytes(pid: int) -> int:
 
 
 def connect(frontend: str, watches: Mapping[str, ProcessWatch], config: EngineConfig) -> EngineLink:
-    """A link to the engines of `watches`, by name. `frontend` is unique in the server."""
+    """A link to the engines of `watches`, which are by name. `frontend` is unique in the server."""
     links = {name: RemoteEngine(frontend, watch) for name, watch in watches.items()}
     return DataParallelLink(links, config) if len(links) > 1 else next(iter(links.values()))
 
 
 def own_devices(config: EngineConfig, index: int) -> dict[str, str]:
-    """The variable that shows an engine its own GPUs: as many as it has ranks."""
+    """The environment variable that limits an engine to its own GPUs: one for each rank."""
     if config.device == "cpu":
         return {}
     size = config.tensor_parallel_size
@@ -174,6 +175,6 @@ def own_devices(config: EngineConfig, index: int) -> dict[str, str]:
         if given and len(mine) < size:
             raise ConfigError(
                 f"data_parallel_size {config.data_parallel_size} with {size} GPUs for each engine "
-                f"takes {config.data_parallel_size * size}, and {VISIBLE} is {given!r}"
+                f"needs {config.data_parallel_size * size}, but {VISIBLE} is {given!r}"
             )
     return {VISIBLE: ",".join(mine)}

@@ -1,4 +1,4 @@
-"""What a child process sets up first: signals are left to the parent, and it dies with the parent.
+"""Initial setup of a child process: leave signals to the parent, and die with the parent.
 
 Used by the engine process and by the additional API processes.
 """
@@ -13,7 +13,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def leave_signals_to_parent() -> None:
-    """Ctrl-C reaches all processes of a terminal; the main one decides how to drain."""
+    """Ignore SIGINT and SIGTERM. Ctrl-C reaches all processes of a terminal, but the main one
+    decides how to drain."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
@@ -21,8 +22,8 @@ def leave_signals_to_parent() -> None:
 def die_with_parent() -> None:
     """Linux: have this process killed 3 s after its parent's death, even if it hangs in C.
 
-    The signal's handler is libc's own alarm(), which gets the signal's number as its argument, and
-    SIGQUIT's is 3. Until then the end of standard input may lead to an orderly end.
+    The signal handler is libc's own alarm(), which gets the signal's number as its argument, and
+    SIGQUIT's is 3. Until then the process can exit in an orderly way when its standard input ends.
     """
     if sys.platform != "linux":
         return

@@ -1,10 +1,10 @@
-"""The frontend's side of the process border: a link to the engine process that runs now.
+"""The frontend's side of the process boundary: a link to the current engine process.
 
     AsyncLLM --send--> DEALER --AddRequest, AbortRequest, GetState, Operate--> engine process
              <--publish-- DEALER <--- EngineOutputs, EngineState, Operated ---
 
-All in the event loop. The process watch says which engine runs; each engine gets a new socket, so
-that nothing sent to a dead engine reaches the next.
+Everything runs in the event loop. The process watch reports which engine is running. Each engine
+gets a new socket, so that nothing sent to a dead engine reaches the next one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class RemoteEngine:
-    """`name` is unique among the frontends of a server."""
+    """An EngineLink to an engine process. `name` is unique among the frontends of a server."""
 
     def __init__(self, name: str, watcher: ProcessWatch) -> None:
         self._name = name
@@ -77,8 +77,8 @@ class RemoteEngine:
     # ---- which engine runs ----
 
     def _on_change(self, processes: ServerProcesses) -> None:
-        """Called from any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it all readers
+        """Can be called from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so there are no readers
             self._loop.call_soon_threadsafe(self._change, processes)
 
     def _change(self, processes: ServerProcesses) -> None:
@@ -125,9 +125,9 @@ class RemoteEngine:
 
     def _write(self, message: Hello | Message | FrontendGone) -> None:
         if self._socket is None:
-            return  # there is no engine, and the requests are lost already
+            return  # there is no engine, and the requests are already lost
         self._socket.send_multipart(pack(message), zmq.NOBLOCK)
-        # Its file descriptor signals changes only, and sending may have consumed one.
+        # The file descriptor is edge-triggered, and sending may have consumed an edge.
         self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
@@ -147,17 +147,17 @@ class RemoteEngine:
                 self._publish(message)
 
     def _give_up(self, reason: str) -> None:
-        """The engine's messages can't be read, and restarting it would not change that."""
+        """Stop: the engine's messages can't be read, and restarting would not change that."""
         log.error("the engine's messages can't be read: %s", reason)
         self._disconnect()
         self._is_closed = True
         self._publish(EngineLost(reason=reason, is_final=True))
 
     def _start_over(self, reason: str) -> None:
-        """The engine has dropped this frontend's requests; it takes new ones."""
+        """Reconnect after the engine dropped this frontend's requests; it accepts new ones."""
         log.error("the engine disconnected this frontend: %s", reason)
         engine = self._engine
-        assert engine is not None, "it has just sent something"
+        assert engine is not None, "it has just sent a message"
         self._publish(EngineLost(reason=reason, is_final=False))
         self._write(Hello())
         self._publish(EngineStarted(info=engine.info))

@@ -1,6 +1,6 @@
-"""An exception of the engine process, raised again in the main process.
+"""Re-raises exceptions of the engine process in the main process.
 
-So a wrong model directory or missing memory reads the same with one process and with two.
+So a wrong model directory or a lack of memory looks the same with one process and with two.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def describe_failure(error: BaseException) -> Failed:
 
 
 def as_exception(failed: Failed) -> Exception:
-    """Its traceback becomes a note, which `--debug` shows."""
+    """The exception to raise. Its original traceback becomes a note, which `--debug` shows."""
     error: Exception
     if failed.kind in _KNOWN:
         error = _KNOWN[failed.kind](failed.message)
@@ -48,5 +48,5 @@ def as_exception(failed: Failed) -> Exception:
 
 
 def summary(failed: Failed) -> str:
-    """One line for logs and answers."""
+    """One line for logs and responses."""
     return " ".join(f"{failed.kind}: {failed.message}".split())[:500].rstrip(": ")

@@ -1,4 +1,4 @@
-"""`ServerProcesses`: which processes a server has now. The main process tells the others.
+"""`ServerProcesses`: the current processes of a server. The main process informs the others.
 
 main process: supervisor.Supervisor --ServerProcesses--> its own frontend
                                     --ServerProcesses--> API processes (server/worker.py), on a pipe
@@ -20,7 +20,7 @@ WINDOW_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineUp:
-    """An engine process that takes requests at `address`, which no other one ever has."""
+    """An engine process that accepts requests at `address`, which is never reused."""
 
     address: str
     info: ModelInfo
@@ -29,18 +29,18 @@ class EngineUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerProcesses:
-    """A snapshot. `engine` is None while there is none, and `why` says why.
+    """A snapshot. `engine` is None while there is none, and `why` gives the reason.
 
-    A server of several engines has one of these for each, by its `name`.
+    A server with several engines has one of these for each, by its `name`.
     """
 
     name: str = "engine"
     engine: EngineUp | None = None
     why: str = "it has not started yet"
-    is_over: bool = False  # the engine is not restarted any more
-    is_asleep: bool = False  # it was ended on purpose, and waits for a wake-up
-    restarts: Mapping[str, int] = field(default_factory=dict)  # process name -> number
-    pids: Mapping[str, int] = field(default_factory=dict)  # of those that run now
+    is_over: bool = False  # the engine will not be restarted
+    is_asleep: bool = False  # it was stopped on purpose, and waits to be woken
+    restarts: Mapping[str, int] = field(default_factory=dict)  # process name -> count
+    pids: Mapping[str, int] = field(default_factory=dict)  # of running processes
     gone_frontends: Sequence[str] = ()
 
 
@@ -48,17 +48,17 @@ Listener = Callable[[ServerProcesses], None]
 
 
 class ProcessWatch(Protocol):
-    """Where a frontend learns about the processes. Listeners may be called from any thread."""
+    """Informs frontends about the processes. Listeners can be called from any thread."""
 
     def watch(self, listener: Listener) -> ServerProcesses:
-        """Call `listener` with every change from now on; returns the present state."""
+        """Call `listener` with every change from now on. Returns the current state."""
 
     def dump_stacks(self) -> None:
         """Have the engine process write the stacks of its threads to stderr."""
 
 
 class RestartBudget:
-    """A process may be started again three times in ten minutes, each time after a longer wait."""
+    """A process can be restarted three times in ten minutes, each time after a longer delay."""
 
     def __init__(self, delays_s: Sequence[float] = DELAYS_S, window_s: float = WINDOW_S) -> None:
         self._delays_s = tuple(delays_s)
@@ -66,7 +66,7 @@ class RestartBudget:
         self._starts: list[float] = []
 
     def take(self, now: float) -> float | None:
-        """Seconds to wait before the next start; None: it died too often."""
+        """Seconds to wait before the next start; None if it has died too often."""
         self._starts = [at for at in self._starts if now - at < self._window_s]
         if len(self._starts) >= len(self._delays_s):
             return None

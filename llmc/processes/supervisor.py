@@ -4,8 +4,8 @@
                                               <- Phase, Ready, Failed -
     its state --ServerProcesses--> every frontend
 
-Errors of the first start are raised by `wait_ready`. Later deaths lead to a restart, within
-`RestartBudget`; when that is spent the server gives up.
+Errors of the first start are raised by `wait_ready`. If the process dies later, it is restarted
+within `RestartBudget`; when that is exhausted, the server gives up.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ log = logging.getLogger(__name__)
 
 ENGINE_MODULE = "llmc.processes.engine_main"
 POLL_S = 0.05
-END_S = 5.0  # for the engine process to end after its standard input was closed
-LONGEST_FOLDER = 70  # characters: the path of a Unix socket has at most 107 in all
+END_S = 5.0  # for the engine process to exit after its standard input was closed
+LONGEST_FOLDER = 70  # characters: the path of a Unix socket can have at most 107
 
 
 class Supervisor:
-    """The engine process of a server. A context: its end is the process's end."""
+    """The engine process of a server. A context manager that ends the process on exit."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Supervisor:
         log_level: str = "warning",
         log_format: str = "text",
     ) -> None:
-        # The engine's own queue has no limit: frontends refuse what is too much.
+        # The engine's own queue is unlimited: frontends refuse excess requests.
         self._config = dataclasses.replace(config, max_num_queued=None)
         self._on_phase = on_phase
         self._title = "the engine process" if name == "engine" else f"the process of {name}"
@@ -90,10 +90,10 @@ class Supervisor:
         self.stop()
 
     def wait_ready(self) -> EngineUp:
-        """The first engine, once it takes requests; or the error that kept it from that."""
+        """Wait for the first engine to accept requests. Raises the error if it fails to start."""
         while not self._first.wait(0.1):  # short waits, so that Ctrl-C gets through
             pass
-        self._on_phase = None  # later starts are lines of the log
+        self._on_phase = None  # later starts are only logged
         if self._error is not None:
             raise self._error
         engine = self.processes.engine
@@ -122,7 +122,7 @@ class Supervisor:
                 listener(self._processes)
 
     def report_process(self, name: str, pid: int | None, *, restarted: bool = False) -> None:
-        """A process of the server has started, or (None) ended."""
+        """Report that a process of the server has started or, with None, ended."""
         with self._lock:
             pids = {key: value for key, value in self._processes.pids.items() if key != name}
             if pid is not None:
@@ -132,7 +132,7 @@ class Supervisor:
             self.update(pids=pids, restarts=restarts)
 
     def report_gone(self, frontend: str) -> None:
-        """A frontend is dead: the engine must abort its requests."""
+        """Report that a frontend is dead, so that the engine aborts its requests."""
         with self._lock:
             self.update(gone_frontends=[*self._processes.gone_frontends, frontend])
 
@@ -142,7 +142,7 @@ class Supervisor:
             child.signal(signal.SIGUSR1)
 
     def suspend(self) -> None:
-        """End the engine process, whose memory goes back, until `resume`."""
+        """End the engine process, which frees its memory, until `resume`."""
         self._first.clear()
         self._error = None
         self._awake.clear()
@@ -153,14 +153,14 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def resume(self) -> None:
-        """Start the engine process again; `wait_ready` waits for it, or raises what kept it from
-        that. Then it sleeps on."""
+        """Start the engine process again. `wait_ready` waits for it, or raises its error if it
+        fails to start; then it stays suspended."""
         self._first.clear()
         self._error = None
         self._awake.set()
 
     def stop(self) -> None:
-        """End the engine process and remove the private folder. Safe to call again."""
+        """End the engine process and remove the private folder. Idempotent."""
         self._stopped.set()
         child = self._child
         if child is not None:
@@ -183,7 +183,7 @@ class Supervisor:
             if self._stopped.is_set() or (self._error is not None and number == 1):
                 log.debug("%s ended: %s", self._title, why)
                 break
-            if self._error is not None:  # it can't be woken
+            if self._error is not None:  # it failed to wake up
                 self._awake.clear()
             if not self._awake.is_set():
                 continue
@@ -200,23 +200,23 @@ class Supervisor:
         self._first.set()
 
     def _sleep(self) -> None:
-        """Until somebody resumes or stops it."""
+        """Sleep until `resume` or `stop`."""
         self._report_down("it is asleep", is_asleep=True)
         if self._error is not None:
             self._first.set()
         while not (self._awake.is_set() or self._stopped.is_set()):
             self._awake.wait(POLL_S)
-        shutil.rmtree(self.folder, ignore_errors=True)  # as the engine does that ended
+        shutil.rmtree(self.folder, ignore_errors=True)  # the engine that exited has also done that
         self.folder = private_folder()
         self.update(is_asleep=False, why="it is being woken")
 
     def _live(self, number: int, *, is_restart: bool) -> str:
-        """One engine process from its start to its end. Returns the reason for its end."""
+        """Run one engine process from start to end. Returns the reason for its end."""
         address = f"ipc://{self.folder}/engine-{number}"
         with Child(self._command, environment=self._environment) as child:
             self._child = child
             if self._stopped.is_set() or not self._awake.is_set():
-                return "it was not needed any more"
+                return "it was no longer needed"
             self.report_process(self.name, child.pid, restarted=is_restart)
             try:
                 ready = self._start(child, address)
@@ -273,7 +273,7 @@ class Supervisor:
 
 
 def private_folder() -> str:
-    """A new folder that this user alone can enter, for the processes' sockets."""
+    """Create a folder that only this user can access, for the processes' sockets."""
     place = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     if len(place) > LONGEST_FOLDER or not os.access(place, os.W_OK | os.X_OK):
         place = "/tmp"

@@ -1,6 +1,6 @@
-"""Logs once where a stalled engine hangs: the stacks of its threads, on stderr.
+"""Logs once where a stalled engine hangs, by writing the stacks of its threads to stderr.
 
-/ready reports the stall by the same clock; this is for whoever then reads the log.
+/ready reports the stall by the same criterion; the stacks are for those who then read the log.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
-PAUSE_S = 1.0  # between two checks of an engine that hangs
+PAUSE_S = 1.0  # between two checks of a stalled engine
 
 
 class Watchdog:
-    """Checks each time the engine could have stalled; idle while there are no requests."""
+    """Checks whenever the engine could have stalled; idle while there are no requests."""
 
     def __init__(
         self, seconds_left: Callable[[], float | None], dump_stacks: Callable[[], None]

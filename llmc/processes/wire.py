@@ -1,13 +1,13 @@
-"""How messages cross process borders: msgpack over ZeroMQ, lines of JSON over pipes.
+"""How messages cross process boundaries: msgpack over ZeroMQ, lines of JSON over pipes.
 
     frontend --Hello, AddRequest, AbortRequest, GetState, Operate, FrontendGone--> engine (ZeroMQ)
              <--------- EngineOutputs, EngineState, Operated, Disconnected ---------
     engine   --Phase, Ready, Failed--> main process                        (its report pipe)
 
-A message is three parts: the version, the name of its type, and the dataclass itself. Types are
+A message has three parts: the version, the name of its type, and the dataclass itself. Types are
 decoded strictly and run their own checks (SamplingParams, EngineConfig), so a decoded message is as
-good as one that was made here. The version is a digest of all message types: processes of two
-installations notice at once, and never misread each other. Nothing is ever unpickled.
+valid as one created locally. The version is a digest of all message types: processes of different
+installations notice that at once and never misread each other. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ T = TypeVar("T")
 
 
 class WireError(LlmcError):
-    """A message that can't be read: of another version, or not one of ours at all."""
+    """A message that can't be read: it has another version, or is not one of ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """A frontend has connected. The answer is EngineOutputs with the engine's numbers."""
+    """A frontend has connected. The answer is EngineOutputs with the engine's statistics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendGone:
-    """From the main process: another frontend has died, so its requests end."""
+    """Sent by the main process: another frontend has died, so its requests must be aborted."""
 
     frontend: str
 
@@ -63,7 +63,7 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """The engine process takes requests."""
+    """The engine process accepts requests."""
 
     info: ModelInfo
     stats: EngineStats
@@ -71,7 +71,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """An exception that ended the engine process, as far as it can be described elsewhere."""
+    """An exception that ended the engine process, in a form that another process can read."""
 
     kind: str
     message: str
@@ -82,7 +82,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOrder:
-    """What to load and where to listen. The engine ends when its standard input does."""
+    """What to load and where to listen. The engine exits when its standard input ends."""
 
     config: EngineConfig
     folder: str  # private to these processes; removed by the engine if the main process is killed
@@ -113,7 +113,7 @@ def _from_plain(kind: type, value: Any) -> Any:
 def _version() -> str:
     types = (*TO_ENGINE, *TO_FRONTEND, *REPORTS, EngineOrder)
     _, parts = msgspec.json.schema_components(types, schema_hook=lambda kind: {"type": "string"})
-    # Descriptions are docstrings, which may change without consequence.
+    # Descriptions are docstrings, which don't affect the format.
     text = msgspec.json.encode(_without_descriptions(parts), order="sorted")
     return f"{__version__}-{hashlib.blake2b(text, digest_size=6).hexdigest()}"
 
@@ -136,7 +136,7 @@ def pack(message: object) -> list[bytes]:
 
 
 class Unpacker(Generic[T]):
-    """Reads the messages of one direction, which are of one of `types`."""
+    """Decodes the messages of one direction, which have one of `types`."""
 
     def __init__(self, types: Sequence[type]) -> None:
         self._decoders: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
@@ -151,7 +151,7 @@ class Unpacker(Generic[T]):
         if version != VERSION.encode():
             raise WireError(_other_version(version[:80].decode("utf-8", "replace")))
         if kind not in self._decoders:
-            raise WireError(f"a message is of the unknown kind {kind[:80]!r}")
+            raise WireError(f"a message has the unknown kind {kind[:80]!r}")
         try:
             message: T = self._decoders[kind].decode(payload)
         except msgspec.DecodeError as exc:  # a ValidationError is one
@@ -172,7 +172,7 @@ def from_line(line: bytes, *types: type) -> Any:
             raise WireError(_other_version(version))
         kind = next((kind for kind in types if kind.__name__ == name), None)
         if kind is None:
-            raise WireError(f"a line is of the unknown kind {name!r:.80}")
+            raise WireError(f"a line has the unknown kind {name!r:.80}")
         return msgspec.json.decode(payload, type=kind, dec_hook=_from_plain)
     except msgspec.DecodeError as exc:
         raise WireError(f"a line can't be read: {exc}") from None
@@ -180,6 +180,6 @@ def from_line(line: bytes, *types: type) -> Any:
 
 def _other_version(theirs: str) -> str:
     return (
-        f"the other process speaks version {theirs!r} and this one {VERSION!r}: they come from two "
-        "installations of llmc; stop the server and start it again"
+        f"the other process uses version {theirs!r} and this one {VERSION!r}, so they belong to "
+        "different installations of llmc; restart the server"
     )

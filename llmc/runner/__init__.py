@@ -1,1 +1,1 @@
-"""Plans -> tensors -> tokens: the rows on the device, the paged caches, the step itself."""
+"""Plans -> tensors -> tokens: rows on the device, paged caches, and running the step."""

@@ -1,12 +1,12 @@
-"""AdapterStore: LoRA adapters from disk into host memory, and from there into slots of the graph.
+"""AdapterStore: loads LoRA adapters from disk into host memory, and copies them into slots.
 
     check (files, shapes) -> begin (read, in a thread) -> copy (into a slot, between two steps)
 
-Host memory keeps the adapters that have slots, and of the others those used last.
+Host memory keeps the adapters that have slots, and the most recently used of the others.
 
-Of a tensor-parallel engine rank 0 alone reads adapters, so that one which can't be had is refused
-before any rank knows of it. What it copies into a slot it sends to the others, in order with the
-steps (`slot_orders`), and each takes its own part.
+In a tensor-parallel engine only rank 0 reads adapters, so that an unusable one is refused before
+any other rank knows of it. Whatever it copies into a slot it sends to the other ranks, in order
+with the steps (`slot_orders`), and each rank takes its own shard.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from llmc.weights.lora import (
 from llmc.weights.lora_places import LoraPlace, LoraSize
 from llmc.weights.parameters import Parameters
 
-_MOST_CHECKED = 256  # adapters whose headers are remembered
+_MOST_CHECKED = 256  # adapters whose headers are cached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraTarget:
-    """Where the adapters on one parameter go: a [slots, R, K] and b [slots, R, N].
+    """Slots for the adapters of one parameter: a [slots, R, K] and b [slots, R, N].
 
-    Of an embedding K is the number of its rows, and N the length of one. Of routed experts
-    a [slots, E, R, K] and b [slots, E, R, N]. `shard`: what of N (0) or K (1) this rank has.
+    For an embedding, K is the number of rows and N their length. Routed experts have
+    a [slots, E, R, K] and b [slots, E, R, N]. `shard`: this rank's part of N (0) or K (1).
     """
 
     a: Tensor
@@ -57,10 +57,10 @@ LoraTargets = dict[LoraPlace, list[LoraTarget]]
 
 
 def lora_targets(program: Program, bound: Mapping[str, Tensor]) -> LoraTargets:
-    """By the names of the parameters, tied ones by each of theirs. `bound`: tensors of the step.
+    """Targets by parameter name; tied parameters are under each name. `bound`: the step's tensors.
 
-    A weight of several names that is read in several places is left out: PEFT has an adapter for
-    each, and the graph does not say which of them a name is.
+    A weight with several names that is read in several places is left out: PEFT has an adapter for
+    each name, and the graph does not say which name belongs to which place.
     """
     pairs: dict[AdapterInput, dict[str, list[Tensor]]] = {}
     for node, role in program.adapter_inputs():
@@ -87,7 +87,7 @@ def lora_targets(program: Program, bound: Mapping[str, Tensor]) -> LoraTargets:
 
 
 def target_sizes(targets: LoraTargets) -> dict[LoraPlace, LoraSize]:
-    """Of each parameter that adapters may be on, whatever a rank has of it."""
+    """The unsharded size of each parameter that can have adapters."""
     sizes = {}
     for place, (target, *_) in targets.items():
         *experts, rank, depth = target.a.shape[1:]
@@ -103,8 +103,8 @@ def target_sizes(targets: LoraTargets) -> dict[LoraPlace, LoraSize]:
 def plain_weights(
     program: Program, bound: Mapping[str, Tensor], open_source: Callable[[], WeightSource]
 ) -> dict[str, PlainWeight]:
-    """The model's parameters that are in the step as they were stored but for their dtype. Those of
-    which this rank has a part are read from where they are stored, which `open_source` opens."""
+    """The model's parameters that the step uses unchanged, except for their dtype. Sharded ones are
+    read from the checkpoint, which `open_source` opens."""
     plain = {}
     for node, role in program.weight_inputs():
         weight = role.parts[0]
@@ -134,8 +134,8 @@ def _stored_rows(
 
 
 def fill_slot(targets: LoraTargets, slot: int, weights: LoraWeights, rank: int = 0) -> None:
-    """Put an adapter into a slot, from 1, in place of the one that was there; of what is sharded,
-    that rank's part."""
+    """Write an adapter into a slot (counted from 1), replacing its contents. Of sharded matrices,
+    write that rank's shard."""
     empty_slot(targets, slot)
     for place, (a, b) in weights.items():
         _fill(targets[place], slot, a, b, rank)
@@ -143,7 +143,7 @@ def fill_slot(targets: LoraTargets, slot: int, weights: LoraWeights, rank: int =
 
 def empty_slot(targets: LoraTargets, slot: int) -> None:
     for target in (target for some in targets.values() for target in some):
-        target.b[slot - 1].zero_()  # what an earlier adapter left in A then counts for nothing
+        target.b[slot - 1].zero_()  # then an earlier adapter's values in A have no effect
 
 
 def _fill(targets: list[LoraTarget], slot: int, a: Tensor, b: Tensor, rank: int) -> None:
@@ -160,8 +160,8 @@ def _fill(targets: list[LoraTarget], slot: int, a: Tensor, b: Tensor, rank: int)
 
 
 def slot_orders(targets: LoraTargets, slot: int, weights: LoraWeights) -> Iterator[Order]:
-    """What other ranks are told of an adapter that is copied into a slot: first that the slot is
-    empty, then A and B of one place after the other, by its number among the targets."""
+    """The orders to other ranks that copy an adapter into a slot: first to empty the slot, then A
+    and B of each place, identified by its index among the targets."""
     yield Order(kind=Kind.ADAPTER, numbers=(slot,))
     numbers = {place: number for number, place in enumerate(targets)}
     for place, pair in weights.items():
@@ -173,7 +173,7 @@ def slot_orders(targets: LoraTargets, slot: int, weights: LoraWeights) -> Iterat
 
 
 def follow_slot_order(targets: LoraTargets, order: Order, rank: int) -> None:
-    """What `slot_orders` says, on the rank that is told."""
+    """Carry out one of the `slot_orders` on another rank."""
     slot, *rest = order.numbers
     if not rest:
         empty_slot(targets, slot)
@@ -191,9 +191,9 @@ def follow_slot_order(targets: LoraTargets, order: Order, rank: int) -> None:
 class AdapterStore:
     """Implements the engine's AdapterLoader protocol; `copy` and `follow` are for the runner.
 
-    `parameters`: the model's; `plain`: those of which adapters may have copies. At most
-    `max_in_memory` adapters are in host memory, which is at least `num_slots`. `ranks`: among which
-    the step runs, and this one.
+    `parameters`: the model's; `plain`: those that adapters can contain copies of. At most
+    `max_in_memory` adapters (at least `num_slots`) are kept in host memory. `ranks`: the engine's
+    tensor-parallel ranks.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class AdapterStore:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="llmc-adapters")
 
     def check(self, adapter: LoRARequest) -> None:
-        """Raises InvalidRequestError unless files and shapes are right."""
+        """Raise InvalidRequestError unless files and shapes are right."""
         if adapter not in self._read:
             self._open(adapter)
 
@@ -251,7 +251,7 @@ class AdapterStore:
         return read_adapter(adapter, self._open(adapter), dtype, self._plain)
 
     def copy(self, slot: int, adapter: LoRARequest) -> None:
-        """Put an adapter that has been read into a slot, from 1, on all ranks."""
+        """Copy an adapter that has been read into a slot (counted from 1) on all ranks."""
         weights = self._read[adapter].result()
         if self._ranks is not None:
             for order in slot_orders(self._targets, slot, weights):
@@ -259,6 +259,6 @@ class AdapterStore:
         fill_slot(self._targets, slot, weights)
 
     def follow(self, order: Order) -> None:
-        """Do what rank 0's `copy` says, on another rank."""
-        assert self._ranks is not None, "a rank is told"
+        """Carry out rank 0's `copy` on another rank."""
+        assert self._ranks is not None, "an order came to an engine of one rank"
         follow_slot_order(self._targets, order, self._ranks.rank)

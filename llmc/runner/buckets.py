@@ -1,6 +1,6 @@
-"""Which batch sizes decode steps are padded to, and whether another one would pay.
+"""The batch sizes that decode steps are padded to, and whether to add another one.
 
-A captured graph serves one batch size. The default sizes bound the waste for any load; a load
+A captured graph serves one batch size. The default sizes bound the padding for any load; a load
 that stays at one size in between gets its own bucket.
 """
 
@@ -10,21 +10,21 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
 
-_WINDOW = 512  # decode steps between two looks
-_WASTE = 0.10  # share of computed rows that were dummies, above which a size is added
+_WINDOW = 512  # decode steps between two evaluations
+_WASTE = 0.10  # fraction of dummies among computed rows, above which a size is added
 _MOST_MIXED_TOKENS = 2048
 _MOST_ADDED = 8  # each size is one more graph to keep
 
 
 def default_buckets(max_rows: int) -> tuple[int, ...]:
-    """Decode batch sizes: 1, 2, 4, 8, then by 8 to 64, by 16 to 256, by 64 from there."""
+    """Decode batch sizes: 1, 2, 4, 8, then steps of 8 to 64, of 16 to 256, and of 64 beyond."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_rows + 64, 64)]
     return (*[s for s in sizes if s < max_rows], max_rows)
 
 
 def mixed_tokens(tokens: int) -> int | None:
-    """Packed tokens that a step with prompts is padded to: four sizes for each doubling, so at
-    most a quarter more. None above 2048, where the host keeps ahead of the device anyway."""
+    """Packed tokens that a step with prompts is padded to: four sizes per doubling, so at most a
+    quarter more. None above 2048, where the host stays ahead of the device without graphs."""
     if tokens > _MOST_MIXED_TOKENS:
         return None
     step = max(8, 1 << max((tokens - 1).bit_length() - 3, 0))
@@ -32,7 +32,7 @@ def mixed_tokens(tokens: int) -> int | None:
 
 
 class Buckets:
-    """Sorted sizes and a histogram of the batches that came."""
+    """Sorted bucket sizes and a histogram of recent batch sizes."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         if not sizes or min(sizes) < 1:
@@ -40,16 +40,16 @@ class Buckets:
         self.sizes = sorted(set(sizes))
         self._added = 0
         self._seen: Counter[int] = Counter()
-        self.num_rows = 0  # of requests, in all decode steps so far
-        self.num_padding = 0  # dummies beside them
+        self.num_rows = 0  # rows of requests in all decode steps so far
+        self.num_padding = 0  # dummies added to them
 
     def choose(self, rows: int) -> int:
-        """The least size that holds `rows`; `rows` itself beyond the largest."""
+        """The smallest size that holds `rows`; `rows` itself beyond the largest."""
         i = bisect_left(self.sizes, rows)
         return self.sizes[i] if i < len(self.sizes) else rows
 
     def observe(self, rows: int) -> int | None:
-        """Count a decode step. -> a size that was just added because too much was padding."""
+        """Count a decode step. -> a size that was just added because of too much padding."""
         self._seen[rows] += 1
         self.num_rows += rows
         self.num_padding += self.choose(rows) - rows
@@ -59,7 +59,7 @@ class Buckets:
         return self._add_one(seen)
 
     def _add_one(self, seen: Counter[int]) -> int | None:
-        """The size that would have saved most of the window's padding, if that was too much."""
+        """Add the size that would have saved most of the window's padding, if it was too much."""
         wasted = {rows: (self.choose(rows) - rows) * times for rows, times in seen.items()}
         computed = sum(self.choose(rows) * times for rows, times in seen.items())
         if self._added == _MOST_ADDED or sum(wasted.values()) <= _WASTE * computed:

@@ -1,5 +1,5 @@
-"""Counts what is compiled while a step is being launched. A running engine should never do that:
-what it can reach is built at start or in the background.
+"""Counts compilations that happen while a step is launched. A running engine should have none, as
+every reachable kernel is built at startup or in the background.
 
 Triton and torch.compile report compilations to hooks; those that happen on the
 thread that launches, while it launches, are counted.
@@ -22,14 +22,14 @@ _installed: set[str] = set()
 
 
 class CompileWatch:
-    """`num_compiles` is how many compilations steps have waited for."""
+    """Counts the compilations that steps have waited for (`num_compiles`)."""
 
     def __init__(self) -> None:
         self.num_compiles = 0
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """What this thread compiles inside is counted."""
+        """Count what this thread compiles inside this context."""
         _install_hooks()
         _launching.watch = self
         try:
@@ -46,7 +46,7 @@ def _count(what: str) -> None:
 
 
 def _install_hooks() -> None:
-    """Hook into the compilers that this process has loaded; one that is not can't compile."""
+    """Hook into the compilers that this process has loaded; others cannot compile anything."""
     if "triton.knobs" in sys.modules and "triton.knobs" not in _installed:
         _installed.add("triton.knobs")
         _watch_triton()
@@ -67,7 +67,7 @@ def _watch_triton() -> None:
 
 def _watch_dynamo() -> None:
     handler = importlib.import_module("torch._dynamo.callback").callback_handler
-    if _on_dynamo not in handler.start_callbacks:  # torch._dynamo.reset() forgets them
+    if _on_dynamo not in handler.start_callbacks:  # torch._dynamo.reset() drops them
         handler.register_start_callback(_on_dynamo)
 
 

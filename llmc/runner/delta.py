@@ -1,10 +1,10 @@
-"""A plan -> one array of words: all that the host sends for a step.
+"""Encodes a plan as one array of words: everything that the host sends for a step.
 
-    segments (target, length, source) | work lines, one a request | samples that want
+    segments (target, length, source) | work lines, one per request | samples that need
     log-probabilities | block copies | blocks to swap | state copies | the segments' words
 
-Its size depends on how many rows take part and on what is new to them, never on how long their
-contexts are. Each part starts on 16 bytes, as the kernels were compiled for.
+Its size depends on the number of rows in the step and on what is new to them, never on the length
+of their contexts. Each part is aligned to 16 bytes, as the kernels were compiled for.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _ALIGN = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """`words` and where its parts begin. The step has T tokens, R requests and S samples, of
-    which `num_sampled` belong to requests; the rest pad a bucket."""
+    """`words` and the offsets of its parts. The step has T tokens, R requests and S samples;
+    `num_sampled` of the samples belong to requests, and the rest pad a bucket."""
 
     words: Words
     num_segments: int
@@ -35,33 +35,33 @@ class Delta:
     num_samples: int
     num_sampled: int
     picks: int
-    picked: tuple[int, ...]  # samples whose log-probabilities are wanted
-    wanted: tuple[int, ...]  # how many alternatives each of them wants
-    scored: frozenset[int]  # samples that draw nothing: the next token is known
+    picked: tuple[int, ...]  # samples whose log-probabilities are requested
+    wanted: tuple[int, ...]  # how many alternatives are requested for each
+    scored: frozenset[int]  # samples that draw nothing, because the next token is known
     copies: int  # sources, then targets
     num_copies: int
-    swaps: int  # blocks that go out, then blocks that come in
-    states: int  # slots: snapshots, the rows they go to, then rows, the snapshots they go to
+    swaps: int  # blocks to swap out, then blocks to swap in
+    states: int  # slots: snapshots and their target rows, then rows and their target snapshots
     num_loads: int
     num_saves: int
-    prompts: Prompts  # fresh ones
-    long_prompts: Prompts  # those that have begun too
+    prompts: Prompts  # only those that start in this step
+    long_prompts: Prompts  # also those that are partly computed
 
     def hints(self) -> dict[str, Prompts]:
-        """By their names as step inputs."""
+        """The hints by the names of their step inputs."""
         return {"prompts": self.prompts, "long_prompts": self.long_prompts}
 
 
 def encode(
     rows: RowTables, plan: StepPlan, padding: int = 0, num_tokens: int | None = None
 ) -> Delta:
-    """`padding` dummies are added that sample one token each. Between them they compute what is
-    missing to `num_tokens` tokens, or one each."""
+    """Encode a plan, adding `padding` dummies that sample one token each. Together the dummies
+    compute the tokens missing to `num_tokens`, or one each."""
     segments = _row_changes(rows, plan)
     lines, num_real, num_sampled = _work_lines(plan)
     num_dummy = padding if num_tokens is None else num_tokens - num_real
     if num_dummy < padding or (num_dummy and not padding):
-        raise ValueError(f"{padding} dummies can't make {num_real} tokens {num_tokens}")
+        raise ValueError(f"{padding} dummies can't pad {num_real} tokens to {num_tokens}")
     first = num_real
     for i in range(padding):
         count = (i + 1) * num_dummy // padding - i * num_dummy // padding
@@ -121,8 +121,8 @@ NO_HINTS = {"prompts": NO_PROMPTS, "long_prompts": NO_PROMPTS}
 def prompts_of(
     plan: StepPlan, padding: int = 0, dummy_tokens: int = 1, *, begun: bool = False
 ) -> Prompts:
-    """Those that are fresh, or have `begun` too. Dummies look like requests, so that a dummy run
-    uses the kernels that those will use."""
+    """The prompts that start in this step and, with `begun`, also those partly computed. Dummies
+    count like requests, so that a dummy run uses the same kernels."""
     if dummy_tokens == 1 and not (plan.work and plan.work[-1].num_tokens >= MIN_TOKENS):
         return NO_PROMPTS
     lengths = [(work.num_tokens, work.start + work.num_tokens) for work in plan.work]
@@ -151,7 +151,7 @@ def _row_changes(rows: RowTables, plan: StepPlan) -> Segments:
 
 
 def _work_lines(plan: StepPlan) -> tuple[list[int], int, int]:
-    """The words of each request's line, and the step's tokens and samples."""
+    """The words of all requests' lines, and the step's number of tokens and samples."""
     lines: list[int] = []
     token = sample = 0
     for work in plan.work:
@@ -166,7 +166,7 @@ def _work_lines(plan: StepPlan) -> tuple[list[int], int, int]:
 
 
 def _logprob_picks(rows: RowTables, plan: StepPlan) -> tuple[list[int], list[int], list[int]]:
-    """Samples that want log-probabilities, how many alternatives each, and those only scored."""
+    """Samples that need log-probabilities, their numbers of alternatives, and those only scored."""
     picks: list[int] = []
     wanted: list[int] = []
     scored: list[int] = []

@@ -1,6 +1,6 @@
-"""What a runner needs of its device: words to it, results back, graphs where it has them.
+"""A runner's interface to its device: upload words, download results, and capture graphs.
 
-The host never waits for a device here except in `Download.wait`. On a GPU copies go through
+The host never waits for the device here except in `Download.wait`. On a GPU, copies go through
 pinned memory and are ordered by the stream; on CPU there is nothing to copy.
 """
 
@@ -17,25 +17,25 @@ from llmc.runner.rows import Words
 
 
 class Download(Protocol):
-    """Tensors on their way to the host."""
+    """Tensors being copied to the host."""
 
     def wait(self) -> list[Tensor]: ...
 
 
 class Device(Protocol):
-    """Where a runner runs. `graphs` is None where there is nothing to capture."""
+    """The device of a runner. `graphs` is None if it cannot capture graphs."""
 
     graphs: GraphBackend | None
 
     def upload(self, words: Words) -> Tensor:
-        """-> int32 words on the device, to be used by the step that is being launched."""
+        """-> int32 words on the device, for the step that is being launched."""
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
-        """Start to copy tensors to the host; they may be overwritten by steps launched later."""
+        """Start copying tensors to the host; steps launched later may overwrite the originals."""
 
 
 class _Here:
-    """Results that were on the host all along."""
+    """Results that are already on the host."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
@@ -45,7 +45,7 @@ class _Here:
 
 
 class HostDevice:
-    """The CPU: what is launched is done when the call returns."""
+    """The CPU: launching is synchronous."""
 
     def __init__(self, graphs: GraphBackend | None = None) -> None:
         self.graphs = graphs
@@ -58,7 +58,7 @@ class HostDevice:
 
 
 class _Event:
-    """Pinned copies and the event that says they are whole."""
+    """Pinned copies and the event recorded after them."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
@@ -73,8 +73,8 @@ class _Event:
 class CudaDevice:
     """One GPU and its current stream.
 
-    Uploads go round a ring of pinned buffers: one more than steps can be in flight, so that a
-    buffer is free again when its turn comes, without a wait.
+    Uploads use a ring of pinned buffers. It has one more than the maximum of steps in flight, so
+    that the next buffer is always free without waiting.
     """
 
     def __init__(self, device: torch.device, *, max_in_flight: int) -> None:
@@ -89,7 +89,7 @@ class CudaDevice:
         self._next = (i + 1) % len(self._ring)
         used = self._used[i]
         if used is not None:
-            used.synchronize()  # long past, unless steps are submitted without reading results
+            used.synchronize()  # already done, unless steps are submitted without reading results
         if self._ring[i].numel() < words.size:
             self._ring[i] = torch.empty(2 * words.size, dtype=torch.int32, pin_memory=True)
         pinned = self._ring[i][: words.size]

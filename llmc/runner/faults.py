@@ -1,4 +1,4 @@
-"""Which errors of a step end the engine, and which only the requests in it."""
+"""Distinguishes errors that end the engine from errors that only end a step's requests."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 
 from llmc.errors import EngineDeadError
 
-# A kernel that faulted leaves the device unusable for this process: nothing can succeed after it.
+# After a kernel fault the device is unusable for this process: no later step can succeed.
 _AcceleratorError: type[Exception] | None = getattr(torch, "AcceleratorError", None)
 _CUDA_ERRORS = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS")
 
 
 def classified(error: Exception) -> Exception:
-    """`error` itself, or an EngineDeadError where the device will run no later step either.
+    """`error` itself, or an EngineDeadError if the device cannot run any later step either.
 
-    Running out of memory is an ordinary error: a smaller step may fit.
+    Running out of memory is an ordinary error, since a smaller step may fit.
     """
     if isinstance(error, torch.OutOfMemoryError | EngineDeadError):
         return error

@@ -1,8 +1,8 @@
-"""Steps captured once per shape and replayed: no host work between the kernels.
+"""Steps captured once per shape and replayed, without host work between the kernels.
 
-A graph is captured over the step's static buffers with dummy requests only, so capturing writes
-to no request's cache; attention and the sampler are inside. A capture that fails costs speed and
-never an answer: the step then runs without graphs.
+A graph is captured over the step's static buffers with dummy requests only, so capturing does not
+write to any request's cache. It includes attention and the sampler. If a capture fails, the step
+runs without graphs: slower, but with the same results.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 StepOutputs = tuple[Tensor, Tensor]  # next_token, logits
 
 _MOST_MIXED = 64  # graphs of steps that are not pure decodes
-_WANTED_AFTER = 2  # steps of one shape, after which a graph of it is worth its memory
+_WANTED_AFTER = 2  # steps of one shape, after which a graph for it is worth its memory
 
 
 class StepShape(NamedTuple):
-    """The sizes by which a graph is found: packed tokens, requests, and rows of logits."""
+    """The key of a graph: its numbers of packed tokens, requests, and rows of logits."""
 
     tokens: int
     requests: int
@@ -44,22 +44,22 @@ class StepShape(NamedTuple):
 
 
 class CapturedStep(Protocol):
-    """A step that can be run again; its outputs are the same tensors every time."""
+    """A step that can be replayed; its outputs are the same tensors every time."""
 
     def replay(self) -> StepOutputs: ...
 
 
 class GraphBackend(Protocol):
-    """How a device records what it runs. Tests record on the CPU."""
+    """How a device captures graphs. Tests capture on the CPU."""
 
     def new_step(self) -> None:
-        """What is captured from here on shares no memory with what was captured before."""
+        """Let later captures share no memory with earlier ones."""
 
     def capture(self, run: Callable[[], StepOutputs], inputs: Mapping[str, Tensor]) -> CapturedStep:
-        """Record `run`, which reads `inputs` and returns its outputs, none of which may move."""
+        """Record `run`. The addresses of its `inputs` and outputs must not change."""
 
     def memory_bytes(self) -> int:
-        """What the captured graphs hold so far."""
+        """Memory used by the captured graphs so far."""
 
 
 class _CudaGraph:
@@ -75,8 +75,8 @@ class _CudaGraph:
 class CudaGraphs:
     """torch.cuda.CUDAGraph over one memory pool and one stream for each step function.
 
-    A pool must not outlive its graphs: workspaces that libraries made during a capture may still
-    lie in it, so a swapped step gets a new one.
+    A pool must not outlive its graphs, because workspaces that libraries allocated during a capture
+    may still be in it. So a swapped step gets a new pool.
     """
 
     def __init__(self) -> None:
@@ -96,9 +96,9 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(stream):
-                run()  # kernels are loaded and workspaces made before recording
+                run()  # load kernels and allocate workspaces before recording
                 torch.cuda.synchronize()
-                gc.collect()  # a graph that is collected during a capture would end it
+                gc.collect()  # freeing another graph during a capture would abort it
                 free = torch.cuda.mem_get_info()[0]
                 outputs = self._record(graph, run)
         finally:
@@ -108,7 +108,7 @@ class CudaGraphs:
         return _CudaGraph(graph, outputs)
 
     def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], StepOutputs]) -> StepOutputs:
-        # thread_local: another thread may be loading or compiling
+        # thread_local, because another thread may be loading or compiling
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             outputs = run()
@@ -124,7 +124,7 @@ class CudaGraphs:
 
 
 class StepGraphs:
-    """The graphs of the step function that runs, by shape; those of a swapped one are dropped."""
+    """The current step function's graphs by shape. They are dropped when the step is swapped."""
 
     def __init__(self, backend: GraphBackend) -> None:
         self._backend = backend
@@ -135,9 +135,9 @@ class StepGraphs:
         self.num_eager = 0  # steps that ran without a graph
 
     def next_shape(self, step: StepFunction, sizes: Iterable[int]) -> StepShape | None:
-        """The next shape to capture: those in use first, then decodes of `sizes` from the largest.
+        """The next shape to capture: those in use first, then decodes of `sizes`, largest first.
 
-        None when nothing is missing, or `step` can't be captured.
+        None if nothing is missing, or if `step` can't be captured.
         """
         self._follow(step)
         if self._is_off:
@@ -158,22 +158,22 @@ class StepGraphs:
         run: Callable[[], StepOutputs],
         inputs: Mapping[str, Tensor],
     ) -> bool:
-        """False, after one warning, where `step` can't be captured."""
+        """Capture a graph. Returns False, after logging a warning, if `step` can't be captured."""
         assert step is self._step, "ask for the next shape first"
         try:
             self._captured[shape] = self._backend.capture(run, inputs)
         except Exception as error:
             self._is_off = True
             logger.warning(
-                "a CUDA graph of %d tokens and %d requests could not be captured, so steps without "
-                "a graph run kernel by kernel, which is slower: %s: %s",
+                "failed to capture a CUDA graph for %d tokens and %d requests; steps without a "
+                "graph launch kernels one by one, which is slower: %s: %s",
                 shape.tokens, shape.requests, type(error).__name__, error,
             )  # fmt: skip
             return False
         return True
 
     def find(self, step: StepFunction, shape: StepShape) -> CapturedStep | None:
-        """The graph of a step that is about to run."""
+        """The graph for a step that is about to run."""
         self._follow(step)
         graph = self._captured.get(shape)
         self.num_eager += graph is None
@@ -182,7 +182,7 @@ class StepGraphs:
         return graph
 
     def want(self, step: StepFunction, shape: StepShape) -> None:
-        """A step came that a graph of this shape would have served."""
+        """Count a step that could have used a graph of this shape."""
         self._follow(step)
         self._seen[shape] += 1
 
@@ -197,8 +197,8 @@ class StepGraphs:
             self._backend.new_step()
             if step.references:
                 logger.warning(
-                    "CUDA graphs are off: %s run on their references, which read values on the "
-                    "host",
+                    "CUDA graphs are off: %s use their reference implementations, which read "
+                    "values on the host",
                     ", ".join(step.references),
                 )
 

@@ -1,11 +1,12 @@
-"""The images of the rows that run: what a step reads of them, and where its tokens are.
+"""Images of running rows: the embeddings that a step reads, and the positions of its tokens.
 
     NewRow.images -> places of its placeholder tokens, positions of its tokens     (follow)
-    a step with placeholders -> rows of its images, made when first needed         (inputs)
-    a step behind them -> positions of tokens, which may not be their places       (shift)
+    a step with placeholders -> embeddings of its images, encoded when first needed  (inputs)
+    a later step -> positions of tokens, which may differ from their places        (shift)
 
-The rows of an image stay with the request until its last placeholder is computed, and as long as
-there is room in a cache by digest. A request that was preempted finds them there, or they are made
+An image is encoded as rows of embeddings, one per placeholder token. A token's place is its index
+in the request. The rows stay with the request until its last placeholder is computed, and also in a
+cache by digest while there is room. A preempted request finds them there, or they are encoded
 again.
 """
 
@@ -27,39 +28,45 @@ from llmc.errors import LlmcError
 from llmc.image_input import ImageInput, ImageTensor
 from llmc.runner.step_buffers import StepInputs
 
-CACHE_BYTES = 256 << 20  # of rows that no running request needs, on the device
+CACHE_BYTES = 256 << 20  # of the cache of encoded images, on the device
 
 
 class Tower(Protocol):
-    """What makes rows of images, and positions of the tokens around them."""
+    """Encodes images, and computes the positions of the tokens around them."""
 
     def encode(self, tensors: Mapping[str, Tensor], /) -> Tensor:
-        """An image's tensors, on the host -> its rows [n, levels * hidden] on the device."""
+        """An image's tensors on the host -> its rows [n, levels * hidden] on the device."""
 
     def positions(
         self, token_ids: Tensor, images: Sequence[Mapping[str, Tensor]], mask: Tensor, /
     ) -> Tensor:
-        """Of a prompt's tokens [T], of which those in `mask` [T] stand for images -> [axes, T]."""
+        """A prompt's tokens [T], with image tokens marked in `mask` [T] -> positions [axes, T]."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Row:
-    """A request with images. `first_row[i]`: rows of all images that tokens before i stand for;
-    `offsets` [axes, prompt]: from the places of its tokens to their positions, `behind` that of all
-    later tokens; `made`: the rows of images that are not used up, by their number."""
+    """A request with images.
+
+    `first_row[i]`: number of image rows that tokens before i stand for; `offsets` [axes, prompt]:
+    the differences between its tokens' positions and places; `behind`: that of all later tokens;
+    `made`: the rows of images that are still needed, by the image's index.
+    """
 
     images: Sequence[ImageInput]
     first_row: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64] | None
     behind: int
-    differs: npt.NDArray[np.int64]  # of tokens before i, how many only an image step can compute
+    differs: npt.NDArray[np.int64]  # [i]: how many tokens before i require an image step
     made: dict[int, Tensor] = field(default_factory=dict)
 
 
 class RowImages:
-    """`step` computes tokens that stand for images, and any others beside them. It has the text
-    step's weights and caches. `axes`: how many positions a token has; 0: one, its place.
-    `no_rows` [1, levels * hidden] has the device and dtype of the rows."""
+    """Images of the running rows, and the `step` that computes tokens that stand for images.
+
+    `step` can also compute other tokens, and shares the text step's weights and caches. `axes`: how
+    many positions a token has; 0: one, which is its place. `no_rows` [1, levels * hidden] has the
+    device and dtype of the rows.
+    """
 
     def __init__(
         self,
@@ -81,7 +88,7 @@ class RowImages:
         self.num_encoded = 0
 
     def follow(self, plan: StepPlan) -> None:
-        """Take in which rows a step releases and fills."""
+        """Apply a step's released and new rows."""
         for row in plan.released_rows:
             self._rows.pop(row, None)
         for new in plan.new_rows:
@@ -112,7 +119,7 @@ class RowImages:
         )
 
     def are_read(self, plan: StepPlan) -> bool:
-        """Whether the step needs `step`."""
+        """Whether the plan needs the image step."""
         return any(
             (row := self._rows.get(work.row)) is not None
             and _at(row.differs, work.start + work.num_tokens) > _at(row.differs, work.start)
@@ -120,7 +127,7 @@ class RowImages:
         )
 
     def inputs(self, plan: StepPlan, tokens: int, positions: Tensor) -> StepInputs:
-        """What `step` takes beside the inputs of every step; dummies follow the plan's tokens.
+        """The image step's additional inputs; dummies follow the plan's tokens.
 
         `positions` [T] are the tokens' places.
         """
@@ -148,13 +155,13 @@ class RowImages:
         return inputs
 
     def _spans(self, plan: StepPlan, tokens: int) -> npt.NDArray[np.int64]:
-        """[2, tokens]: of each token that stands for an image the places of all of them."""
+        """[2, tokens]: for each token that stands for an image, the image's first and end place."""
         spans = np.zeros((2, tokens), np.int64)
         token = 0
         for work in plan.work:
             row = self._rows.get(work.row)
             for image in row.images if row is not None else ():
-                [(first, count)] = image.spans  # as the frontend saw to
+                [(first, count)] = image.spans  # the frontend has checked that there is one
                 here = token + first - work.start
                 if work.start <= first < work.start + work.num_tokens:
                     assert first + count <= work.start + work.num_tokens, "an image was cut"
@@ -163,7 +170,7 @@ class RowImages:
         return spans
 
     def shift(self, plan: StepPlan, positions: Tensor) -> None:
-        """Make the places of a text step's tokens, [T], their positions."""
+        """Turn the places of a text step's tokens, [T], into positions, in place."""
         if self._axes and any(self._has_offset(work) for work in plan.work):
             offsets = np.zeros((1, positions.shape[0]), np.int64)
             self._add_offsets(plan, offsets)
@@ -186,7 +193,7 @@ class RowImages:
             token += work.num_tokens
 
     def _pieces(self, row: _Row, work: RowWork) -> list[Tensor]:
-        """The rows that the tokens of `work` stand for, in order; drops those that are used up."""
+        """The rows that the tokens of `work` stand for, in order. Drops rows no longer needed."""
         first = _at(row.first_row, work.start)
         end = _at(row.first_row, work.start + work.num_tokens)
         pieces, begin = [], 0
@@ -202,7 +209,7 @@ class RowImages:
         return pieces
 
     def _made_of(self, image: ImageInput) -> Tensor:
-        """[n, levels * hidden]. Raises LlmcError where the tower makes another number of rows."""
+        """[n, levels * hidden]. Raises LlmcError if the tower returns a wrong number of rows."""
         found = self._cache.get(image.digest)
         if found is not None:
             self._cache.move_to_end(image.digest)
@@ -211,8 +218,8 @@ class RowImages:
         self.num_encoded += 1
         if made.shape[0] != image.num_rows:
             raise LlmcError(
-                f"the model made {made.shape[0]} rows of an image for which its processor put "
-                f"{image.num_rows} tokens into the prompt"
+                f"the model encoded an image as {made.shape[0]} rows, but its processor put "
+                f"{image.num_rows} tokens for it into the prompt"
             )
         self._cache[image.digest] = made
         self._used_bytes += made.nbytes
@@ -226,14 +233,14 @@ class RowImages:
 
 
 def _counts(marks: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """[n] -> [n + 1]: how many are marked before each place."""
+    """[n] -> [n + 1]: how many are marked before each index."""
     counts = np.zeros(len(marks) + 1, np.int64)
     np.cumsum(marks, out=counts[1:])
     return counts
 
 
 def _at(counts: npt.NDArray[np.int64], place: int) -> int:
-    """Of `_counts`; nothing is marked behind the prompt."""
+    """Read a result of `_counts`; nothing is marked after the prompt."""
     return int(counts[min(place, len(counts) - 1)])
 
 
@@ -242,7 +249,7 @@ def _prompt(row: _Row) -> int:
 
 
 def tensors_of(image: ImageInput) -> dict[str, Tensor]:
-    """Of its processor, on the host."""
+    """The output tensors of the image's processor, on the host."""
     return {name: _tensor(tensor) for name, tensor in image.tensors.items()}
 
 

@@ -1,4 +1,4 @@
-"""The paged cache tensors and the state slots: their bytes, and how they are made."""
+"""The paged cache tensors and the state slots: sizes, allocation and copies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmc.passes.slot_state import StateSpec
 
 
 def bytes_per_token(specs: Sequence[CacheSpec]) -> int:
-    """Cache bytes that one token takes in all layers of one group."""
+    """Cache bytes per token in all layers of one group."""
     return sum(spec.bytes_per_token for spec in specs)
 
 
@@ -25,9 +25,9 @@ def allocate(
     block_size: int,
     device: torch.device,
 ) -> list[tuple[Tensor, Tensor]]:
-    """(key [num_blocks, Hkv, block_size, D], value [..., Dv]) by cache number.
+    """Allocate (key [num_blocks, Hkv, block_size, D], value [..., Dv]) for each cache, in order.
 
-    Not cleared: memory is taken as blocks are first written, and nothing unwritten is read.
+    Not zeroed: memory is committed when blocks are first written, and nothing unwritten is read.
     """
 
     def half(spec: CacheSpec, dim: int) -> Tensor:
@@ -38,31 +38,33 @@ def allocate(
 
 
 def copy_blocks(caches: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
-    """Copy blocks `source` [N] int32 to blocks `target` [N], in every cache tensor; or slots.
+    """Copy blocks (or slots) `source` [N] int32 to `target` [N], in every cache tensor.
 
-    No block is both.
+    No block must be in both.
     """
-    if source.device.type == "cpu":  # where indexed copies go value by value
+    if source.device.type == "cpu":  # where indexed copies are done value by value
         pairs = list(zip(source.tolist(), target.tolist(), strict=True))
         for cache in caches:
             for one, other in pairs:
                 cache[other].copy_(cache[one])
         return
     for cache in caches:
-        data = cache.view(torch.uint8)  # the bytes, whatever the dtype: float8 has no index ops
+        data = cache.view(torch.uint8)  # raw bytes, since float8 has no index ops
         data.index_copy_(0, target.long(), data.index_select(0, source))
 
 
 def state_bytes(specs: Sequence[StateSpec]) -> int:
-    """Bytes of recurrent state that one request takes, however long it is."""
+    """Bytes of recurrent state per request, regardless of its length."""
     return sum(math.prod(s.shape) * s.dtype.itemsize for s in specs)
 
 
 def allocate_states(
     specs: Sequence[StateSpec], *, num_rows: int, num_snapshots: int, device: torch.device
 ) -> list[Tensor]:
-    """A slot for each row, one for padding, then the snapshots: on CPU these take memory as they
-    are first written. A request's first step clears its own slot, unless it begins with a snapshot.
+    """Allocate a slot for each row, one for padding, then the snapshots.
+
+    On CPU, memory is committed when a slot is first written. A request's first step clears its own
+    slot, unless it starts from a snapshot.
     """
     slots = num_rows + 1 + num_snapshots
     return [torch.zeros((slots, *spec.shape), dtype=spec.dtype, device=device) for spec in specs]

@@ -1,5 +1,5 @@
-"""Log-probabilities of drawn tokens and of given ones: computed on the device, read when the step's
-result is."""
+"""Log-probabilities of drawn tokens and of prompt tokens. They are computed on the device and
+downloaded with the step's result."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from llmc.runner.delta import Delta
 def chosen_tokens(
     tokens: Tensor, inputs: dict[str, Tensor], tables: Mapping[str, Tensor]
 ) -> Tensor:
-    """[S] int64: the drawn token of each sample; where it is only scored, the one that follows."""
+    """[S] int64: the drawn token of each sample or, where it is only scored, the next token."""
     row, length = inputs["row"], inputs["length"]
-    # a sample at the end of the prompt of a full context has no next token, and is drawn
+    # the clamp matters only for a drawn sample at the end of a full context
     position = inputs["positions"].index_select(0, inputs["logits_index"])
     after = position - tables["position_offset"][row] + 1
     history = tables["history"]
@@ -27,15 +27,18 @@ def chosen_tokens(
 
 
 def gather_logprobs(logits: Tensor, tokens: Tensor, picks: Tensor, most: int) -> list[Tensor]:
-    """Of the unprocessed logits [S, V] at samples `picks` [P]: the chosen tokens [P] int64, then
-    what `token_logprobs` says of them and of the `most` likeliest; on the same device."""
+    """Gather log-probabilities from unprocessed logits [S, V] at samples `picks` [P].
+
+    -> the chosen tokens [P] int64, then the results of `token_logprobs` for them and the `most`
+    most likely tokens; all on the same device.
+    """
     chosen = tokens.index_select(0, picks)
     found: tuple[Tensor, ...] = token_logprobs.run(logits.index_select(0, picks), chosen, most)
     return [chosen, *found]
 
 
 def read_result(delta: Delta, tokens: Sequence[int], gathered: Sequence[Tensor]) -> StepResult:
-    """The tokens of all samples and what `gather_logprobs` fetched of some of them."""
+    """The step's result from the tokens of all samples and the outputs of `gather_logprobs`."""
     drawn = [i for i in range(len(tokens)) if i not in delta.scored]
     ids = [tokens[i] if tokens[i] >= 0 else None for i in drawn]
     if not gathered:
@@ -49,7 +52,8 @@ def read_result(delta: Delta, tokens: Sequence[int], gathered: Sequence[Tensor])
 
 
 def read_vectors(delta: Delta, tokens: Sequence[int], vectors: Tensor) -> StepResult:
-    """Of a step that pools: [S, N] float32; a token below 0 says that a vector is not finite."""
+    """The result of a pooling step with vectors [S, N] float32. A token below 0 marks a vector that
+    is not finite."""
     found = [vector.tobytes() for vector in vectors.numpy()]
     drawn = [i for i in range(len(tokens)) if i not in delta.scored]
     return StepResult(

@@ -1,11 +1,11 @@
-"""ModelRunner: a plan in, tokens out. Owns the rows and the caches; the graph owns the rest.
+"""ModelRunner: executes plans and returns tokens. Owns the rows and caches; the graph has the rest.
 
     plan -> delta (host) -> write_segments, prepare_step -> step or its CUDA graph -> tokens
                                                                |-> rows, for the next step
                                                                |-> host, when its result is read
 
-`launch` never waits for the device and `collect` waits for that step only, so that a step can be
-planned and launched while the one before it runs.
+`launch` never waits for the device, and `collect` waits only for its own step, so that a step can
+be planned and launched while the previous one runs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A step on the device, and its results on their way; None where it computes nothing."""
+    """A step on the device, and the download of its results, or None if it computes nothing."""
 
     delta: Delta
     download: Download | None
@@ -59,11 +59,12 @@ class Launched:
 class ModelRunner:
     """Executes plans in order; implements the engine's Runner protocol.
 
-    `swap_step` replaces the step function by one of another level, from any thread: all levels
-    share rows and caches. `max_tokens` is the most tokens of a step. With `use_graphs`, and a
-    device that has them, steps run as graphs where one of their shape was captured; captures are
-    made by `capture_next`, before the first request and when the engine is idle. On CPU decode
-    steps of a few rows are recorded as they run. `pools`: the step gives vectors, not tokens.
+    `swap_step` replaces the step function with one of another level, from any thread: all levels
+    share rows and caches. `max_tokens` is the maximum number of tokens in a step. With
+    `use_graphs`, and a device that supports graphs, a step is replayed if its shape was captured.
+    Captures are made by `capture_next`, before the first request and when the engine is idle. On
+    CPU, decode steps with few rows are recorded as they run. `pools`: the step returns vectors, not
+    tokens.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class ModelRunner:
         self._ranks = ranks
         self._group = None if ranks is None else ranks.group
         self._device = device or HostDevice()
-        # a step's least size may ask for two dummies
+        # a step's minimum size may require two dummies
         self._buffers = StepBuffers(
             rows,
             max_tokens=max(max_tokens, rows.padding_row) + 2,
@@ -110,7 +111,7 @@ class ModelRunner:
         if use_graphs and self._device.graphs is not None:
             self._graphs = StepGraphs(self._device.graphs)
         self._recordings = StepRecordings() if rows.device.type == "cpu" else None
-        self._offered: StepFunction | None = None  # waits for an idle moment
+        self._offered: StepFunction | None = None  # to be swapped in when idle
         self._watch = CompileWatch()
         self._profiler = StepProfiler()
         self._executor: ThreadPoolExecutor | None = None
@@ -118,8 +119,8 @@ class ModelRunner:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="llmc-runner")
 
     def submit(self, plan: StepPlan) -> PendingStep:
-        """Start a step. A GPU queues its kernels; on CPU a thread runs it, or this one at once
-        where only one step may be in flight."""
+        """Start a step. On a GPU its kernels are queued. On CPU it runs in another thread, or
+        synchronously if only one step can be in flight."""
         if self._executor is not None:
             return self._executor.submit(self.execute, plan)
         pending: Future[StepResult] = Future()
@@ -131,47 +132,46 @@ class ModelRunner:
         return _Pending(self, launched)
 
     def start_profile(self) -> None:
-        """Record kernels and operators of the steps from now on, with torch's profiler."""
+        """Start recording the steps' kernels and operators with torch's profiler."""
         self._on_step_thread(self._profiler.start)
 
     def stop_profile(self, folder: str) -> str:
-        """Write the record into `folder`. -> the file, for chrome://tracing or Perfetto."""
+        """Write the profile into `folder`. -> the file's path, for chrome://tracing or Perfetto."""
         return self._on_step_thread(functools.partial(self._profiler.stop, folder))
 
     def give_back_caches(self) -> int:
-        """Return the memory of the caches to the system until it is written to. -> its bytes."""
+        """Release the caches' memory to the system until the next write. -> bytes released."""
         if self.rows.device.type != "cpu" or self._ranks is not None:
             raise RuntimeError(
-                "caches are given back in place by an engine of one rank on a CPU alone; "
-                "take level 2"
+                "only a CPU engine with a single rank can release its caches in place; use level 2"
             )
         return give_back((*self.caches, *self._states))
 
     def _on_step_thread(self, do: Callable[[], T]) -> T:
-        """torch profiles the thread that asks for it."""
+        """Run `do` in the thread that runs steps: torch profiles the thread that starts it."""
         return do() if self._executor is None else self._executor.submit(do).result()
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step to its end."""
+        """Run one step to completion."""
         try:
             return self.collect(self.launch(plan))
         except Exception as error:
             raise self.classified(error) from error
 
     def classified(self, error: Exception) -> Exception:
-        """`error` itself, or an EngineDeadError where no later step can succeed either."""
+        """`error` itself, or an EngineDeadError if no later step can succeed either."""
         if self._ranks is not None and not isinstance(error, EngineDeadError):
             why = self._ranks.why() or f"{type(error).__name__}: {error}"
             return EngineDeadError(
-                f"a step of {self._ranks.size} tensor-parallel ranks failed, which are not in step "
-                f"any more: {why}; restart the engine"
+                f"a step of {self._ranks.size} tensor-parallel ranks failed, so they are out of "
+                f"sync: {why}; restart the engine"
             )
         return classified(error)
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Send the plan's delta, queue the step, and start the copy of its tokens to the host."""
+        """Send the plan's delta, queue the step, and start copying its tokens to the host."""
         with torch.inference_mode(), self._watch.launching(), ranks_of(self._group):
-            step = self.step  # another thread may swap it meanwhile
+            step = self.step  # read once: another thread may swap it
             if self.images is not None:
                 self.images.follow(plan)
                 if self.images.are_read(plan):
@@ -188,7 +188,7 @@ class ModelRunner:
             return self._launched(delta, sent, inputs, tokens, logits)
 
     def _launch_images(self, plan: StepPlan, images: RowImages) -> Launched:
-        """The same for a step with tokens that stand for images: never a graph or a recording."""
+        """`launch` for a step with image tokens, which never uses a graph or a recording."""
         samples = sum(work.num_samples + work.num_scored for work in plan.work)
         padding = 0 if samples else 1
         shape = StepShape(plan.num_tokens + padding, len(plan.work) + padding, samples + padding)
@@ -204,7 +204,7 @@ class ModelRunner:
     def _launched(
         self, delta: Delta, sent: Tensor, inputs: StepInputs, tokens: Tensor, logits: Tensor
     ) -> Launched:
-        """Start the copy of what a step drew."""
+        """Start copying a step's results to the host."""
         outputs = [tokens[: delta.num_sampled]]
         if self._pools:
             outputs.append(logits[: delta.num_sampled])
@@ -216,7 +216,7 @@ class ModelRunner:
         return Launched(delta=delta, download=self._device.download(outputs))
 
     def collect(self, launched: Launched) -> StepResult:
-        """Wait for a step and read what it drew."""
+        """Wait for a step and read its results."""
         if launched.download is None:
             return StepResult(token_ids=())
         drawn, *gathered = launched.download.wait()
@@ -225,7 +225,7 @@ class ModelRunner:
         return read_result(launched.delta, drawn.tolist(), gathered)
 
     def logits(self, plan: StepPlan) -> Tensor:
-        """The unprocessed logits [rows that sample, V] of a plan; its draws are dropped."""
+        """The unprocessed logits [rows that sample, V] of a plan; the drawn tokens are dropped."""
         with torch.inference_mode(), ranks_of(self._group):
             shape = self._shape(plan, self.step)
             delta, sent = self._send(plan, shape)
@@ -233,23 +233,23 @@ class ModelRunner:
             return logits[: delta.num_sampled].clone()
 
     def dummy_run(self, rows: int, tokens_each: int = 1) -> None:
-        """Run a step of dummies, which write to no request's cache: for its memory and kernels."""
+        """Run a step of dummies, which write to no request's cache, for its memory and kernels."""
         self._tell(Order(kind=Kind.DUMMY_RUN, numbers=(rows, tokens_each)))
         with torch.inference_mode(), ranks_of(self._group):
             self._run(self.step, self._dummies(StepShape(rows * tokens_each, rows, rows)))
 
     def follow(self, order: Order) -> None:
-        """Do what rank 0's runner does: a step, a dummy run, a capture, an adapter's copy into a
-        slot. Its results are there."""
+        """Repeat what rank 0's runner does: a step, a dummy run, a capture, or copying an adapter
+        into a slot. Only rank 0 reads the results."""
         if order.kind == Kind.DUMMY_RUN:
             self.dummy_run(*order.numbers)
         elif order.kind == Kind.CAPTURE and self._graphs is not None:
             if self._offered is not None:
                 self.step, self._offered = self._offered, None
-            self._graphs.next_shape(self.step, ())  # it follows the step
+            self._graphs.next_shape(self.step, ())  # for its side effect: it notes the step
             self._capture(StepShape(*order.numbers))
         elif order.kind == Kind.ADAPTER:
-            assert self._adapters is not None, "rank 0 has slots for adapters, this rank has none"
+            assert self._adapters is not None, "rank 0 has adapter slots, but this rank has none"
             with torch.inference_mode():
                 self._adapters.follow(order)
         else:
@@ -266,9 +266,9 @@ class ModelRunner:
                 self._save_states(delta, sent)
 
     def warm_up(self) -> None:
-        """Run the shapes by which kernels are chosen: rows and tokens by powers of two.
+        """Run the shapes that kernels are selected by: powers of two of rows and tokens.
 
-        What compiles is compiled here, once per machine: kernels are kept on disk.
+        Kernels are compiled here, once per machine, as they are cached on disk.
         """
         rows = 1
         while rows <= self.rows.padding_row:
@@ -280,11 +280,11 @@ class ModelRunner:
             rows *= 2
 
     def _dummies(self, shape: StepShape) -> StepInputs:
-        """The inputs of a step of this shape. Whoever samples nothing in a real step does here."""
+        """The inputs of a dummy step of this shape. Every request samples, unlike in real steps."""
         delta = encode(self.rows, StepPlan(step=-1, work=()), shape.requests, shape.tokens)
         self._prepare(delta, self._device.upload(delta.words))
         inputs = self._buffers.inputs(shape.tokens, shape.requests, shape.samples)
-        if shape.samples > shape.requests:  # draft tokens sample too; what is left there is old
+        if shape.samples > shape.requests:  # for draft tokens; the rest of the buffers is stale
             rest = slice(shape.requests, None)
             inputs["row"][rest] = self.rows.padding_row
             inputs["logits_index"][rest] = inputs["length"][rest] = 0
@@ -293,7 +293,7 @@ class ModelRunner:
     # The parts of a step
 
     def _send(self, plan: StepPlan, shape: StepShape) -> tuple[Delta, Tensor]:
-        """The plan's delta and its copy on the device, where rows and caches are as it says."""
+        """Encode the plan's delta, send it to the device and apply it to rows and caches."""
         for copy in plan.adapter_copies:
             assert self._adapters is not None, "the plan has adapters, but the runner has no slots"
             self._adapters.copy(copy.slot, copy.adapter)
@@ -306,15 +306,15 @@ class ModelRunner:
         return delta, sent
 
     def _tell(self, order: Order | None) -> None:
-        """On rank 0, what the other ranks are to do with it."""
+        """On rank 0, send an order to the other ranks."""
         if self._ranks is not None and order is not None:
             self._ranks.tell(order)
 
     def _swap(self, out_slots: Sequence[int], in_slots: Sequence[int], blocks: Tensor) -> None:
-        """Blocks of preempted requests to host memory, then those of returning ones back."""
+        """Copy blocks of preempted requests to host memory, then those of resumed ones back."""
         if not (out_slots or in_slots):
             return
-        assert self.swap_space is not None, "the plan swaps, but the runner was given no room"
+        assert self.swap_space is not None, "the plan swaps, but the runner has no swap space"
         out = len(out_slots)
         if out_slots:
             self.swap_space.swap_out(blocks[:out], out_slots)
@@ -322,7 +322,7 @@ class ModelRunner:
             self.swap_space.swap_in(in_slots, blocks[out : out + len(in_slots)])
 
     def _apply(self, delta: Delta, sent: Tensor) -> None:
-        """What the delta changes in rows and caches."""
+        """Apply the delta's changes to rows and caches."""
         if delta.num_segments:
             write_segments.run(self.rows.memory, sent, delta.num_segments)
         if delta.num_copies:
@@ -333,7 +333,7 @@ class ModelRunner:
             copy_blocks(self._states, pairs[0], pairs[1])
 
     def _save_states(self, delta: Delta, sent: Tensor) -> None:
-        """The states that rows have after the step, to snapshots."""
+        """Copy the rows' states after the step to snapshots."""
         if delta.num_saves:
             first = delta.states + 2 * delta.num_loads
             pairs = sent[first : first + 2 * delta.num_saves].view(2, -1)
@@ -369,7 +369,7 @@ class ModelRunner:
         record_tokens.run(self.rows.tables["history"], inputs["row"], inputs["length"], tokens)
 
     def _shape(self, plan: StepPlan, step: StepFunction) -> StepShape:
-        """The step's sizes with its dummies: up to those of a graph, else the step's least."""
+        """The step's sizes with dummies: padded to those of a graph, else to the step's minimum."""
         rows = len(plan.work)
         if plan.is_decode and rows:
             size = self.buckets.choose(rows) if self._graphs is not None else rows
@@ -382,7 +382,7 @@ class ModelRunner:
             return StepShape(0, 0, 0)
         padded = self._padded(tokens, rows, samples)
         if any(prompts_of(plan, begun=name == "long_prompts").lengths for name in self._hints):
-            padded = None  # their kernel reads lengths on the host, which a graph can't
+            padded = None  # these kernels read lengths on the host, which a graph can't do
         if padded is not None and self._graphs is not None:
             if self._graphs.has(step, padded):
                 return padded
@@ -394,7 +394,7 @@ class ModelRunner:
         """The shape of the graph that would serve a step with prompts or draft tokens."""
         if self._graphs is None:
             return None
-        requests = self.buckets.choose(rows + 1)  # one dummy at least takes the tokens that pad
+        requests = self.buckets.choose(rows + 1)  # at least one dummy for the padding tokens
         padding = requests - rows
         padded = mixed_tokens(tokens + padding)
         fits = (
@@ -411,15 +411,15 @@ class ModelRunner:
     # Graphs
 
     def swap_step(self, step: StepFunction) -> None:
-        """Run `step` from the next launch on; where graphs are in use, from the next idle moment,
-        since its own have to be captured first."""
+        """Run `step` from the next launch on or, if graphs are in use, from the next idle moment,
+        since its own graphs have to be captured first."""
         if self._graphs is None or self._graphs.is_empty:
             self.step = step
         else:
             self._offered = step
 
     def use_idle_time(self) -> bool:
-        """Something that would delay a step: take over an offered step, capture one graph.
+        """Do what would otherwise delay a step: swap in an offered step, capture one graph.
 
         -> whether there may be more to do.
         """
@@ -430,7 +430,7 @@ class ModelRunner:
     def capture_next(self) -> StepShape | None:
         """Capture the step at a shape that has no graph yet: those in use first.
 
-        -> that shape; None when all are there. Takes a moment, during which nothing is served.
+        -> that shape, or None if none is missing. Blocks serving for a moment.
         """
         if self._graphs is None:
             return None
@@ -439,8 +439,8 @@ class ModelRunner:
         return shape if shape is not None and self._capture(shape) else None
 
     def _capture(self, shape: StepShape) -> bool:
-        """False where the step can't be captured."""
-        assert self._graphs is not None, "asked for the next shape before"
+        """Capture the step at this shape. Returns False if it can't be captured."""
+        assert self._graphs is not None, "next_shape must be called before"
         self._tell(Order(kind=Kind.CAPTURE, numbers=shape))
         step = self.step
         with torch.inference_mode(), ranks_of(self._group):
@@ -449,8 +449,8 @@ class ModelRunner:
 
     @property
     def takes_any_shape(self) -> bool:
-        """Whether the step may be given fewer rows than it was compiled for: those of a graph, or
-        as rank 0's step takes them."""
+        """Whether the step can be called with fewer rows than it was compiled for: to match a
+        graph, or rank 0's step."""
         return self.has_graphs or self._ranks is not None
 
     @property
@@ -459,7 +459,7 @@ class ModelRunner:
 
     @property
     def num_eager_steps(self) -> int:
-        """Steps that ran without a graph, though the runner has graphs."""
+        """Steps that ran without a graph although the runner uses graphs."""
         return self._graphs.num_eager if self._graphs is not None else 0
 
     @property
@@ -478,7 +478,7 @@ class ModelRunner:
 
 
 class _Pending:
-    """A step that a GPU was given."""
+    """A step that was queued on a GPU."""
 
     def __init__(self, runner: ModelRunner, launched: Launched) -> None:
         self._runner = runner

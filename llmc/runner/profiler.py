@@ -1,4 +1,4 @@
-"""A record of what steps do, by torch's profiler, for an operator who asks for one."""
+"""Profiles steps with torch's profiler, on an operator's request."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class StepProfiler:
-    """One record at a time; start and stop are called in the thread that runs the steps."""
+    """One profile at a time; start and stop are called in the thread that runs the steps."""
 
     def __init__(self) -> None:
         self._running: profile | None = None
 
     def start(self) -> None:
         if self._running is not None:
-            raise RuntimeError("a profile is being recorded already; stop it first")
+            raise RuntimeError("a profile is already being recorded; stop it first")
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -26,7 +26,7 @@ class StepProfiler:
         self._running.start()
 
     def stop(self, folder: str) -> str:
-        """Writes a trace of Chrome's format, gzipped. -> its path."""
+        """Write a gzipped trace in Chrome's format. -> its path."""
         running, self._running = self._running, None
         if running is None:
             raise RuntimeError("no profile is being recorded; start one first")

@@ -1,12 +1,12 @@
-"""Rank 0 of a tensor-parallel engine tells the others each step; they run the same one.
+"""Rank 0 of a tensor-parallel engine sends each step to the other ranks, which run the same one.
 
     rank 0: plan -> delta -> step            (the engine's runner)
                  \\ Order                     in words, over a channel to each rank
-    rank 1:       -> delta -> step           (a runner in a process of its own)
+    rank 1:       -> delta -> step           (a runner in its own process)
 
-An order is what the device is sent for a step, which is small and knows nothing of requests. So
-the other ranks have no engine, no tokenizer and no host state of rows; whatever the engine does to
-device state is in the orders, in the order in which it was done.
+An order contains what the device is sent for a step, which is small and independent of requests. So
+the other ranks have no engine, no tokenizer and no host state of rows. The orders contain every
+change that the engine makes to device state, in sequence.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from llmc.runner.delta import Delta
 from llmc.runner.graphs import StepShape
 from llmc.runner.rows import Words
 
-_MOST_BYTES = 1 << 30  # of an order: more is no order
+_MOST_BYTES = 1 << 30  # maximum size of an order; a larger one is corrupt
 
 
 class Kind(IntEnum):
-    """What the other ranks are to do; `numbers` of the order say with what."""
+    """What the other ranks are to do; the order's `numbers` are the arguments."""
 
     STEP = 0  # see `step_order`
-    DUMMY_RUN = 1  # rows, tokens of each
+    DUMMY_RUN = 1  # rows, tokens per row
     CAPTURE = 2  # tokens, requests, samples
     MAKE_RUNNER = 3  # blocks, context, snapshots, steps in flight, level, whether it will serve
     ADAPTER = 5  # see `adapter_store.slot_orders`
-    LEAST_MEMORY = 4  # nothing: all ranks find the least of what they have free
+    LEAST_MEMORY = 4  # no numbers: all ranks compute the minimum of their free memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +53,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This rank's place among the ranks of its engine. `tell` is rank 0's; others are told."""
+    """This rank's place among the ranks of its engine. `tell` is for rank 0, which sends orders."""
 
     group: Group
     tell: Callable[[Order], None] = lambda order: None
-    why: Callable[[], str] = lambda: ""  # which rank has ended and how; "" while all run
+    why: Callable[[], str] = lambda: ""  # which rank has exited and how; "" while all run
 
     @property
     def rank(self) -> int:
@@ -69,7 +69,7 @@ class Ranks:
 
 
 def step_order(plan: StepPlan, shape: StepShape, delta: Delta) -> Order:
-    """The plan's delta and what else of the plan a runner acts on."""
+    """The plan's delta, and the other parts of the plan that a runner acts on."""
     prompts = delta.prompts
     out = [copy.target for copy in plan.swap_out]
     back = [copy.source for copy in plan.swap_in]
@@ -85,7 +85,7 @@ def step_order(plan: StepPlan, shape: StepShape, delta: Delta) -> Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToldStep:
-    """What `step_order` holds. Nothing is drawn from a delta but on rank 0, which reads results."""
+    """The contents of a `step_order`. The delta lacks what only rank 0 needs to read results."""
 
     shape: StepShape
     delta: Delta
@@ -118,7 +118,7 @@ class ToldStep:
             num_loads=n[12],
             num_saves=n[13],
             prompts=Prompts(first_request=n[14], first_token=n[15], lengths=tuple(lengths)),
-            long_prompts=Prompts(),  # for latents, which ranks don't attend to
+            long_prompts=Prompts(),  # for attention over latents, which several ranks don't use
         )
         return ToldStep(
             shape=StepShape(n[0], n[1], n[2]), delta=delta, out_slots=out, back_slots=back
@@ -126,13 +126,13 @@ class ToldStep:
 
 
 def receive(channel: socket.socket) -> Order | None:
-    """The next order; None at the end of the channel, when rank 0 has ended."""
+    """The next order; None at the end of the channel, when rank 0 has exited."""
     head = read_exactly(channel, 24)
     if head is None:
         return None
     kind, numbers, words = np.frombuffer(head, np.int64).tolist()
     if min(numbers, words) < 0 or 8 * numbers + 4 * words > _MOST_BYTES:
-        raise ValueError(f"an order of {numbers} numbers and {words} words is none")
+        raise ValueError(f"an order of {numbers} numbers and {words} words is corrupt")
     body = read_exactly(channel, 8 * numbers + 4 * words)
     if body is None:
         return None
@@ -144,7 +144,7 @@ def receive(channel: socket.socket) -> Order | None:
 
 
 def read_exactly(channel: socket.socket, count: int) -> bytearray | None:
-    """So many bytes; None where the channel ends before."""
+    """Read `count` bytes; None if the channel ends before that."""
     data = bytearray(count)
     view, done = memoryview(data), 0
     while done < count:

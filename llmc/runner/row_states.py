@@ -1,4 +1,4 @@
-"""RowStates: what users' logits processors keep of a request, worked out when it arrives.
+"""RowStates: per-request state of users' logits processors, computed when the request arrives.
 
 AddRequest --begin--> bytes by table --NewRow.row_state--> the row's part of each table
 """
@@ -15,7 +15,7 @@ from llmc.passes.logits_processors import LogitsProcessor, RowTable, table_name,
 
 
 class RowStates:
-    """Implements the engine's RowStates protocol. `tables` are by the name of their step input."""
+    """Implements the engine's RowStates protocol. `tables` are keyed by step input name."""
 
     def __init__(self, processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
         self._processors = tuple(processors)
@@ -36,7 +36,7 @@ class RowStates:
                 values = processor.begin(mine, prompt_token_ids, self._vocab_size)
                 for name, value in values.items():
                     state[table_name(processor, name)] = self._bytes(processor, name, value)
-            except Exception as error:  # of a user's code: the request ends, whatever it is
+            except Exception as error:  # user code: any exception refuses the request
                 reason = str(error) or type(error).__name__
                 raise InvalidRequestError(
                     f"logits processor {processor.name!r} refused the request: {reason}",

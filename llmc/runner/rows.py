@@ -1,9 +1,9 @@
 """One row of tables per running request: its tokens, its blocks, its sampling parameters.
 
-All tables are views of one memory of 32-bit words on the device, which lives as long as the
-runner. The host never writes it directly: `Segments` collects what a plan changes as runs of
-words, which travel in the step's delta. One extra row at the end, always neutral, stands for the
-padding of a bucket.
+All tables are views of one buffer of 32-bit words on the device, which lives as long as the runner.
+The host never writes it directly: `Segments` collects a plan's changes as runs of words, which are
+sent in the step's delta. One additional row at the end, always neutral, is used by the dummies that
+pad a bucket.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from llmc.kernels.step_inputs import BAD_WORD_TOKENS, ROW_TABLES, StepTensor
 from llmc.passes.logits_processors import RowTable
 from llmc.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
-MAX_BANNED = 64  # stop tokens that min_tokens can hold back
+MAX_BANNED = 64  # stop tokens that min_tokens can ban
 MAX_BIAS = MAX_LOGIT_BIAS + MAX_BANNED
 _ALWAYS = 2**31 - 1
-_ALIGN = 4  # words: every table starts on 16 bytes
+_ALIGN = 4  # words: every table is aligned to 16 bytes
 
 Words = npt.NDArray[np.int32]
 
 
 class Segments:
-    """Runs of words and where each goes in the rows' memory."""
+    """Runs of words and their target offsets in the rows' memory."""
 
     def __init__(self) -> None:
         self.targets: list[int] = []
@@ -47,7 +47,7 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a table lies in the memory, in words."""
+    """The location of a table in the memory, in words."""
 
     first: int
     row_words: int
@@ -57,9 +57,11 @@ class _Place:
 
 
 class RowTables:
-    """`tables` holds the step inputs of the same names; `block_table` is int32 [rows, max_blocks *
-    num_groups]: a block of each group of layers (`CacheLayout`), then the next of each. `extra`
-    are the tables of users' logits processors.
+    """The tables of all rows.
+
+    `tables` are the step inputs of the same names. `block_table` is int32 [rows, max_blocks *
+    num_groups]: the first block of each group of layers (`CacheLayout`), then the second of each,
+    and so on. `extra` are the tables of users' logits processors.
     """
 
     def __init__(
@@ -80,11 +82,11 @@ class RowTables:
         self.max_model_len = max_model_len
         self.device = device
         rows = num_rows + 1
-        # compiled steps take no width of 1
+        # compiled steps don't accept a width of 1
         self.max_blocks = max(2, -(-max_model_len // block_size))
         sizes = {
             "rows": rows,
-            "context": max_model_len + 1,  # the last draw of a full context is written too
+            "context": max_model_len + 1,  # the token drawn after a full context is written too
             "biases": MAX_BIAS,
             "mask words": (vocab_size + 31) // 32,
             "bad word tokens": MAX_BAD_WORDS * BAD_WORD_TOKENS,
@@ -104,7 +106,9 @@ class RowTables:
             self._places[name] = _Place(first=size, row_words=row_words)
             size += -(-rows * row_words // _ALIGN) * _ALIGN
         if size >= 2**31:
-            raise ValueError(f"{num_rows} rows of {max_model_len} tokens take {size} words")
+            raise ValueError(
+                f"{num_rows} rows of {max_model_len} tokens need {size} words, over the limit"
+            )
         self.memory = torch.zeros(size, dtype=torch.int32, device=device)
         self.tables: dict[str, Tensor] = {}
         for name, dtype in dtypes.items():
@@ -131,22 +135,22 @@ class RowTables:
         return words.view(dtype).view(rows, -1)
 
     def _check_row(self, row: int, num_tokens: int) -> None:
-        """Kernels don't check places: one outside the tables would write to foreign memory."""
+        """Check bounds on the host: kernels don't, and would write outside the tables."""
         if not 0 <= row < self.padding_row or num_tokens > self.max_model_len:
             raise ValueError(
-                f"row {row} with {num_tokens} tokens; there are {self.padding_row} rows of "
+                f"row {row} with {num_tokens} tokens is outside the {self.padding_row} rows of "
                 f"{self.max_model_len} tokens"
             )
 
     def release(self, row: int) -> None:
-        """Nothing reads a row that is in no step, so its tables may keep what they hold."""
+        """Release a row. Its tables keep their contents, as only rows in a step are read."""
         self.num_blocks[row] = 0
         self.logprobs[row] = None
 
     def fill(self, new: NewRow, out: Segments, *, is_masked: bool = False) -> None:
-        """Enter a request: its tokens and its sampling parameters.
+        """Write a request's tokens and sampling parameters into its row.
 
-        `is_masked`: a mask comes with the same plan, and stands for allowed_token_ids.
+        `is_masked`: the same plan has a mask for the row, which replaces allowed_token_ids.
         """
         row, params = new.row, new.sampling
         self._check_row(row, len(new.token_ids))
@@ -180,7 +184,7 @@ class RowTables:
             out.add(self._places["mask"].at(row), words)
 
     def _fill_bias(self, new: NewRow, out: Segments) -> None:
-        """logit_bias for as long as it runs; stop tokens banned until min_tokens are out."""
+        """Write logit_bias, which always applies, and stop tokens, banned until min_tokens."""
         bias = [(t, float(b), _ALWAYS) for t, b in (new.sampling.logit_bias or {}).items()]
         if new.sampling.min_tokens > 0:
             banned = list(new.stop_token_ids)[:MAX_BANNED]
@@ -210,7 +214,7 @@ class RowTables:
         out.add(self._places["bad_words"].at(new.row), table.ravel())
 
     def _fill_state(self, new: NewRow, out: Segments) -> None:
-        """What users' processors keep of the request; neutral again what an earlier one left."""
+        """Write the state of users' processors; reset what an earlier request left to neutral."""
         for name in {*new.row_state, *self._state_of[new.row]}:
             given = new.row_state.get(name)
             words = self._neutral_state[name] if given is None else np.frombuffer(given, np.int32)
@@ -223,24 +227,24 @@ class RowTables:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
     def set_mask(self, mask: RowMask, out: Segments) -> None:
-        """Replace the row's mask of tokens that may be drawn, or lift it."""
+        """Replace or remove the row's mask of tokens that can be drawn."""
         out.add(self._places["has_mask"].at(mask.row), (int(mask.words is not None),))
         if mask.words is not None:
             words = np.frombuffer(mask.words, "<i4")
             width = self.tables["mask"].shape[1]
             if len(words) != width:
-                raise ValueError(f"a mask of {len(words)} words for a vocabulary of {width}")
+                raise ValueError(f"a mask has {len(words)} words, but the vocabulary needs {width}")
             out.add(self._places["mask"].at(mask.row), words)
 
     def enter_tokens(self, work: RowWork, out: Segments) -> None:
-        """Put tokens that come with the work at the end of the row's own."""
+        """Write the tokens that come with the work into the row's history."""
         tokens = work.draft_token_ids or work.entered_token_ids
         if tokens:
             first = work.start + work.num_tokens - len(tokens)
             out.add(self._places["history"].at(work.row, first), tokens)
 
     def append_blocks(self, work: RowWork, out: Segments) -> None:
-        """Add the row's new blocks at the end of its block table, or of what it keeps of it."""
+        """Append the row's new blocks to its block table, or to the part of it that is kept."""
         self._check_row(work.row, work.start + work.num_tokens)
         if work.new_blocks:
             count = self.num_blocks[work.row]
@@ -249,8 +253,8 @@ class RowTables:
             most = self.max_blocks * self.num_groups
             if count + len(work.new_blocks) > most:
                 raise ValueError(
-                    f"row {work.row} has {count} blocks and gets {len(work.new_blocks)}; "
-                    f"{most} is the most"
+                    f"row {work.row} has {count} blocks and gets {len(work.new_blocks)} more, but "
+                    f"the maximum is {most}"
                 )
             out.add(self._places["block_table"].at(work.row, count), work.new_blocks)
             self.num_blocks[work.row] = count + len(work.new_blocks)
@@ -260,6 +264,6 @@ _FORMATS = {torch.int32: "<i", torch.float32: "<f", torch.int64: "<q"}
 
 
 def _words(value: float, dtype: torch.dtype) -> tuple[int, ...]:
-    """A number as the words that a table of `dtype` holds for it."""
+    """The words that represent a number in a table of `dtype`."""
     data = struct.pack(_FORMATS[dtype], value)
     return struct.unpack(f"<{len(data) // 4}i", data)

@@ -1,7 +1,7 @@
-"""The packed inputs of a step, at addresses that never change.
+"""The packed inputs of a step, at fixed addresses.
 
-`prepare_step` fills them from the rows; the step reads views of their first tokens, requests and
-samples. A CUDA graph is captured over such views, so each is made once.
+`prepare_step` fills them from the rows; the step reads views of the first tokens, requests and
+samples. CUDA graphs are captured over these views, so each is created once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ StepInputs = dict[str, Tensor]  # by the names of kernels/step_inputs.py
 
 
 class StepBuffers:
-    """Room for `max_tokens` tokens, each of which may draw one, of `max_requests` requests."""
+    """Buffers for `max_tokens` tokens of `max_requests` requests; each token can be sampled."""
 
     def __init__(self, rows: RowTables, *, max_tokens: int, max_requests: int) -> None:
         self._rows = rows
@@ -44,7 +44,7 @@ class StepBuffers:
     def _view(self, tokens: int, requests: int, samples: int) -> _View:
         if tokens > self.max_tokens:
             raise ValueError(
-                f"a step of {tokens} tokens; the runner has room for {self.max_tokens}"
+                f"a step of {tokens} tokens exceeds the runner's buffers for {self.max_tokens}"
             )
         sizes = self._sizes(tokens, requests, samples)
         whole: StepInputs = {}
@@ -58,7 +58,7 @@ class StepBuffers:
         return _View(inputs=inputs, prepared=tuple(whole.values()))
 
     def inputs(self, tokens: int, requests: int, samples: int) -> StepInputs:
-        """The inputs of a step of these sizes, as they were last filled."""
+        """The inputs of a step of these sizes, as last filled."""
         view: _View = self.view(tokens, requests, samples)
         return view.inputs
 
@@ -79,7 +79,7 @@ class StepBuffers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """The inputs of a step of one size, and the outputs of `prepare_step` behind them."""
+    """The inputs of a step of one size, and the outputs of `prepare_step` that they view."""
 
     inputs: StepInputs
     prepared: tuple[Tensor, ...]

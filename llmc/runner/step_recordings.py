@@ -1,9 +1,9 @@
-"""Decode steps of a few rows on CPU, recorded as they run and then replayed without torch.
+"""CPU decode steps with few rows, recorded as they run and then replayed without torch.
 
-A step of a small model calls some ten ops a layer, and torch takes longer to call them than some of
-them take. The steps of one shape read the same buffers, so the second one is recorded
-(`kernels/cpu/recording.py`). What GPUs have CUDA graphs for (`graphs.py`), but nothing is padded,
-and a recording is a step that counts.
+A step of a small model calls about ten ops per layer, and for some of them torch's call overhead
+exceeds the time of the op itself. Steps of one shape read the same buffers, so the second one is
+recorded (`kernels/cpu/recording.py`). This is the counterpart of CUDA graphs (`graphs.py`), but
+nothing is padded, and the recorded step is itself a real step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from llmc.runner.graphs import StepOutputs, StepShape
 
 logger = logging.getLogger(__name__)
 
-_MOST_ROWS = 8  # more take long enough by themselves
-_RECORDED_AT = 2  # the step of a shape that is recorded: the first one may still load something
+_MOST_ROWS = 8  # with more rows the call overhead does not matter
+_RECORDED_AT = 2  # the step of a shape to record: the first one may still load something
 
 
 class StepRecordings:
-    """The recordings of the step function that runs, by shape. A swap of the step drops them."""
+    """The current step function's recordings by shape, dropped when the step is swapped."""
 
     def __init__(self) -> None:
         self._step: StepFunction | None = None
@@ -35,7 +35,7 @@ class StepRecordings:
     def run(
         self, step: StepFunction, shape: StepShape, run: Callable[[], StepOutputs]
     ) -> StepOutputs:
-        """What `run()` returns, which calls `step` on the buffers for `shape`."""
+        """Return the result of `run()`, which calls `step` on the buffers for `shape`."""
         if step is not self._step:
             self._follow(step)
         recorded = self._recorded.get(shape)

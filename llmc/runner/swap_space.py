@@ -1,6 +1,6 @@
-"""Host memory for the blocks of preempted requests, and the copies to it and back.
+"""Host memory for the blocks of preempted requests, and the copies in both directions.
 
-One slot holds a block of all layers, side by side, so that a block moves in one copy.
+One slot holds a block of all layers contiguously, so that a block moves in one copy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class SwapSpace:
     """`num_slots` slots for the blocks of `caches` ([num_blocks, ...] each)."""
 
     def __init__(self, caches: Sequence[Tensor], num_slots: int) -> None:
-        # bytes, whatever the dtype: float8 has no index ops
+        # raw bytes, since float8 has no index ops
         self._caches = [cache.view(torch.uint8).flatten(1) for cache in caches]
         self._widths = [cache.shape[1] for cache in self._caches]
         self.block_bytes = sum(self._widths)
@@ -28,13 +28,13 @@ class SwapSpace:
         self._slots = torch.empty(num_slots, self.block_bytes, dtype=torch.uint8, pin_memory=pinned)
 
     def swap_out(self, blocks: Tensor, slots: Sequence[int]) -> None:
-        """Copy blocks [N] int32 (on the device) to these slots; queued, not waited for."""
+        """Copy blocks [N] int32 (on the device) to these slots. Asynchronous."""
         gathered = torch.cat([cache.index_select(0, blocks) for cache in self._caches], 1)
         for i, slot in enumerate(slots):
             self._slots[slot].copy_(gathered[i], non_blocking=True)
 
     def swap_in(self, slots: Sequence[int], blocks: Tensor) -> None:
-        """Copy these slots to blocks [N] int32; queued behind what was queued before."""
+        """Copy these slots to blocks [N] int32. Queued after earlier copies."""
         arrived = torch.empty(len(slots), self.block_bytes, dtype=torch.uint8, device=self.device)
         for i, slot in enumerate(slots):
             arrived[i].copy_(self._slots[slot], non_blocking=True)
@@ -43,11 +43,11 @@ class SwapSpace:
             cache.index_copy_(0, index, part)
 
     def measure(self) -> float:
-        """Bytes a second, one way; call before anything is in the caches."""
+        """Bytes per second, one way. Must be called before the caches have contents."""
         count = min(_TRIAL_BLOCKS, len(self._slots), self._caches[0].shape[0])
         blocks = torch.arange(count, dtype=torch.int32, device=self.device)
         slots = range(count)
-        self._round_trip(blocks, slots)  # memory is taken and kernels are loaded
+        self._round_trip(blocks, slots)  # warm up: commit memory and load kernels
         start = time.perf_counter()
         self._round_trip(blocks, slots)
         return 2 * count * self.block_bytes / (time.perf_counter() - start)

@@ -18,7 +18,7 @@ from llmc.async_llm import AsyncLLM, Stream
 from llmc.errors import InvalidRequestError
 from llmc.frontend.inputs import Input, Prompt
 from llmc.frontend.pooling import check_params, classification, pooled
-from llmc.pooling import PoolingInfo, PoolingParams, embedding, values_of
+from llmc.pooling import PoolingParams, embedding, values_of
 from llmc.server import answer
 from llmc.server.body import read_body, split_inputs
 from llmc.server.models import model_name
@@ -135,6 +135,7 @@ async def score(request: Request) -> GenerationResponse:
     model = model_name(request, body.model)
     left, right = ([t] if isinstance(t, str) else t for t in (body.text_1, body.text_2))
     scoring = await llm.prepare.scoring(left, right, params_of(body))
+    check_vectors(scoring.sources, llm, "text_2")
     head = answer.Head("score", "list", model)
 
     def made(stream: Stream) -> dict[str, Any]:
@@ -153,6 +154,7 @@ async def rerank(request: Request) -> GenerationResponse:
     texts = [one.text if isinstance(one, Document) else one for one in body.documents]
     with naming({"text_1": "query", "text_2": "documents", "prompt": "documents"}):
         scoring = await llm.prepare.scoring([body.query], texts, params_of(body))
+    check_vectors(scoring.sources, llm, "documents")
     head = answer.Head("rerank", "list", model)
 
     def made(stream: Stream) -> dict[str, Any]:
@@ -188,18 +190,19 @@ async def respond(
         ]
     with naming({"prompt": "input"}):
         sources = await llm.prepare.pooled(prompts, truncate=body.truncate_prompt_tokens)
-    check_answer(sources, llm.inputs.need_pooling())
+    check_vectors(sources, llm, "input")
     return submit(request, body, sources, made)
 
 
-def check_answer(sources: Sequence[Input], info: PoolingInfo) -> None:
+def check_vectors(sources: Sequence[Input], llm: AsyncLLM, param: str) -> None:
     """Raises InvalidRequestError if the per-token vectors would have too many values."""
+    info = llm.inputs.need_pooling()
     tokens = sum(len(source.prompt_token_ids) for source in sources) if info.of_tokens else 0
     if tokens * info.size > MAX_TOKEN_VALUES:
         raise InvalidRequestError(
-            f"{tokens} tokens have {tokens * info.size} values, {info.size} each; the limit per "
-            f"response is {MAX_TOKEN_VALUES}. Send fewer texts in a call",
-            param="input",
+            f"{tokens} tokens have {tokens * info.size} values ({info.size} each); the limit for a "
+            f"call is {MAX_TOKEN_VALUES}. Send fewer texts in a call",
+            param=param,
         )
 
 

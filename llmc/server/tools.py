@@ -131,7 +131,7 @@ def template_tools(given: Sequence[ToolBody] | None) -> list[dict[str, Any]]:
 def _marks(form: ToolFormat, tokenizer: Tokenizer) -> dict[str, int]:
     """The format's special tokens, with their ids."""
     texts = list(form.marker_tokens(tokenizer.special_texts))
-    return dict(zip(texts, tokenizer.hf.convert_tokens_to_ids(texts), strict=True))
+    return dict(zip(texts, tokenizer.ids_of(texts), strict=True))
 
 
 def _choice(given: str | dict[str, Any] | None, names: Sequence[str]) -> Choice:

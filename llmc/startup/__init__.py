@@ -1,1 +1,1 @@
-"""Start-up: a model's name and options in, a running engine out."""
+"""Startup: from a model's name and options to a running engine."""

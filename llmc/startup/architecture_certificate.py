@@ -1,8 +1,8 @@
-"""Whether a model's architecture was compared with transformers, kept for the next start.
+"""Caches the result of comparing a model's architecture with transformers.
 
-`llmc serve` has the comparison made beside the server (llmc/check/background.py), once for each
-architecture and version. Here is what came of it: read at start, where passes that make a
-difference are switched off, and by `/v1/models`. Imports neither torch nor transformers.
+`llmc serve` runs the comparison in the background (llmc/check/background.py), once for each
+architecture and version. This module stores the result. It is read at startup, where passes that
+change the output are switched off, and by `/v1/models`. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _STATUSES = ("certified", "different", "not checked")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchitectureCertificate:
-    """`reason` names what makes a difference, or why nothing was compared.
+    """The result of a comparison.
 
-    `fixed_by` are the passes without which the model is right.
+    `reason` is the cause of a difference, or why nothing was compared. `fixed_by` are the passes
+    that must be left out for the output to be right.
     """
 
     status: Status
@@ -49,7 +50,7 @@ class ArchitectureCertificate:
 
     @staticmethod
     def from_json(text: str) -> ArchitectureCertificate:
-        """Raises ValueError, KeyError or TypeError for foreign data."""
+        """Raises ValueError, KeyError or TypeError for data in another format."""
         found = json.loads(text)
         if found["status"] not in _STATUSES:
             raise ValueError(f"its status is {found['status']!r}")
@@ -62,28 +63,28 @@ class ArchitectureCertificate:
     def __str__(self) -> str:
         """One line for a log or a screen."""
         if self.status == "certified":
-            return "certified: a small model of this architecture computes what transformers does"
+            return "certified: a small model of this architecture matches transformers"
         if self.status == "not checked":
             return f"this architecture was not compared with transformers: {self.reason}"
         way = (
-            f"the next start leaves out {', '.join(self.fixed_by)}, which cures it"
+            f"the next start leaves out {', '.join(self.fixed_by)}, which fixes it"
             if self.fixed_by
-            else "no switch cures it: please report this model"
+            else "leaving out passes does not fix it: please report this model"
         )
         return (
-            "a small model of this architecture does NOT compute what transformers does "
+            "a small model of this architecture does NOT match transformers "
             f"({self.reason or 'no cause was found'}); {way}"
         )
 
 
 class ArchitectureCertificates:
-    """Files under `root`/certificates/architectures, one a key."""
+    """Files under `root`/certificates/architectures, one per key."""
 
     def __init__(self, root: Path) -> None:
         self._root = root / "certificates" / "architectures"
 
     def load(self, key: str) -> ArchitectureCertificate | None:
-        """None where there is none, or none that can be read, or that another user owns."""
+        """None if there is none, or if it is unreadable or owned by another user."""
         path = self._root / f"{key}.json"
         try:
             if not key or path.stat().st_uid != os.getuid():
@@ -92,22 +93,22 @@ class ArchitectureCertificates:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as e:
-            log.warning("%s can't be read (%s) and is made again", path, e)
+            log.warning("%s can't be read (%s); re-creating it", path, e)
             return None
 
     def save(self, key: str, certificate: ArchitectureCertificate) -> None:
-        """Written aside and renamed; a full or read-only disk is a warning."""
+        """Write atomically; a full or read-only disk only logs a warning."""
         try:
             write_whole(self._root / f"{key}.json", certificate.to_json())
         except OSError as e:
-            log.warning("the certificate of this architecture can't be kept: %s", e)
+            log.warning("the certificate of this architecture can't be saved: %s", e)
 
 
 def architecture_key(source: ModelSource) -> str:
-    """Names an architecture, what is done to it and by which code; "" where nothing can be kept.
+    """Key of an architecture, how it is compiled, and by which code; "" if it can't be cached.
 
-    Sizes are in it: a config is read in no time, and the check itself looks for what it has
-    found of another one that shrinks to the same.
+    The key includes sizes, since it has to be cheap to compute. The check itself looks for the
+    result of another model that shrinks to the same small one.
     """
     import torch
 
@@ -126,7 +127,7 @@ def architecture_key(source: ModelSource) -> str:
 def without_culprits(
     source: ModelSource, known: ArchitectureCertificate | None
 ) -> tuple[ModelSource, tuple[str, ...]]:
-    """The source with the passes switched off that make its architecture wrong, and their names.
+    """Switch off the passes that make this architecture's output wrong. -> the source, their names.
 
     A pass that the user has switched on stays on.
     """
@@ -140,7 +141,7 @@ def without_culprits(
 
 
 def describe_status(info: ModelInfo, *, is_checked: bool) -> Mapping[str, Any]:
-    """For `/v1/models`. `is_checked`: a check runs, or has run, beside this server."""
+    """Describe it for `/v1/models`. `is_checked`: this server runs, or has run, a check."""
     found = ArchitectureCertificates(cache_dir()).load(info.certificate_key)
     if found is None:
         return {"status": "pending" if is_checked and info.certificate_key else "not checked"}
@@ -154,7 +155,7 @@ def describe_status(info: ModelInfo, *, is_checked: bool) -> Mapping[str, Any]:
 
 @cache
 def _sources() -> str:
-    """Digest of the sources that a program's key leaves out: of the check and of C++."""
+    """Digest of the sources that a program's key does not cover: the check and the C++ ops."""
     import llmc.kernels
 
     files = sorted((Path(__file__).parents[1] / "check").glob("*.py"))

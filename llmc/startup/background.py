@@ -1,7 +1,7 @@
-"""Compiled beside start-up: C++ ops, and better versions of a step that already serves.
+"""Background compilation: C++ ops, and faster versions of a step that is already serving.
 
-On CPU the C++ ops may still be building when the first request comes; at -O1 and above Inductor
-takes seconds to minutes. Each step that gets ready replaces the one that runs, between two steps.
+On CPU the C++ ops may still be building when the first request arrives; at -O1 and above, Inductor
+takes seconds to minutes. Each version that becomes ready is swapped in between two steps.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 
 def start_kernels(device: torch.device) -> Build | None:
-    """Register the device's kernels. On CPU they may have to be compiled first, which other
-    processes do while the model is captured; None where there is nothing to wait for."""
+    """Register the device's kernels. On CPU they may have to be compiled first, which happens in
+    other processes while the model is captured. None if there is nothing to wait for."""
     if device.type == "cpu":
         return start_build()
     if importlib.util.find_spec("triton") is not None:
@@ -38,24 +38,24 @@ def start_kernels(device: torch.device) -> Build | None:
 
 
 def kernels_are_built(build: Build | None) -> bool:
-    """Load the C++ ops if they are there; False while they are being built."""
+    """Load the C++ ops if they are built; False while they are being built."""
     if build is None:
         return True
     if not build.done:
         return False
-    load()  # False where they can't be built: then the references are all there is
+    load()  # False if they can't be built: then there are only the references
     return True
 
 
 def wait_for_kernels(build: Build) -> None:
-    """Wait for the C++ ops: for weights whose references are too slow to be of use meanwhile."""
+    """Wait for the C++ ops, if the references are too slow for these weights in the meantime."""
     with contextlib.suppress(BuildError):  # `load` reports it
         build.wait()
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Makes a better step, or None, and hot-swaps it for the one that runs."""
+    """Makes a faster step, or None, and swaps it in for the running one."""
 
     make: Callable[[], StepFunction | None]
     install: Callable[[StepFunction], None]
@@ -64,7 +64,8 @@ class Stage:
 def compile_in_background(
     models: Sequence[BoundModel], level: int, cache_dir: Path
 ) -> Upgrade | None:
-    """C++ ops first, then Inductor's code at -O1 and above; None where the steps are final."""
+    """Upgrade to C++ ops first, then to Inductor's code at -O1 and above. None if the steps are
+    final already."""
     makers: list[Callable[[BoundModel], StepFunction | None]] = []
     if not all(model.kernels_built for model in models):
         makers.append(_with_kernels)
@@ -93,7 +94,7 @@ def _with_inductor(model: BoundModel, *, level: int, cache_dir: Path) -> StepFun
     step = compile_step(
         graph, model.bound, model.runner.rows.tables, level=level, cache_dir=cache_dir
     )
-    if model.runner.takes_any_shape:  # a batch of one needs no padding in a graph of the plain step
+    if model.runner.takes_any_shape:  # the plain step's graph serves a batch of one unpadded
         step = replace(step, small=lower(graph, model.bound))
     return step
 
@@ -105,8 +106,8 @@ def _hot_swap(model: BoundModel, step: StepFunction) -> None:
 class Upgrade:
     """Runs `stages` in a thread, one after the other.
 
-    A stage that makes None changes nothing. A failure is logged once and kept in `error`, and the
-    step that runs stays. `wait()` is for benchmarks and tests.
+    A stage that returns None changes nothing. A failure is logged once and kept in `error`, and the
+    running step stays in use. `wait()` is for benchmarks and tests.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -122,7 +123,7 @@ class Upgrade:
             start = time.perf_counter()
             try:
                 step = stage.make()
-            except Exception as e:  # the compiler's own code: whatever it raises, serving goes on
+            except Exception as e:  # compiler code: whatever it raises, keep serving
                 self.error = e
                 reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else ""
                 log.warning(
@@ -140,6 +141,6 @@ class Upgrade:
                 )
 
     def wait(self, timeout: float | None = None) -> bool:
-        """True once all stages are done without an error."""
+        """Wait for all stages. Returns whether they finished without an error."""
         self._thread.join(timeout)
         return not self._thread.is_alive() and self.error is None

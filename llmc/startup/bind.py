@@ -36,17 +36,17 @@ _TOUCHED_BYTES = 512 << 20  # of the cache's first blocks, which the first reque
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMode:
-    """How steps run from the start."""
+    """How steps run."""
 
-    level: int  # the optimization level that will run in the end
-    kernels_built: bool  # False: on references while the C++ ops are built
+    level: int  # the optimization level that will finally run
+    kernels_built: bool  # False: use references while the C++ ops are being built
     max_in_flight: int
-    ranks: Ranks | None = None  # among which each step runs
+    ranks: Ranks | None = None  # the tensor-parallel ranks that run each step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundModel:
-    """A runner over its own cache, and what is needed to hot-swap its step for a better one."""
+    """A runner with its cache, and what is needed to swap in a faster step."""
 
     runner: ModelRunner
     program: Program
@@ -67,9 +67,9 @@ def bind_model(
     images: ImageModel | None = None,
     target: BoundModel | None = None,
 ) -> BoundModel:
-    """The runner that serves. On a GPU every kernel that a step may need is compiled here.
+    """Make the runner for serving. On a GPU, every kernel that a step may need is compiled here.
 
-    `target`: what a draft head drafts for."""
+    `target`: the model that a draft head drafts for."""
     made = make_runner(
         model,
         profile.graph,
@@ -103,10 +103,10 @@ def make_runner(
     images: ImageModel | None = None,
     target: BoundModel | None = None,
 ) -> BoundModel:
-    """Allocates the cache and binds `graph`, the program with its kernels chosen; runs nothing. A
-    draft head without a `target` reads zeros.
+    """Allocate the cache and bind `graph`, the program with its kernels chosen. Runs nothing.
 
-    The other ranks of a tensor-parallel engine are told to do the same.
+    A draft head without a `target` reads zeros. The other ranks of a tensor-parallel engine are
+    ordered to do the same.
     """
     config, program = model.source.config, model.program
     if mode.ranks is not None:
@@ -133,7 +133,7 @@ def make_runner(
     )
     rank = 0 if mode.ranks is None else mode.ranks.rank
     bound = bind(program, model.weights, caches, states, rank, _taps(program, num_blocks, target))
-    # those of sparse indexers have keys alone
+    # caches of sparse indexers only have keys
     halves = [half for layer in caches for half in layer if half.numel()]
     adapters = _adapters(model, bound, mode.ranks)
     runner = ModelRunner(
@@ -170,8 +170,8 @@ def _adapters(
     targets = lora_targets(program, bound)
     if not targets:
         raise ConfigError(
-            "enable_lora was asked for, but there is no linear that adapters could be on (is the "
-            "pass apply_lora switched off?)"
+            "enable_lora is set, but the model has no linear layer that adapters could apply to "
+            "(is the pass apply_lora switched off?)"
         )
 
     @cache
@@ -190,7 +190,7 @@ def _adapters(
 
 
 def _taps(program: Program, num_blocks: int, target: BoundModel | None) -> list[Tensor]:
-    """The caches that a draft head reads: the target's, which has as many blocks."""
+    """The caches that a draft head reads: those of the target, which has as many blocks."""
     if target is not None and program.tap_shapes:
         return [target.bound[name] for name in tap_names(target.program.graph.graph)]
     return [
@@ -200,12 +200,13 @@ def _taps(program: Program, num_blocks: int, target: BoundModel | None) -> list[
 
 
 def num_tables(model: LoadedModel) -> int:
-    """Block tables of a row: of each group of layers and, for a draft head, of the target."""
+    """Number of block tables per row: one per group of layers, and a draft head's target's."""
     return cache_layout(model).num_groups + bool(model.program.tap_shapes)
 
 
 def cache_layout(model: LoadedModel) -> CacheLayout:
-    """A window as long as the context, or any if its pass is off, frees no block."""
+    """The cache layout. Windows as long as the context, and all windows if the pass group_caches is
+    off, count as full attention."""
     config = model.source.config
     is_on = config.passes.get("group_caches", True)
     windows = tuple(
@@ -224,15 +225,15 @@ def cache_layout(model: LoadedModel) -> CacheLayout:
 def _swap_space(
     config: EngineConfig, program: Program, caches: Sequence[Tensor]
 ) -> SwapSpace | None:
-    """Host memory as configured; none for recurrent states, which are not in blocks."""
+    """Host memory as configured; None for models with recurrent states, which are not in blocks."""
     if not config.swap_space or program.states or not caches:
         return None
     block_bytes = sum(cache[0].nbytes for cache in caches)
     num_slots = config.swap_space // block_bytes
     if num_slots == 0:
         raise ConfigError(
-            f"swap_space of {config.swap_space} bytes holds no block of {block_bytes} bytes; "
-            "give more, or 0"
+            f"swap_space of {config.swap_space} bytes is too small for one block of {block_bytes} "
+            "bytes; raise it, or set it to 0"
         )
     return SwapSpace(caches, num_slots)
 

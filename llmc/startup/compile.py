@@ -1,7 +1,7 @@
 """ModelSource -> Program -> weights: build, capture, rewrite (or the cache), then load.
 
-`serve`, `check` and `inspect` all come through `rewrite_options`, and the first two through
-`build_as_stored`. transformers and Dynamo are imported only where a model has to be captured.
+`serve`, `check` and `inspect` all use `rewrite_options`, and the first two use `build_as_stored`.
+transformers and Dynamo are imported only if a model has to be captured.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledModel:
-    """A program, and where its weights will come from."""
+    """A program, and the source of its weights."""
 
     source: ModelSource
     program: Program
-    key: str  # of the program in the cache; "" where it must not be kept
+    key: str  # of the program in the cache; "" if it must not be cached
     built: BuiltModel | None  # None: the program is from the cache
 
 
 def rewrite_options(source: ModelSource, kept: KeptWeights | None = None) -> RewriteOptions:
-    """What the passes need to know of the engine that the source's config asks for.
+    """The passes' options for the engine that the source's config describes.
 
-    `kept` are the weights that keep their stored quantization; None looks into the checkpoint.
+    `kept` are the weights that keep their stored quantization; None: read it from the checkpoint.
     """
     config, device = source.config, source.device
     return RewriteOptions(
@@ -98,8 +98,8 @@ def _method(source: ModelSource) -> Method | None:
 
 
 def activation_bits(source: ModelSource) -> int | None:
-    """To which inputs of quantized linears are rounded; None: they are not. Products of integers
-    are quicker on x86, but for those of bfloat16 where it has them."""
+    """Bits that inputs of quantized linears are rounded to; None: they are not rounded. Integer
+    products are faster on x86, except where the CPU has bfloat16 products."""
     if source.device.type != "cpu" or not levels.multiplies_integers():
         return None
     if source.dtype == torch.bfloat16 and levels.multiplies_bfloat16():
@@ -109,7 +109,7 @@ def activation_bits(source: ModelSource) -> int | None:
 
 
 def _kept(source: ModelSource) -> KeptWeights:
-    """Weights that may keep their stored form, which is exact."""
+    """Weights that can keep their stored quantized form, which is exact."""
     if source.stored is None or source.config.quantization == "none" or source.is_dummy:
         return ()
     return kept_weights(source.open_tensors())
@@ -118,8 +118,8 @@ def _kept(source: ModelSource) -> KeptWeights:
 def for_parameters(
     options: RewriteOptions, source: ModelSource, built: BuiltModel
 ) -> RewriteOptions:
-    """The same, with the weights that are kept named as the model has them: experts that are stored
-    one by one are one parameter."""
+    """The options with `kept` by the model's parameter names: experts that are stored one by one
+    are one parameter."""
     if not options.pipeline.kept:
         return options
     kept = kept_parameters(built.module, source.open_tensors())
@@ -132,10 +132,10 @@ def compile_model(
     head: Head | None = None,
     whole_images: Where = "none",
 ) -> CompiledModel:
-    """From the cache of an earlier start, else built, captured and rewritten; no weight is read.
+    """Load the program from the cache, or build, capture and rewrite the model. Reads no weights.
 
-    `head`: what is captured, if not what the source is served for. Raises CompileError where the
-    model can't be served. The cache is only read: see `keep`.
+    `head`: what to capture, if it differs from what the source is served for. Raises CompileError
+    if the model can't be served. The cache is only read: see `keep`.
     """
     options = rewrite_options(source)
     if head is not None:
@@ -148,9 +148,9 @@ def compile_model(
         alike = _alike(source, parameters)
         if alike.keys() <= parameters.shapes.keys() and _apart(alike, parameters) is None:
             return found
-    built = build_as_stored(source, options.head)  # or the checkpoint has names of its own
+    built = build_as_stored(source, options.head)  # also if the checkpoint's names differ
     digest = config_digest(built.source_config)
-    if digest != source.facts.digest:  # its tied weights are two
+    if digest != source.facts.digest:  # weights that the config ties were separated
         found = _find(source, digest, options, cache)
     if found is not None:
         return replace(found, built=built)
@@ -160,21 +160,21 @@ def compile_model(
     program = rewrite(captured, for_parameters(options, source, built))
     if not (program.caches or program.states or options.head.encoder):
         raise CompileError(
-            "no attention and no recurrence was found in the model's graph, so nothing in it would "
-            "see more than the newest token"
+            "no attention and no recurrence was found in the model's graph, so its output would "
+            "depend on the newest token only"
         )
     key = _key(source, digest, options)
     return CompiledModel(source=source, program=program, key=key, built=built)
 
 
 def keep(model: CompiledModel, cache: ProgramCache) -> None:
-    """Save a program for the next start; call it once the program is verified."""
+    """Save a program for the next start. Call this once the program is verified."""
     if model.key and not model.program.from_cache:
         cache.save(model.key, model.program)
 
 
 def _key(source: ModelSource, digest: str, options: RewriteOptions) -> str:
-    if source.config.trust_remote_code:  # code whose files are not in the key
+    if source.config.trust_remote_code:  # the key does not cover that code
         return ""
     return program_key(digest, source.dtype, source.device, options)
 
@@ -191,8 +191,8 @@ def _find(
 
 
 def build_as_stored(source: ModelSource, head: Head | None = None) -> BuiltModel:
-    """The model on the meta device. Weights that the config ties but the checkpoint holds with
-    different values are two, as transformers loads them."""
+    """Build the model on the meta device. Weights that the config ties, but that have different
+    values in the checkpoint, are separate parameters, as transformers loads them."""
     from llmc.compiler.attention_fallback import build_model
     from llmc.weights.assignment import Assignment
     from llmc.weights.parameters import describe_parameters
@@ -204,7 +204,7 @@ def build_as_stored(source: ModelSource, head: Head | None = None) -> BuiltModel
     names = _apart(Assignment(built.module, alike).direct, parameters) if alike else None
     if names is None:
         return built
-    log.warning("config.json ties %s, but the checkpoint's differ: both are loaded", names)
+    log.warning("config.json ties %s, but they differ in the checkpoint; loading both", names)
     return build_model(_untied(source.load_hf_config()), source.dtype, head, source.model_len)
 
 
@@ -216,7 +216,7 @@ def _untied(hf_config: Any) -> Any:
 
 
 def _alike(source: ModelSource, parameters: Parameters) -> dict[str, Readable]:
-    """The checkpoint's tensors that have the shape of a tied weight, by their names there."""
+    """The checkpoint's tensors that have the shape of a tied weight, by name."""
     if source.is_dummy or not parameters.aliases:
         return {}
     shapes = {parameters.shapes[name] for name in parameters.aliases}
@@ -224,7 +224,7 @@ def _alike(source: ModelSource, parameters: Parameters) -> dict[str, Readable]:
 
 
 def _apart(tensors: Mapping[str, Readable], parameters: Parameters) -> str | None:
-    """Names of one weight for which there are different values, as text."""
+    """The names of a tied weight whose stored values differ, as text; None if there is none."""
     for names in dict.fromkeys(parameters.aliases.values()):
         stored = [tensors[n] for n in names if n in tensors]
         if not all(stored[0].equals(other) for other in stored[1:]):
@@ -234,7 +234,7 @@ def _apart(tensors: Mapping[str, Readable], parameters: Parameters) -> str | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A program and its weights, ready to be given a cache."""
+    """A program with its weights loaded, ready to be bound to a cache."""
 
     source: ModelSource
     program: Program
@@ -242,7 +242,7 @@ class LoadedModel:
 
     @property
     def num_parameters(self) -> int:
-        """Of the model: weights that keep few bits a value count in full, tied ones once."""
+        """Number of parameters. Quantized weights count in full, tied ones once."""
         shapes, aliases = self.program.parameters.shapes, self.program.parameters.aliases
         used = {part for _, role in self.program.weight_inputs() for part in role.parts}
         first = {min(aliases.get(name, (name,))) for name in used}
@@ -254,7 +254,7 @@ class LoadedModel:
 
     @property
     def state_bytes(self) -> int:
-        """Of recurrent layers, for each request; 0 for a model with attention only."""
+        """Bytes of recurrent state per request; 0 for a model with attention only."""
         return kv_cache.state_bytes(self.program.states)
 
     @property
@@ -265,10 +265,10 @@ class LoadedModel:
 def load_model(
     model: CompiledModel, rank: int = 0, given: Mapping[WeightInput, torch.Tensor] = NONE_GIVEN
 ) -> LoadedModel:
-    """The weights, or the parts of them that this rank of a tensor-parallel engine holds. Those
-    that are `given` are not read.
+    """Load the weights, or this rank's shards in a tensor-parallel engine. Those that are `given`
+    are not read.
 
-    Raises CheckpointError where the checkpoint lacks a weight, or has it in another shape.
+    Raises CheckpointError if a weight is missing in the checkpoint or has another shape.
     """
     weights = load_weights(model.program, open_source(model, given), rank, given)
     return LoadedModel(source=model.source, program=model.program, weights=weights)
@@ -277,7 +277,7 @@ def load_model(
 def open_source(
     model: CompiledModel, given: Mapping[WeightInput, torch.Tensor] = NONE_GIVEN
 ) -> WeightSource:
-    """Where the program's weights are read from, or drawn."""
+    """The source that the program's weights are read from, or generated by."""
     source, program = model.source, model.program
 
     def make_module() -> nn.Module:

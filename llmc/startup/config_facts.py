@@ -1,9 +1,9 @@
-"""What start-up reads from a model's config: plain data, kept on disk for the next start.
+"""The facts that startup needs from a model's config: plain data, cached on disk.
 
-transformers knows what a config.json means, but importing it takes longer than a warm start. So
-the facts are kept under a digest of config.json and of transformers' version. They are used only
-where nothing can have changed what transformers makes of the file: no code from the model's
-directory, and no class that this process may have registered.
+transformers knows how to interpret a config.json, but importing it takes longer than a warm start.
+So the facts are cached under a digest of config.json and of transformers' version. They are used
+only if nothing can have changed how transformers interprets the file: there is no code in the
+model's directory, and no class that this process may have registered.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ log = logging.getLogger(__name__)
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 _SENSES = ("vision", "image", "video", "audio", "speech")
-_NEVER_KEPT = ("auto_map", "configuration_files")  # they name code or further files
+_NEVER_KEPT = ("auto_map", "configuration_files")  # these refer to code or further files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFacts:
-    """`digest` names the config, and the code of its class, in the key of a program."""
+    """Facts from a config. `digest` identifies it, and its class's code, in a program's key."""
 
     digest: str
     dtype: str | None  # as stored, such as "bfloat16"
-    context: int | None  # the longest that the config states, in tokens
+    context: int | None  # the longest context that the config allows, in tokens
     dense_context: int | None  # see `dense_context`
     long_text_from: (
         int | None
-    )  # tokens of the longest text that is not long to its rotary embedding
-    vocab_size: int  # 0 where the config does not say
+    )  # longest sequence, in tokens, that uses the rotary embedding's short factors
+    vocab_size: int  # 0 if the config does not say
     eos_token_ids: tuple[int, ...]
-    unused_parts: tuple[str, ...]  # besides the text model, such as "vision"
-    is_encoder: bool  # its tokens see those after them too
-    num_token_types: int  # texts that its embeddings tell apart
-    classifier_pooling: str  # as configs call it; "last" for decoders
+    unused_parts: tuple[str, ...]  # parts besides the text model, such as "vision"
+    is_encoder: bool  # its tokens attend to later ones too
+    num_token_types: int  # number of token type embeddings
+    classifier_pooling: str  # as named in configs; "last" for decoders
 
 
 def describe(hf_config: Any) -> ConfigFacts:
@@ -70,13 +70,13 @@ def describe(hf_config: Any) -> ConfigFacts:
 
 
 class FactsCache:
-    """Files under `root`/configs, one a config."""
+    """Files under `root`/configs, one per config."""
 
     def __init__(self, root: Path) -> None:
         self._root = root / "configs"
 
     def load(self, files: ModelFiles, config: EngineConfig) -> ConfigFacts | None:
-        """None where they are not kept, or where transformers is imported anyway."""
+        """None if they are not cached, or if transformers is imported anyway."""
         path = self._path(files, config)
         if path is None or "transformers" in sys.modules:
             return None
@@ -89,13 +89,13 @@ class FactsCache:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as e:
-            log.warning("%s can't be read (%s) and is made again", path, e)
+            log.warning("%s can't be read (%s); re-creating it", path, e)
             return None
 
     def save(
         self, files: ModelFiles, config: EngineConfig, facts: ConfigFacts, hf_config: Any
     ) -> None:
-        """Nothing is kept of classes that are not transformers' own."""
+        """Cache the facts, unless the config's class is not transformers' own."""
         from llmc.compiler.cache import is_of_transformers
 
         path = self._path(files, config)
@@ -104,10 +104,10 @@ class FactsCache:
         try:
             write_whole(path, json.dumps(asdict(facts)))
         except OSError as e:
-            log.warning("what was read from config.json can't be cached: %s", e)
+            log.warning("the facts read from config.json can't be cached: %s", e)
 
     def _path(self, files: ModelFiles, config: EngineConfig) -> Path | None:
-        """None for a config of which nothing is kept."""
+        """None for a config that must not be cached."""
         from llmc.compiler.cache import package_version
 
         file = files.path / "config.json"
@@ -138,8 +138,8 @@ def _text_part(hf_config: Any) -> Any:
 
 
 def model_context(hf_config: Any) -> int | None:
-    """Longest context that config.json states; None where it states none, as those of recurrent
-    models and of models with slopes."""
+    """Longest context that config.json allows. None if it does not say, as for recurrent models and
+    models with attention slopes (ALiBi)."""
     from llmc.compiler.heads import first_position
 
     stated, dense = _first_positive(hf_config, _CONTEXT), dense_context(hf_config)
@@ -149,13 +149,13 @@ def model_context(hf_config: Any) -> int | None:
 
 
 def is_encoder(hf_config: Any) -> bool:
-    """Whether tokens see those after them: a model that fills in words, or a decoder that was made
-    one for its vectors, as its config says."""
+    """Whether tokens attend to later ones: a masked language model, or a decoder that its config
+    makes bidirectional for embeddings."""
     from llmc.compiler.heads import has_no_head, is_masked_lm
 
     if is_masked_lm(hf_config):
         return True
-    if _text_part(hf_config) is not hf_config:  # a part of a model that reads images
+    if _text_part(hf_config) is not hf_config:  # part of a multimodal model
         return has_no_head(hf_config)
     both_ways = getattr(hf_config, "use_bidirectional_attention", None) in (True, "all")
     return both_ways or getattr(hf_config, "is_causal", True) is False or has_no_head(hf_config)
@@ -170,9 +170,9 @@ def classifier_pooling(hf_config: Any) -> str:
 
 
 def dense_context(hf_config: Any) -> int | None:
-    """Tokens up to which an indexer that answers with a mask chooses every key: attention is dense.
+    """Tokens up to which an indexer that returns a mask selects every key, so attention is dense.
 
-    None for other models; `find_indexers` serves indexers that answer with positions.
+    None for other models; `find_indexers` supports indexers that return positions.
     """
     from llmc.compiler.interface import INDEXER_BUDGET
 
@@ -185,13 +185,13 @@ def _first_positive(hf_config: Any, names: tuple[str, ...]) -> int | None:
 
 
 def unused_parts(hf_config: Any) -> tuple[str, ...]:
-    """What a model has besides its text part, by the names of their configs."""
+    """A model's parts besides the text model, by the names of their configs."""
     names = [name.removesuffix("_config") for name in getattr(hf_config, "sub_configs", {})]
     return tuple(n for n in names if n in _SENSES and getattr(hf_config, f"{n}_config", None))
 
 
 def eos_token_ids(hf_config: Any) -> tuple[int, ...]:
-    """End tokens that config.json states."""
+    """The end tokens in config.json."""
     value = getattr(hf_config, "eos_token_id", None)
     if value is None:
         value = getattr(_text_part(hf_config), "eos_token_id", None)
@@ -199,6 +199,6 @@ def eos_token_ids(hf_config: Any) -> tuple[int, ...]:
 
 
 def token_ids(value: object) -> tuple[int, ...]:
-    """One id or a list of them, as configs state end tokens; what is no id is left out."""
+    """Token ids from a config value, which is one id or a list; invalid ids are left out."""
     ids = value if isinstance(value, list | tuple) else [value]
     return tuple(i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0)

@@ -1,6 +1,6 @@
-"""The model that runs when none is named: a small one that a package on the index holds.
+"""The default model: a small one that is distributed in a package on the index.
 
-The package is looked up, never imported: its own code is for another engine. Imports nothing heavy.
+The package is located but never imported, as its code is for another engine. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from llmc.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultModel:
-    """`file`, a GGUF file of digest `sha256`, lies in the package `module`.
+    """The package `module` contains `file`, a GGUF file with the digest `sha256`.
 
-    `sampling` are the parameters that suit the model's size.
+    `sampling` are sampling parameters that suit the model's size.
     """
 
     name: str
@@ -33,7 +33,7 @@ class DefaultModel:
 
     @property
     def path(self) -> Path | None:
-        """None where the package is not installed."""
+        """Path of the file; None if the package is not installed."""
         try:
             found = importlib.util.find_spec(self.module)
         except (ImportError, ValueError):
@@ -51,20 +51,20 @@ def default_model() -> DefaultModel:
 
 
 def default_model_path() -> Path:
-    """Its file, which is whole. CheckpointError where it is missing or another one."""
+    """Path of the default model's file. CheckpointError if it is missing or has another digest."""
     model = default_model()
     path = model.path
     if path is None:
         raise CheckpointError(
-            f"no model was named, and the default one ({model.name}) is not installed: get it with "
-            f"`{model.install}`, or name a model"
+            f"no model was given, and the default one ({model.name}) is not installed: install it "
+            f"with `{model.install}`, or give a model"
         )
     _check_digest(path, model)
     return path
 
 
 def _check_digest(path: Path, model: DefaultModel) -> None:
-    """Once for each file: its size and time are remembered in the cache."""
+    """Check the digest once per file: its size and time are remembered in the cache."""
     stat = path.stat()
     seen = json.dumps([str(path), stat.st_size, stat.st_mtime_ns, model.sha256])
     note = cache_dir() / "default_model.json"
@@ -77,7 +77,7 @@ def _check_digest(path: Path, model: DefaultModel) -> None:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != model.sha256:
         raise CheckpointError(
-            f"{path} is not the file that {model.name} was published as (sha256 {digest[:16]}... "
+            f"{path} is not the published file of {model.name} (sha256 {digest[:16]}... "
             f"instead of {model.sha256[:16]}...); install it again: {model.install} "
             "--force-reinstall"
         )
@@ -85,4 +85,4 @@ def _check_digest(path: Path, model: DefaultModel) -> None:
         note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         note.write_text(seen, encoding="utf-8")
     except OSError:
-        pass  # it is read again next time
+        pass  # it is checked again next time

@@ -1,4 +1,4 @@
-"""The draft model or head of `speculative_config`, started beside the model that it drafts for."""
+"""Starts the draft model or head of `speculative_config` along with its target model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from llmc.runner.model_runner import ModelRunner
     from llmc.startup.sizing import PoolSize
 
-# Of the tokens may differ: models of one vocabulary name some special ones anew.
+# Fraction of tokens that can differ: models with one vocabulary rename some special tokens.
 _FOREIGN = 0.01
 
 
 def resolve_draft(target: ModelSource, facts_cache: FactsCache | None = None) -> ModelSource | None:
-    """The draft model or head that the target's config names, if any. ConfigError where their
+    """The draft model or head named in the target's config, if any. ConfigError if their
     vocabularies differ."""
     drafting = target.config.speculative_config
     if drafting is None or drafting.method == "ngram":
@@ -46,7 +46,7 @@ def resolve_draft(target: ModelSource, facts_cache: FactsCache | None = None) ->
         max_model_len=None,
         swap_space=0,
         speculative_config=None,
-        enable_lora=False,  # it drafts as well as its own weights can
+        enable_lora=False,  # it drafts with its own weights, without adapters
         # its rows are planned without groups of layers (engine/spec_decode/draft_model.py)
         passes={**target.config.passes, "group_caches": False},
     )
@@ -65,8 +65,8 @@ def resolve_draft(target: ModelSource, facts_cache: FactsCache | None = None) ->
 
 
 def tapped(target: ModelSource, draft: ModelSource | None) -> ModelSource:
-    """The model with the hidden states kept that a head reads. They are of whole texts, so no layer
-    frees blocks behind its window."""
+    """The target with the hidden states kept that a draft head reads. They are kept for whole
+    sequences, so no layer can free blocks that have left its window."""
     if draft is None or draft.draft_head is None:
         return target
     passes = {**target.config.passes, "group_caches": False}
@@ -76,7 +76,7 @@ def tapped(target: ModelSource, draft: ModelSource | None) -> ModelSource:
 
 
 def check_width(draft: ModelSource | None, target: ModelSource, program: Program) -> None:
-    """ConfigError where a head reads hidden states of another size than the target's."""
+    """Raise ConfigError if a head expects hidden states of another width than the target's."""
     head = draft.draft_head if draft is not None else None
     if draft is None or head is None or head.is_own_layer:
         return
@@ -84,33 +84,36 @@ def check_width(draft: ModelSource | None, target: ModelSource, program: Program
     width = nodes[tap_names(program.graph.graph)[0]].meta["val"].shape[3]
     if width != head.width:
         raise ConfigError(
-            f"the draft head {draft.files.name!r} reads hidden states of {head.width} values, and "
-            f"those of {target.files.name!r} have {width}; take one that was trained for it"
+            f"the draft head {draft.files.name!r} reads hidden states of {head.width} values, but "
+            f"those of {target.files.name!r} have {width}; use a head trained for this model"
         )
 
 
 def load_draft(compiled: CompiledModel, target: CompiledModel, loaded: LoadedModel) -> LoadedModel:
-    """As load_model; ConfigError where the draft model can't be rolled back. Heads share weights
-    with the target: its embedding, if they have none, or all that a layer of it has no own of."""
+    """`load_model` for a draft. ConfigError if a draft model's state can't be rolled back.
+
+    Heads share weights with the target: its embedding, if they have none. A prediction layer of the
+    target's own checkpoint shares all weights that both use.
+    """
     head = compiled.source.draft_head
     if head is not None:
         held = {role: loaded.weights[node.name] for node, role in target.program.weight_inputs()}
         roles = {role for _, role in compiled.program.weight_inputs()}
         given = {role: weight for role, weight in held.items() if role in roles}
-        if not head.is_own_layer:  # its names are its own
+        if not head.is_own_layer:  # its names are unrelated to the target's
             given = embedding_of(compiled, target, held)
         return load_model(compiled, given=given)
     if compiled.program.states:
         raise ConfigError(
             f"the draft model {compiled.source.files.name!r} has recurrent layers, which keep one "
-            "state per request and can't be rolled back after a rejected token; take one with "
+            "state per request and can't be rolled back after a rejected token; use one with "
             "attention only"
         )
     return load_model(compiled)
 
 
 def check_vocabulary(draft: ModelSource, target: ModelSource) -> None:
-    """ConfigError where their token ids have different meanings."""
+    """Raise ConfigError if their token ids have different meanings."""
     ours, theirs = _tokens(target), _tokens(draft)
     problem = ""
     if ours is None or theirs is None:
@@ -127,12 +130,12 @@ def check_vocabulary(draft: ModelSource, target: ModelSource) -> None:
     if problem:
         raise ConfigError(
             f"the draft model {draft.files.name!r} has a different vocabulary from "
-            f"{target.files.name!r}: {problem}; take one with the same tokenizer"
+            f"{target.files.name!r}: {problem}; use one with the same tokenizer"
         )
 
 
 def _tokens(source: ModelSource) -> dict[int, str] | None:
-    """By id; None for a model without a tokenizer."""
+    """Tokens by id; None for a model without a tokenizer."""
     path = source.tokenizer_path
     if path is None:
         return None
@@ -140,19 +143,19 @@ def _tokens(source: ModelSource) -> dict[int, str] | None:
         tokenizer = Tokenizer.load(path, trust_remote_code=source.config.trust_remote_code)
     except CheckpointError:
         return None
-    return {token_id: token for token, token_id in tokenizer.hf.get_vocab().items()}
+    return {token_id: token for token, token_id in tokenizer.vocabulary().items()}
 
 
 def draft_in_flight(drafting: SpeculativeConfig, device: torch.device) -> int:
-    """All steps of a draft can be queued on a GPU; on CPU each runs when it is submitted."""
+    """Steps in flight: a GPU queues all steps of a draft; on CPU each runs when submitted."""
     return 1 if device.type == "cpu" else drafting.num_speculative_tokens + 1
 
 
 def embedding_of(
     head: CompiledModel, target: CompiledModel, held: Mapping[WeightInput, torch.Tensor]
 ) -> dict[WeightInput, torch.Tensor]:
-    """The target's embedding, of the weights that are `held` of it, as the head's weight; nothing
-    where the head has its own."""
+    """The target's embedding as the head's weight, taken from the target's loaded weights `held`;
+    empty if the head has its own."""
     if EMBEDDING in head.source.open_tensors():
         return {}
     import torch
@@ -167,11 +170,11 @@ def embedding_of(
     if found is None or has != tuple(like.shape):
         raise CheckpointError(
             f"the draft head {head.source.files.name!r} has no {EMBEDDING}, and that of "
-            f"{target.source.files.name!r} has the shape {has and list(has)} in place of "
+            f"{target.source.files.name!r} has shape {has and list(has)} instead of "
             f"{list(like.shape)}"
         )
     plain = held.get(WeightInput(parts=(name,)))
-    if plain is None or plain.dtype != like.dtype:  # it is held in few bits
+    if plain is None or plain.dtype != like.dtype:  # it is quantized
         plain = torch.empty(like.shape, dtype=like.dtype, device=head.program.device)
         open_source(target).fill(name, plain)
     return {role: plain}
@@ -184,7 +187,7 @@ def speculate(
     target: LoadedModel,
     pool: PoolSize,
 ) -> DraftModelSpeculation:
-    """What the engine is given. `runner` is the draft model's, over a cache of the pool's size."""
+    """The engine's speculation. `runner` is the draft model's, with a cache of the pool's size."""
     config = draft.source.config
     limits = EngineLimits(
         num_blocks=pool.num_blocks,

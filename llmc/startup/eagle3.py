@@ -1,7 +1,7 @@
-"""A draft head in the form of EAGLE-3 -> ModelSource: what its files say, by their many names.
+"""An EAGLE-3 draft head -> ModelSource, for all naming schemes of published heads.
 
-Published heads differ in where they name the same: `midlayer` or `layers.0`, fields at the top of
-config.json or below `transformer_layer_config` and `eagle_config`, the model's embedding or none.
+They use different names for the same things: `midlayer` or `layers.0`, fields at the top of
+config.json or below `transformer_layer_config` and `eagle_config`. They may lack an embedding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmc.startup.resolve import ModelSource
 if TYPE_CHECKING:
     from llmc.weights.checkpoint import Readable
 
-_INSIDE = "model."  # of the module that is captured, where most of the parameters are
+_INSIDE = "model."  # submodule of the captured module that has most of the parameters
 _OUTSIDE = ("lm_head.weight", ID_MAP)
 _FUSED = "model.fc.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -36,7 +36,7 @@ _KNOWN = (
     *("fc.weight", "fc.bias", "input_norm.weight", "norm.weight", "embed_tokens.weight"),
     *_OUTSIDE,
 )
-# Made of others, or used in training alone.
+# Derived from others, or only used in training.
 _UNUSED = re.compile(r"t2d|.*rotary_emb\.inv_freq|verifier_.*")
 _NESTED = ("transformer_layer_config", "eagle_config")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -46,8 +46,8 @@ _MOST_TAPS = 16
 def resolve_head(
     target: ModelSource, config: EngineConfig, facts_cache: FactsCache | None = None
 ) -> ModelSource:
-    """The head that `config` names. Raises CheckpointError where it is none or damaged,
-    ConfigError where it is for another model."""
+    """The head named in `config`. Raises CheckpointError if it is not a head or is damaged,
+    ConfigError if it is for another model."""
     files = resolve_model(config)
     stated = _stated(files)
     stored = load_quantization(files)
@@ -66,13 +66,13 @@ def resolve_head(
 
     if facts.vocab_size != target.facts.vocab_size:
         raise ConfigError(
-            f"the draft head {files.name!r} is for a vocabulary of {facts.vocab_size} tokens, and "
-            f"{target.files.name!r} has {target.facts.vocab_size}; take one that was trained for it"
+            f"the draft head {files.name!r} is for a vocabulary of {facts.vocab_size} tokens, but "
+            f"{target.files.name!r} has {target.facts.vocab_size}; use a head trained for it"
         )
     return ModelSource(
         config=config,
         files=files,
-        facts=replace(facts, context=target.model_len),  # what it was trained on is no limit
+        facts=replace(facts, context=target.model_len),  # its training length is no limit
         device=target.device,
         dtype=target.dtype,
         stored=stored,
@@ -84,7 +84,7 @@ def resolve_head(
 
 
 def _stated(files: ModelFiles) -> dict[str, Any]:
-    """config.json, with what is nested in it at the top."""
+    """config.json, with nested fields moved to the top."""
     stated = parse_json(files.path / "config.json")
     for name in _NESTED:
         if isinstance(nested := stated.get(name), dict):
@@ -99,12 +99,12 @@ def _load_config(files: ModelFiles, stated: Mapping[str, Any]) -> Any:
 
 
 def layers_of(files: ModelFiles) -> tuple[int, ...]:
-    """Those whose inputs the head reads, for `tap_states`."""
+    """The layers whose inputs the head reads, for `tap_states`."""
     return _layers(files.name, _stated(files))
 
 
 def _layers(name: str, stated: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of `tap_states`; () where the head leaves it to EAGLE-3."""
+    """Layers for `tap_states`; () if the head uses EAGLE-3's default."""
     given = stated.get(_LAYER_IDS) or []
     if (
         not isinstance(given, list)
@@ -112,8 +112,8 @@ def _layers(name: str, stated: Mapping[str, Any]) -> tuple[int, ...]:
         or not all(type(layer) is int and layer >= 0 for layer in given)
     ):
         raise CheckpointError(f"config.json of {name!r}: {_LAYER_IDS} is {given!r:.80}")
-    # Some say which layers the states leave, others which they enter. No head reads what enters
-    # layer 1, and those that count by what leaves begin there.
+    # Some heads list the layers whose outputs they read, others those whose inputs. No head reads
+    # the input of layer 1, and lists of outputs start with that layer.
     after = int(given[:1] == [1])
     return tuple(layer + after for layer in given)
 
@@ -126,7 +126,7 @@ def _renamed(name: str, tensors: Mapping[str, Readable]) -> Mapping[str, Readabl
             continue
         if own not in _KNOWN and not _LAYER.fullmatch(own):
             raise CheckpointError(
-                f"{name!r} has a tensor {stored!r}, which EAGLE-3 heads that llmc serves have not"
+                f"{name!r} has a tensor {stored!r}, which no EAGLE-3 head that llmc serves has"
             )
         found[own if own in _OUTSIDE else _INSIDE + own] = tensor
     return found
@@ -140,28 +140,28 @@ def _head(
         what = missing[0] if missing else f"{_FUSED} of two dimensions"
         raise CheckpointError(
             f"{name!r} has no {what.removeprefix(_INSIDE)}, so it is "
-            "no EAGLE-3 head (a whole model drafts with the method draft_model)"
+            "not an EAGLE-3 head (to draft with a whole model, use the method draft_model)"
         )
     if stated.get("use_aux_hidden_state") is False:
         raise CheckpointError(
             f"config.json of {name!r} has use_aux_hidden_state false: it reads the last hidden "
-            "state, which is not served; take a head that reads those of inner layers"
+            "state, which is not served; use a head that reads those of inner layers"
         )
     num_taps = len(_layers(name, stated)) or 3
     inputs = tensors[_FUSED].shape[1]
     if inputs == 0 or inputs % num_taps:
         raise CheckpointError(
-            f"{name!r}: fc.weight reads {inputs} values, which are no {num_taps} hidden states"
+            f"{name!r}: fc.weight reads {inputs} values, which are not {num_taps} hidden states"
         )
     draft_vocab_size = stated.get("draft_vocab_size") or vocab_size
     if type(draft_vocab_size) is not int or not 0 < draft_vocab_size <= vocab_size:
         raise CheckpointError(
-            f"config.json of {name!r}: draft_vocab_size is {draft_vocab_size!r:.40}, and there are "
+            f"config.json of {name!r}: draft_vocab_size is {draft_vocab_size!r:.40}, but there are "
             f"{vocab_size} tokens"
         )
     if ID_MAP not in tensors and draft_vocab_size != vocab_size:
         raise CheckpointError(
-            f"{name!r} has no {ID_MAP}, which says which of the {vocab_size} tokens its "
+            f"{name!r} has no {ID_MAP} to tell which of the {vocab_size} tokens its "
             f"{draft_vocab_size} are"
         )
     if ID_MAP in tensors:
@@ -183,7 +183,7 @@ def _check_ids(name: str, offsets: Readable, count: int, vocab_size: int) -> Non
 
     if offsets.shape != (count,) or offsets.dtype.is_floating_point:
         raise CheckpointError(
-            f"{name!r}: {ID_MAP} has shape {list(offsets.shape)} and type {offsets.dtype}, where "
+            f"{name!r}: {ID_MAP} has shape {list(offsets.shape)} and type {offsets.dtype}, but "
             f"{count} integers are expected (draft_vocab_size)"
         )
     ids = offsets.read().long() + torch.arange(count)
@@ -191,8 +191,8 @@ def _check_ids(name: str, offsets: Readable, count: int, vocab_size: int) -> Non
     if len(wrong):
         first = int(wrong[0])
         raise CheckpointError(
-            f"{name!r}: {ID_MAP} makes token {int(ids[first])} of its token {first}, and there are "
-            f"{vocab_size}"
+            f"{name!r}: {ID_MAP} yields token {int(ids[first])} for its token {first}, but there "
+            f"are {vocab_size}"
         )
     if len(ids.unique()) != count:
-        raise CheckpointError(f"{name!r}: {ID_MAP} makes one token of two of its own")
+        raise CheckpointError(f"{name!r}: {ID_MAP} maps two of its tokens to the same token")

@@ -1,8 +1,8 @@
-"""A GGUF file -> a directory with the files that a model has beside its weights.
+"""A GGUF file -> a directory with the files that a model has besides its weights.
 
-config.json, the tokenizer's files and generation_config.json are made of the metadata once and kept
-in the cache; gguf.json there says where the weights lie. So everything that takes a model's
-directory takes a GGUF file.
+config.json, the tokenizer's files and generation_config.json are generated from the metadata once
+and cached. gguf.json in the same directory says where the weights are. So a GGUF file can be used
+wherever a model's directory can.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from llmc.cache_dir import cache_dir
 from llmc.errors import CheckpointError, reason_of
 from llmc.weights.gguf.files import INDEX
 
-_LAYOUT = 6  # of the directory: one made by another version is not used
+_LAYOUT = 6  # version of the directory layout; directories of other versions are not used
 
 
 def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> Path:
-    """Of a file, or the first of several. `sampling`: parameters where the file has none.
+    """The directory for a file, or for the first of several parts, created if necessary.
 
-    Raises CheckpointError for a file that can't be read or served.
+    `sampling`: parameters to use if the file has none. Raises CheckpointError for a file that can't
+    be read or served.
     """
     path = path.resolve()
     made = _made_at(path, sampling)
@@ -46,7 +47,7 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
         if isinstance(e, CheckpointError):
             raise
         raise CheckpointError(
-            f"the metadata of {path.name} describes no usable model: {reason_of(e)}"
+            f"the metadata of {path.name} does not describe a usable model: {reason_of(e)}"
         ) from e
     hf_config = parsed(config)
     parameters = map_parameters(header, hf_config, config)
@@ -63,7 +64,7 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
         write_index(folder, header, parameters, config)
         try:
             os.rename(folder, made)
-        except OSError:  # another process was as fast
+        except OSError:  # another process may have created it
             if not (made / INDEX).is_file():
                 raise
     finally:
@@ -72,7 +73,7 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
 
 
 def is_new(path: Path, sampling: Mapping[str, float] | None = None) -> bool:
-    """Whether `model_directory` has yet to read the file. CheckpointError where it is gone."""
+    """Whether `model_directory` has yet to read the file. CheckpointError if it does not exist."""
     return not (_made_at(path.resolve(), sampling) / INDEX).is_file()
 
 
@@ -81,7 +82,7 @@ def _made_at(path: Path, sampling: Mapping[str, float] | None) -> Path:
 
 
 def _key(path: Path, sampling: Mapping[str, Any]) -> str:
-    """Of the file as it is now: one that is replaced gets another directory."""
+    """Key of the file in its current version: a replaced file gets another directory."""
     try:
         parts = sorted(path.parent.glob("*.gguf")) if "-of-" in path.name else [path]
         stats = [(str(p), (s := p.stat()).st_size, s.st_mtime_ns, s.st_ino) for p in parts]

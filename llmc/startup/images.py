@@ -1,14 +1,14 @@
-"""Image input: the tower, the step that reads its rows, and the proof that both mean what
-transformers' own forward does.
+"""Image input: the vision tower, the step that reads its rows, and a check of both against
+transformers' own forward.
 
     config, checkpoint -> ImageTower      processor -> ImagePreparer
     text model + head that reads images -> a second program, over the same weights and caches
 
-What a model does with images is not known here. Its own forward is run once on a made-up prompt
-of two images up to the call of its text model; what it hands over there must be what the step will
-compute: the tower's rows in place of the placeholders' embeddings, positions, causal attention, and
-nothing else. A model for which that is not so is served as a text model, and images are refused
-with the reason.
+This module knows nothing about how a particular model handles images. The model's own forward is
+run once on an artificial prompt with two images, up to the call of its text model. The arguments of
+that call must be what the step will compute: the tower's rows in place of the placeholders'
+embeddings, positions, causal attention, and nothing else. Otherwise the model is served as a text
+model, and images are refused with the reason.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
 log = logging.getLogger(__name__)
 
 _SEES = ("vision", "image")  # parts of a config
-# What a text model may be called with: what is compared, and what the step knows by itself.
+# Allowed arguments of the text model: those that are compared, and those that the step knows.
 _KNOWN = {
     *("inputs_embeds", "attention_mask", "position_ids", LAYER_MASK, LAYER_ROWS),
     *("input_ids", "past_key_values", "cache_position"),
 }
-_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # what says which tokens stand for images
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # these mark the tokens of images
 WINDOWED = "sliding_attention"  # transformers' name of the masks of layers with a window
 _PROOF_TOLERANCE = {torch.float32: 1e-3}
 _PROOF_TOLERANCE_LOW_PRECISION = 0.05
-# What transformers raises where a model or its processor is of another form than it expects.
+# Raised by transformers if a model or its processor does not have the expected form.
 _FAULTS = (
     ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, OSError, IndexError,
 )  # fmt: skip
@@ -59,18 +59,17 @@ _FAULTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageModel:
-    """What reads images beside a text model. `compiled` is the step that takes their rows."""
+    """The image part of a model. `compiled` is the step that reads the images' rows."""
 
     info: ImageInfo
     tower: ImageTower
     compiled: CompiledModel
-    weights: Mapping[str, Tensor]  # of that step; the text model's own
+    weights: Mapping[str, Tensor]  # of that step, shared with the text model
     axes: int
 
     @property
     def bytes_beside(self) -> int:
-        """Of device memory, besides the tower's weights: rows that are kept, and as much for what
-        it computes with."""
+        """Device memory besides the tower's weights: cached rows, and as much for activations."""
         return 2 * CACHE_BYTES
 
     def bind(
@@ -80,7 +79,7 @@ class ImageModel:
         text: Program,
         bound: Mapping[str, Tensor],
     ) -> RowImages:
-        """Over the text step's caches and slots of adapters. `bound`: the tensors of that step."""
+        """Bind to the text step's caches and adapter slots. `bound`: the text step's tensors."""
         program = self.compiled.program
         slots = {
             mine.name: bound[theirs.name]
@@ -99,7 +98,7 @@ class NoImages:
 
 
 def load_images(model: LoadedModel, cache: ProgramCache) -> ImageModel | NoImages:
-    """What reads the images of this model's prompts. No error: a model without it reads text."""
+    """Load the image part of a model. Never raises: without it, the model is served for text."""
     source = model.source
     if (reason := _unwanted(source)) is not None:
         return NoImages(reason=reason)
@@ -107,21 +106,19 @@ def load_images(model: LoadedModel, cache: ProgramCache) -> ImageModel | NoImage
         return _load(model, cache)
     except (LlmcError, CantRead, *_FAULTS) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        log.warning(
-            "%s is served as a text model, images are refused: %s", source.files.name, first
-        )
+        log.warning("serving %s as a text model; images are refused: %s", source.files.name, first)
         return NoImages(reason=first)
 
 
 def _unwanted(source: ModelSource) -> str | None:
     if not any(part in _SEES for part in source.facts.unused_parts):
-        return "it reads text alone"
+        return "it reads text only"
     if source.config.max_images == 0:
         return "limit_mm_per_prompt (--limit-mm-per-prompt) allows none"
     if source.pooling is not None:
-        return "vectors are made of text alone"
+        return "pooling tasks support text only"
     if source.config.tensor_parallel_size > 1:
-        return "tensor_parallel_size is above 1, with which they are not served yet"
+        return "they are not supported with a tensor_parallel_size above 1 yet"
     return None
 
 
@@ -130,7 +127,7 @@ def _load(model: LoadedModel, cache: ProgramCache) -> ImageModel:
     config = copy.deepcopy(source.load_hf_config())
     row_token = getattr(config, "image_token_id", None)
     if not isinstance(row_token, int) or not 0 <= row_token < model.program.vocab_size:
-        raise CheckpointError(f"its image_token_id, {row_token!r}, is no id of its text model")
+        raise CheckpointError(f"its image_token_id, {row_token!r}, is not an id of its text model")
     processor = load_processor(source.files.path)
     preparer = ImagePreparer(processor, row_token)
     tower = build_tower(config, source.dtype, source.device)
@@ -139,8 +136,8 @@ def _load(model: LoadedModel, cache: ProgramCache) -> ImageModel:
     head, whole = prove(tower, processor, preparer, hidden)
     if head.position_axes and source.long_text_from is not None:
         raise CheckpointError(
-            "its tokens have places on several axes, and its rotary frequencies depend on the "
-            "length of a text; images are not served with both"
+            "its tokens have positions on several axes, and its rotary frequencies depend on the "
+            "sequence length; images are not supported with both"
         )
     compiled = compile_model(source, cache, head, whole)
     return ImageModel(
@@ -157,7 +154,7 @@ def _load(model: LoadedModel, cache: ProgramCache) -> ImageModel:
 
 
 def _fill(tower: ImageTower, source: ModelSource) -> None:
-    """Read the tower's weights. Raises CheckpointError where the checkpoint lacks them."""
+    """Read the tower's weights. Raises CheckpointError if the checkpoint lacks any."""
     names = list(tower.parameters())
     opened: WeightSource
     if source.is_dummy:
@@ -174,49 +171,50 @@ def _fill(tower: ImageTower, source: ModelSource) -> None:
 
 
 def _hidden(program: Program) -> int:
-    """Width of the rows."""
+    """Width of the image rows."""
     nodes = program.graph.graph.nodes
     found = next(n for n in nodes if n.op == "placeholder" and n.target == "image_rows")
     return int(found.meta["val"].shape[1])
 
 
 def _shared_weights(program: Program, model: LoadedModel) -> dict[str, Tensor]:
-    """The text program's weights as this one names them. CompileError where it wants another."""
+    """The text program's weights by this program's names. CompileError if they do not match."""
     mine, theirs = program.caches, model.program.caches
     if mine != theirs or program.groups != model.program.groups:
-        raise CompileError("its step with images would keep other keys and values")
+        raise CompileError("its image step would cache different keys and values")
     if program.states != model.program.states:
-        raise CompileError("its step with images would keep another state")
+        raise CompileError("its image step would keep a different state")
     if [r for _, r in _adapters(program)] != [r for _, r in _adapters(model.program)]:
-        raise CompileError("its step with images would take other LoRA adapters")
+        raise CompileError("its image step would have different LoRA adapters")
     held = {role: model.weights[node.name] for node, role in model.program.weight_inputs()}
     found = {}
     for node, role in program.weight_inputs():
         if role not in held:
-            raise CompileError(
-                f"its step with images needs {', '.join(role.parts)} in another form"
-            )
+            raise CompileError(f"its image step needs {', '.join(role.parts)} in another form")
         found[node.name] = held[role]
     return found
 
 
 def _adapters(program: Program) -> list[tuple[fx.Node, AdapterInput]]:
-    """In an order that does not depend on the graph; those of one weight in the graph's."""
+    """Adapter inputs in an order that does not depend on the graph, except within one weight."""
     return sorted(program.adapter_inputs(), key=lambda pair: repr(pair[1]))
 
 
 def _most_rows(source: ModelSource, program: Program) -> int:
-    """Of an image that is computed in one step: what is left of its budget beside all decodes, and
-    no more than a window shows, beyond which models differ."""
+    """The most rows of an image that is computed in one step: what all decodes leave of the step's
+    budget, and at most an attention window, since models differ beyond that."""
     config = source.config
     windows = [group.window for group in program.groups if group.window]
     if any(group.chunk for group in program.groups) or program.states:
-        raise CheckpointError("its tokens attend to later ones beside chunks or a state")
+        raise CheckpointError(
+            "its tokens attend to later ones, which is not supported with chunked attention or "
+            "recurrent state"
+        )
     most = min(config.max_num_batched_tokens - config.max_num_seqs, *windows, source.model_len)
     if most < 1:
         raise CheckpointError(
-            f"its images are computed in one step, and max_num_batched_tokens "
-            f"({config.max_num_batched_tokens}) leaves none beside max_num_seqs "
+            f"its images are computed in one step, but max_num_batched_tokens "
+            f"({config.max_num_batched_tokens}) leaves no room for them besides max_num_seqs "
             f"({config.max_num_seqs}) decodes"
         )
     return most
@@ -225,10 +223,10 @@ def _most_rows(source: ModelSource, program: Program) -> int:
 def prove(
     tower: ImageTower, processor: Any, preparer: ImagePreparer, hidden: int
 ) -> tuple[Head, Where]:
-    """Compare with the model's own forward. -> what is to be captured of it, and in which layers
-    a token of an image sees all of it.
+    """Compare with the model's own forward. -> what to capture of the model, and in which layers
+    an image's tokens attend to all of the image.
 
-    Raises CheckpointError with what differs.
+    Raises CheckpointError with the difference, if there is one.
     """
     images = [_sample(0), _sample(1)]
     text = f"a {preparer.placeholder} b {preparer.placeholder} c"
@@ -236,7 +234,7 @@ def prove(
     encode = _encoder(processor)
     prepared = preparer.prepare(text, images, encode)
     if prepared.token_ids != given["input_ids"][0].tolist():
-        raise CheckpointError("its processor writes several images in another way than one")
+        raise CheckpointError("its processor treats several images differently from one")
     sent = {name: _moved(value, tower) for name, value in given.items()}
     called = call_recorded(tower, sent, hidden)
     wanted = [called["inputs_embeds"][0], *_layer_rows(tower, prepared, called)]
@@ -245,8 +243,8 @@ def prove(
     extra = {name for name, value in called.items() if name not in _KNOWN and not _is_plain(value)}
     if extra:
         raise CheckpointError(
-            f"it gives its text model {', '.join(sorted(extra))} besides embeddings of images, "
-            "which is not served yet"
+            f"it passes {', '.join(sorted(extra))} to its text model besides image embeddings, "
+            "which is not supported yet"
         )
     axes = _axes(tower, prepared, called.get("position_ids"))
     return Head(image_levels=len(wanted), position_axes=axes), whole
@@ -267,7 +265,7 @@ def _moved(value: Any, tower: ImageTower) -> Any:
 
 
 def _sample(seed: int) -> Any:
-    """A picture of noise, larger than a patch of any tower and smaller than most images."""
+    """An image of noise, larger than a patch of any tower and smaller than most images."""
     from PIL import Image
 
     gen = torch.Generator().manual_seed(seed)
@@ -276,24 +274,24 @@ def _sample(seed: int) -> Any:
 
 
 def _layer_rows(tower: ImageTower, prepared: Prepared, called: Mapping[str, Any]) -> list[Tensor]:
-    """What first layers of the text model are to add to the prompt's tokens: [T, hidden] each."""
+    """What the first layers of the text model add to the prompt's tokens: [T, hidden] each."""
     given = called.get(LAYER_ROWS)
     if given is None:
         return []
     mask = _image_tokens(prepared)
     shown = called[LAYER_MASK][0]
     if not torch.equal(shown.cpu(), mask):
-        raise CheckpointError("its inner layers add to other tokens than those of images")
+        raise CheckpointError("its inner layers add to tokens other than those of images")
     add = getattr(tower.decoder, ADD_ROWS, None)
     if add is None:
-        raise CheckpointError(f"its text model takes {LAYER_ROWS} and has no {ADD_ROWS}")
+        raise CheckpointError(f"its text model takes {LAYER_ROWS} but has no {ADD_ROWS}")
     found = []
     for rows in given:
         whole = torch.zeros(len(mask), rows.shape[-1], dtype=rows.dtype, device=rows.device)
         whole[shown] = rows
         state = torch.arange(whole.numel(), device=rows.device).view_as(whole).to(rows.dtype)
         if not torch.equal(add(state[None].clone(), shown[None], rows)[0], state + whole):
-            raise CheckpointError("its inner layers do more with rows of images than add them")
+            raise CheckpointError("its inner layers do more with image rows than add them")
         found.append(whole)
     return found
 
@@ -310,7 +308,8 @@ def _image_tokens(prepared: Prepared) -> Tensor:
 def _compare_rows(
     tower: ImageTower, prepared: Prepared, wanted: Sequence[Tensor], hidden: int
 ) -> None:
-    """`wanted`: at each level what the prompt's tokens have of images [T, hidden], else zeros."""
+    """Compare the tower's rows with `wanted`: for each level, the image part of the prompt's tokens
+    [T, hidden], zeros elsewhere."""
     want = torch.cat(list(wanted), -1).float()
     mask = _image_tokens(prepared)
     pieces = []
@@ -318,12 +317,12 @@ def _compare_rows(
         pieces.append(tower.encode(tensors_of(image)).float())
         if len(pieces[-1]) != image.num_rows:
             raise CheckpointError(
-                f"its tower makes {len(pieces[-1])} rows of an image for {image.num_rows} tokens"
+                f"its tower returns {len(pieces[-1])} rows for an image of {image.num_rows} tokens"
             )
     rows = torch.cat(pieces)
     if rows.shape[1] != want.shape[1]:
         raise CheckpointError(
-            f"its tower makes rows of {rows.shape[1] // hidden} levels, of which its forward uses "
+            f"its tower returns rows of {rows.shape[1] // hidden} levels, but its forward uses "
             f"{len(wanted)}"
         )
     got = torch.zeros_like(want)
@@ -332,16 +331,16 @@ def _compare_rows(
     error = float((got - want).norm() / scale) if scale else float("inf")
     if not error <= _PROOF_TOLERANCE.get(tower.dtype, _PROOF_TOLERANCE_LOW_PRECISION):
         raise CheckpointError(
-            f"its own forward embeds images in another way (rows differ by {error:.0%})"
+            f"its own forward embeds images differently (rows differ by {error:.0%})"
         )
 
 
 def _whole_images(
     tower: ImageTower, given: Mapping[str, Any], mask: Any, prepared: Prepared, hidden: int
 ) -> Where:
-    """In which layers the tokens of an image attend to later ones of it.
+    """In which layers the tokens of an image attend to later tokens of the image.
 
-    Raises CheckpointError where attention is neither that nor as it is of text.
+    Raises CheckpointError if attention is neither that nor the same as for text.
     """
     masks = mask if isinstance(mask, Mapping) else {"": mask}
     if not any(_looks_ahead(one) for one in masks.values()):
@@ -359,13 +358,13 @@ def _whole_images(
         shown = _shown(one, len(same))
         whole = before | together
         if not torch.equal(shown, whole) and not torch.equal(shown, before):
-            raise CheckpointError("its tokens of images attend in a way of their own")
+            raise CheckpointError("its image tokens have an unsupported attention mask")
         found[kind] = torch.equal(shown, whole)
     if all(found.values()):
         return "all"
     if {kind for kind, is_whole in found.items() if is_whole} == {WINDOWED}:
         return "windowed"
-    raise CheckpointError("its tokens of images attend to later ones of it in some layers alone")
+    raise CheckpointError("its image tokens attend to later ones in some layers only")
 
 
 def _looks_ahead(mask: Any) -> bool:
@@ -375,7 +374,7 @@ def _looks_ahead(mask: Any) -> bool:
 
 
 def _shown(mask: Any, tokens: int) -> Tensor:
-    """Which keys each query sees: bool [T, T]. No mask, or one of the batch, is a causal one."""
+    """Which keys each query attends to: bool [T, T]. No mask, or a padding mask, means causal."""
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         return torch.ones(tokens, tokens, dtype=torch.bool).tril()
     one = mask[0, 0].cpu()
@@ -387,14 +386,14 @@ def _axes(tower: ImageTower, prepared: Prepared, positions: Tensor | None) -> in
     if not tower.has_axes:
         plain = torch.arange(count)
         if positions is not None and not torch.equal(positions.cpu().view(-1), plain):
-            raise CheckpointError("its tokens have other positions than their places")
+            raise CheckpointError("its tokens' positions are not their indices")
         return 0
     mask = _image_tokens(prepared)
     tensors = [tensors_of(image) for image in prepared.images]
     got = tower.positions(torch.tensor(prepared.token_ids), tensors, mask)
     if positions is None or not torch.equal(positions[:, 0].cpu(), got):
-        raise CheckpointError("its positions can't be computed of a prompt alone")
+        raise CheckpointError("its positions can't be computed from the prompt alone")
     behind = int(mask.nonzero().max()) + 1
     if behind < count and bool((got[:, behind:] != got[0, behind:]).any()):
-        raise CheckpointError("the positions of its text have several values")
+        raise CheckpointError("its text tokens have different positions on different axes")
     return len(got)

@@ -23,14 +23,14 @@ from llmc.weights.quantized.quantization_config import (
 
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 _ADDED_TOKENS = re.compile(r'"added_tokens":\s*')
-# Folders of a repository hold the model in other forms; `consolidated` is the same in one's own.
+# A repository's folders have the model in other formats; `consolidated` is a vendor's own format.
 _NOT_DOWNLOADED = ["*/*.safetensors", "consolidated*.safetensors"]
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """Where a model lies and what it is called: a directory by its last part, never by its path."""
+    """A model's directory and name. A local one is named by its last path component only."""
 
     name: str
     path: Path
@@ -43,7 +43,7 @@ class ModelFiles:
 
 
 def resolve_model(config: EngineConfig) -> ModelFiles:
-    """Raise CheckpointError where nothing usable stands under the name; a hub id is downloaded."""
+    """Find the model's files, downloading a hub id. CheckpointError if there is no usable model."""
     found = find_local(config)
     if found is not None:
         return found
@@ -53,8 +53,8 @@ def resolve_model(config: EngineConfig) -> ModelFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Where a model lies on this machine: a directory, or a GGUF file, of which a directory is made
-    at its first start (`sampling`: parameters to write there)."""
+    """A model on this machine: a directory, or a GGUF file, which is converted to a directory at
+    its first start (`sampling`: parameters to write there)."""
 
     name: str
     path: Path
@@ -67,7 +67,7 @@ class Location:
 
     @property
     def is_new(self) -> bool:
-        """Whether `files` takes seconds: it reads a GGUF file then, with transformers."""
+        """Whether `files` takes seconds, because it has to read a GGUF file with transformers."""
         return self.is_gguf and is_new(self.path, self.sampling)
 
     def files(self) -> ModelFiles:
@@ -77,7 +77,7 @@ class Location:
 
 
 def locate(config: EngineConfig) -> Location | None:
-    """Reads no file. None for a hub id; CheckpointError for a wrong path."""
+    """Find a local model without reading it. None for a hub id, CheckpointError for a bad path."""
     if config.model in (None, default_model().name):
         chosen = default_model()
         return Location(
@@ -106,8 +106,8 @@ def find_local(config: EngineConfig) -> ModelFiles | None:
 
 
 def served_name(config: EngineConfig) -> str:
-    """The name of a model that may not be there (yet): as ModelFiles has it, or the last part of
-    what was given."""
+    """The name of a model that may not exist (yet): as in ModelFiles, or the last component of the
+    configured name."""
     try:
         location = locate(config)
     except (ConfigError, OSError):
@@ -116,7 +116,7 @@ def served_name(config: EngineConfig) -> str:
 
 
 def _gguf_in(path: Path) -> Path | None:
-    """A GGUF file, or that of a directory which has no other weights."""
+    """The GGUF file at `path`, or in a directory that has no other weights."""
     if path.is_file():
         return path if path.suffix == ".gguf" else None
     return None if any(path.glob("*.safetensors")) else first_part(path)
@@ -125,24 +125,24 @@ def _gguf_in(path: Path) -> Path | None:
 def _checked(path: Path) -> Path:
     if path.is_file():
         raise CheckpointError(
-            f"{str(path)!r} is a file; give a .gguf file, or the directory that holds config.json"
+            f"{str(path)!r} is a file; give a .gguf file, or the directory with config.json"
         )
     if not (path / "config.json").is_file() and (path / "adapter_config.json").is_file():
         raise CheckpointError(
-            f"{str(path)!r} holds an adapter, not a model; merge it into the model it was made for"
+            f"{str(path)!r} has an adapter, not a model; merge it into the model it was made for"
         )
     if not (path / "config.json").is_file():
-        raise CheckpointError(f"{str(path)!r} has no config.json, so it is no model directory")
+        raise CheckpointError(f"{str(path)!r} has no config.json, so it is not a model directory")
     return path
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether it is spelled like `owner/name`, and not like a path."""
+    """Whether it looks like `owner/name` and not like a path."""
     return _HUB_ID.match(name) is not None and not name.startswith((".", "~", "/"))
 
 
 def download(config: EngineConfig) -> Path:
-    """The model's files in the hub's cache, downloaded as far as they are not there."""
+    """The model's files in the hub's cache; missing ones are downloaded."""
     from huggingface_hub import snapshot_download
 
     assert config.model is not None
@@ -161,14 +161,14 @@ def download(config: EngineConfig) -> Path:
         if dense := _dense_weights(path):
             snapshot_download(config.model, revision=config.revision, allow_patterns=dense)
         return path
-    except Exception as e:  # the hub's, the disk's, or any of its HTTP client's
+    except Exception as e:  # from the hub, the disk or the HTTP client
         raise CheckpointError(
-            f"{config.model!r} is no local directory and could not be downloaded: {reason_of(e)}"
+            f"{config.model!r} is not a local directory and could not be downloaded: {reason_of(e)}"
         ) from e
 
 
 def _dense_weights(path: Path) -> list[str]:
-    """Weights of sentence-transformers' Dense modules, which lie in folders of their own."""
+    """Weights of sentence-transformers' Dense modules, which are in separate folders."""
     if not (path / "modules.json").is_file():
         return []
     found = (folder.relative_to(path) for kind, folder in sentence_modules(path) if kind == "Dense")
@@ -179,7 +179,7 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
     """The model's transformers config. Code in the directory runs only with trust_remote_code."""
     from transformers import AutoConfig
 
-    wanted = config.model or files.name  # errors repeat what the user wrote
+    wanted = config.model or files.name  # errors quote what the user wrote
     parse_json(files.path / "config.json")
     try:
         loaded = AutoConfig.from_pretrained(files.path, trust_remote_code=config.trust_remote_code)
@@ -191,7 +191,7 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
             f"{wanted!r} is an encoder-decoder model ({loaded.model_type}); "
             "llmc serves decoder-only causal language models"
         )
-    for part in (loaded, text):  # the model is captured from its plain code: see stored_weights
+    for part in (loaded, text):  # capture the model's unquantized code: see stored_weights
         for key in QUANTIZATION_KEYS:
             vars(part).pop(key, None)
     for name in ("vocab_size", "num_hidden_layers", "hidden_size"):
@@ -202,26 +202,26 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
 
 
 def load_quantization(files: ModelFiles) -> StoredQuantization | None:
-    """How the checkpoint's weights are stored, where that is quantized."""
+    """How the checkpoint's weights are quantized, if they are."""
     if is_gguf(files.path):
         return GGUF
     return read_quantization(parse_json(files.path / "config.json"))
 
 
 def parse_json(path: Path) -> dict[str, Any]:
-    """Raises CheckpointError unless it holds an object."""
+    """Read a JSON file. CheckpointError unless it contains an object."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
         raise CheckpointError(f"{path.name} can't be read: {str(e)[:200]}") from e
     if not isinstance(data, dict):
-        raise CheckpointError(f"{path.name} holds a {type(data).__name__} instead of an object")
+        raise CheckpointError(f"{path.name} has a {type(data).__name__} instead of an object")
     return data
 
 
 def _module_class(kind: str) -> str:
-    """The name alone of a class of sentence-transformers, or of PyLate, which has its form for late
-    interaction; others keep their modules' names."""
+    """The bare class name of a module of sentence-transformers, or of PyLate, which uses the same
+    format for late interaction. Other classes keep their full name."""
     package, _, name = kind.rpartition(".")
     return name if package.partition(".")[0] in ("sentence_transformers", "pylate") else kind
 
@@ -229,7 +229,7 @@ def _module_class(kind: str) -> str:
 def sentence_modules(path: Path) -> list[tuple[str, Path]]:
     """Class and folder of each module of sentence-transformers' modules.json, in order.
 
-    CheckpointError where it can't be read.
+    CheckpointError if it can't be read.
     """
     try:
         listed = json.loads((path / "modules.json").read_text(encoding="utf-8"))
@@ -238,17 +238,17 @@ def sentence_modules(path: Path) -> list[tuple[str, Path]]:
         raise CheckpointError(f"modules.json can't be read: {str(e)[:200]}") from e
     for _, folder in found:
         if Path(folder).is_absolute() or ".." in Path(folder).parts:
-            raise CheckpointError(f"modules.json names {folder!r}, outside of the model's folder")
+            raise CheckpointError(f"modules.json names {folder!r}, outside the model's folder")
     return [(kind, path / folder) for kind, folder in found]
 
 
 def generation_defaults(files: ModelFiles) -> dict[str, Any]:
-    """generation_config.json as a plain mapping; empty when it is missing or unusable."""
+    """generation_config.json as a plain mapping; empty if it is missing or unusable."""
     return json_or_nothing(files.path / "generation_config.json")
 
 
 def tokenizer_end(folder: Path) -> int | None:
-    """Id of the end token that the tokenizer's files name, without loading the tokenizer."""
+    """Id of the end token according to the tokenizer's files, without loading the tokenizer."""
     settings = json_or_nothing(folder / "tokenizer_config.json")
     end = settings.get("eos_token") or json_or_nothing(folder / "special_tokens_map.json").get(
         "eos_token"
@@ -265,7 +265,7 @@ def tokenizer_end(folder: Path) -> int | None:
 
 
 def _added_tokens(path: Path) -> list[dict[str, Any]]:
-    """Of a tokenizer.json, whose vocabulary of many MB is not parsed for them."""
+    """The added tokens of a tokenizer.json, without parsing its vocabulary of many MB."""
     try:
         text = path.read_text(encoding="utf-8")
         start = _ADDED_TOKENS.search(text)
@@ -276,7 +276,7 @@ def _added_tokens(path: Path) -> list[dict[str, Any]]:
 
 
 def json_or_nothing(path: Path) -> dict[str, Any]:
-    """Empty where it is missing or unusable."""
+    """`parse_json`, but empty if the file is missing or unusable."""
     try:
         return parse_json(path)
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""A layer for multi-token prediction in the served model's own checkpoint -> ModelSource."""
+"""A multi-token prediction layer in the served model's own checkpoint -> ModelSource."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MARK = re.compile(r".*\blayers\.\d+\.eh_proj\.weight")
 
 
 def resolve_mtp(target: ModelSource, config: EngineConfig) -> ModelSource:
-    """The first such layer. ConfigError where the checkpoint has none."""
+    """The first such layer. ConfigError if the checkpoint has none."""
     if not any(_MARK.fullmatch(name) for name in target.open_tensors()):
         raise ConfigError(
-            f"the checkpoint of {target.files.name!r} has no layer for multi-token prediction "
-            "(layers.N.eh_proj behind the model's layers), which the speculative method mtp drafts "
-            "with; leave speculative_config out, or take another method"
+            f"the checkpoint of {target.files.name!r} has no multi-token prediction layer "
+            "(layers.N.eh_proj after the model's layers), which the speculative method mtp "
+            "requires; leave speculative_config out, or use another method"
         )
     config = replace(config, passes={**config.passes, OUTLINE: False})
     head = DraftHead(vocab_size=target.facts.vocab_size, is_own_layer=True)

@@ -1,7 +1,8 @@
-"""Whether a checkpoint is served for its vectors, and how: the task, the pooling, what follows it.
+"""Whether and how a checkpoint is served for pooling: the task, the method and the layers after it.
 
-The task that was asked for, else what the files say: a classifier's architecture in config.json, a
-sentence-transformers directory (modules.json), whose modules are read here, or an encoder.
+The task is the configured one, else it follows from the files: a classifier's architecture in
+config.json, a sentence-transformers directory (modules.json, whose modules are read here), or an
+encoder.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from llmc.startup.model_files import (
     sentence_modules,
 )
 
-# How their architectures end.
+# Suffixes of their architectures.
 _CLASSIFIERS: dict[Task, str] = {
     "classify": "ForSequenceClassification",
     "token_classify": "ForTokenClassification",
@@ -32,7 +33,7 @@ _DENSE_ACTIVATIONS: dict[str, Literal["identity", "tanh"]] = {
     "torch.nn.modules.activation.Tanh": "tanh",
     "torch.nn.Tanh": "tanh",
 }
-# What configs call the pooling of their classifiers; other words are for the first token.
+# The names in configs for a classifier's pooling; all other names mean the first token.
 _CLASSIFIER_POOLING: dict[str, Method] = {"mean": "mean", "late": "mean", "last": "last"}
 _MODES = {
     "pooling_mode_cls_token": "cls",
@@ -48,7 +49,7 @@ _MOST_WIDTH = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooling:
-    """What a checkpoint is served for, when that is no text."""
+    """How a checkpoint is served for a task other than text generation."""
 
     task: Task
     method: Method
@@ -57,10 +58,10 @@ class Pooling:
     activation: Activation | None = None  # None: by the number of scores
     labels: tuple[str, ...] = ()
     dense_folders: tuple[Path, ...] = ()  # with the weights of `head.dense`
-    max_tokens: int | None = None  # of a text, as the checkpoint's authors limit it
+    max_tokens: int | None = None  # limit on input tokens set by the checkpoint's authors
 
     def describe(self, size: int) -> PoolingInfo:
-        """`size`: values of its vectors."""
+        """Describe it for clients. `size`: number of values in its vectors."""
         if self.task in ("embed", "token_embed"):
             return PoolingInfo(
                 task=self.task,
@@ -81,10 +82,10 @@ class Pooling:
 
 
 def find_pooling(config: EngineConfig, files: ModelFiles, facts: ConfigFacts) -> Pooling | None:
-    """None: the model generates. Reads JSON files alone.
+    """How to serve the checkpoint for pooling; None: it generates text. Only reads JSON files.
 
-    Raises ConfigError for a task that the checkpoint can't be served for, CheckpointError where its
-    sentence-transformers modules can't be served.
+    Raises ConfigError for a task that the checkpoint does not support, CheckpointError if its
+    sentence-transformers modules are not supported.
     """
     stated = json_or_nothing(files.path / "config.json")
     task, found = config.task, _own_task(files.path, stated)
@@ -95,13 +96,13 @@ def find_pooling(config: EngineConfig, files: ModelFiles, facts: ConfigFacts) ->
     if task == "generate":
         if facts.is_encoder:
             raise ConfigError(
-                f"{files.name} is an encoder, whose tokens see those after them: it generates no "
-                "text; leave task out, or ask for task='embed' (--task embed)"
+                f"{files.name} is an encoder, whose tokens attend to later ones, so it can't "
+                "generate text; leave task out, or set task='embed' (--task embed)"
             )
         if config.pooling != "auto" or config.normalize is not None:
             raise ConfigError(
-                "pooling and normalize are for models that return vectors; ask for one with "
-                "task='embed' (--task embed)"
+                "pooling and normalize are for models that return vectors; set task='embed' "
+                "(--task embed)"
             )
         return None
     _check_options(config)
@@ -110,15 +111,15 @@ def find_pooling(config: EngineConfig, files: ModelFiles, facts: ConfigFacts) ->
         if found != needed:
             raise ConfigError(
                 f"task {config.task!r} needs a classifier's checkpoint (an architecture "
-                f"...{_CLASSIFIERS[needed]} in config.json), which {files.name} is not; its hidden "
-                "states are served with task='embed' (--task embed)"
+                f"...{_CLASSIFIERS[needed]} in config.json), which {files.name} is not; to serve "
+                "its hidden states, set task='embed' (--task embed)"
             )
         return _classifier(config, needed, stated, facts)
     return _embedder(config, task == "token_embed", files.path, facts)
 
 
 def _own_task(path: Path, stated: dict[str, Any]) -> Task | None:
-    """What a checkpoint was made for, if its files say so."""
+    """The task that a checkpoint was made for, if its files say so."""
     names = stated.get("architectures")
     for task, ending in _CLASSIFIERS.items():
         if isinstance(names, list) and any(str(name).endswith(ending) for name in names):
@@ -126,11 +127,11 @@ def _own_task(path: Path, stated: dict[str, Any]) -> Task | None:
     if not (path / "modules.json").is_file():
         return None
     pools = any(kind == "Pooling" for kind, _ in sentence_modules(path))
-    return "embed" if pools else "token_embed"  # as late interaction (ColBERT) compares
+    return "embed" if pools else "token_embed"  # per-token vectors, as for late interaction
 
 
 def _check_options(config: EngineConfig) -> None:
-    """What has no meaning for a model that draws no tokens."""
+    """Raise ConfigError for options that do not apply to models that don't generate tokens."""
     given = {
         "speculative_config": config.speculative_config is not None,
         "logits_processors": bool(config.logits_processors),
@@ -148,12 +149,12 @@ def _classifier(
     method = "last" if of_tokens else _CLASSIFIER_POOLING.get(facts.classifier_pooling, "cls")
     if config.pooling not in ("auto", method):
         raise ConfigError(
-            f"this classifier has {method!r} pooling, as transformers has it; pooling "
+            f"this classifier has {method!r} pooling, as in transformers; pooling "
             f"{config.pooling!r} is for embeddings"
         )
     activation: Activation | None = None
     transformed = stated.get("sentence_transformers")
-    chosen = stated.get("sbert_ce_default_activation_function")  # of older directories
+    chosen = stated.get("sbert_ce_default_activation_function")  # in older directories
     if isinstance(transformed, dict):
         chosen = transformed.get("activation_fn", chosen)
     if config.task == "reward" or chosen in _IDENTITY:
@@ -172,7 +173,7 @@ def _classifier(
 
 
 def _labels(named: object) -> tuple[str, ...]:
-    """By their numbers, which JSON has as texts, in any order; () where some have no name."""
+    """Labels by number, from JSON's string keys in any order; () if some have no name."""
     if not isinstance(named, dict) or any(str(i) not in named for i in range(len(named))):
         return ()
     return tuple(str(named[str(i)]) for i in range(len(named)))
@@ -184,13 +185,16 @@ def _head(facts: ConfigFacts, **fields: Any) -> Head:
 
 
 def _embedder(config: EngineConfig, of_tokens: bool, path: Path, facts: ConfigFacts) -> Pooling:
-    """By the modules of a sentence-transformers directory; else normalized, of a decoder the last
-    token, of an encoder the mean of its tokens. With `of_tokens` each token's vector, normalized,
-    by the modules before the pooling."""
+    """Pooling for embeddings, as given by the modules of a sentence-transformers directory.
+
+    Without one, vectors are normalized: the last token of a decoder, the mean over an encoder's
+    tokens. With `of_tokens`, each token gets a normalized vector, computed by the modules before
+    the pooling.
+    """
     if of_tokens and config.pooling != "auto":
         raise ConfigError(
-            f"pooling {config.pooling!r} is for task 'embed': with 'token_embed' each token has a "
-            "vector, and none are pooled"
+            f"pooling {config.pooling!r} is for task 'embed': with 'token_embed' each token gets "
+            "its own vector, without pooling"
         )
     chosen, normalize = _method_named("last" if of_tokens else config.pooling), True
     method = chosen or ("mean" if facts.is_encoder else "last")
@@ -204,12 +208,12 @@ def _embedder(config: EngineConfig, of_tokens: bool, path: Path, facts: ConfigFa
                 stated = json_or_nothing(folder / "sentence_bert_config.json")
                 if stated.get("do_lower_case"):
                     raise CheckpointError(
-                        "sentence_bert_config.json asks for do_lower_case, which is not served"
+                        "sentence_bert_config.json sets do_lower_case, which is not supported"
                     )
                 limit = stated.get("max_seq_length")
                 max_tokens = limit if isinstance(limit, int) and limit > 0 else None
             elif kind == "Pooling" and of_tokens:
-                break  # the rest is for what it makes
+                break  # later modules apply to the pooled vector
             elif kind == "Pooling":
                 method = chosen or _stated_method(folder)
             elif kind == "Dense":
@@ -218,7 +222,7 @@ def _embedder(config: EngineConfig, of_tokens: bool, path: Path, facts: ConfigFa
             elif kind == "Normalize":
                 normalize = True
             else:
-                raise CheckpointError(f"modules.json has a module {kind}, which is not served")
+                raise CheckpointError(f"modules.json has a module {kind}, which is not supported")
     return Pooling(
         task="token_embed" if of_tokens else "embed",
         method=method,
@@ -231,14 +235,14 @@ def _embedder(config: EngineConfig, of_tokens: bool, path: Path, facts: ConfigFa
 
 def _stated_method(folder: Path) -> Method:
     stated = parse_json(folder / "config.json")
-    named = stated.get("pooling_mode")  # newer directories; older ones have a switch for each
+    named = stated.get("pooling_mode")  # in newer directories; older ones have a flag per mode
     modes = named if isinstance(named, list) else [named] if named else []
     modes = modes or [name for field, name in _MODES.items() if stated.get(field)] or ["mean"]
     found = _method_named(_LONG.get(str(modes[0]), str(modes[0]))) if len(modes) == 1 else None
     if found is None:
         raise CheckpointError(
-            f"{folder.name}/config.json asks for {' and '.join(map(str, modes))} pooling; "
-            f"served is one of {', '.join(METHODS)} (--pooling chooses one)"
+            f"{folder.name}/config.json sets {' and '.join(map(str, modes))} pooling; "
+            f"supported is one of {', '.join(METHODS)} (choose one with --pooling)"
         )
     return found
 
@@ -254,7 +258,7 @@ def _dense(folder: Path) -> Dense:
     is_sized = all(type(n) is int and 0 < n < _MOST_WIDTH for n in sizes)
     if activation is None or not is_sized or stated.get("use_residual"):
         raise CheckpointError(
-            f"{folder.name}/config.json is no Dense module that is served (sizes {sizes}, "
+            f"{folder.name}/config.json is not a supported Dense module (sizes {sizes}, "
             f"activation {stated.get('activation_function')!r}, use_residual "
             f"{stated.get('use_residual', False)!r})"
         )
@@ -269,7 +273,7 @@ def _dense(folder: Path) -> Dense:
 
 
 def dense_names(pooling: Pooling | None) -> dict[str, tuple[Path, str]]:
-    """Parameters of Dense layers -> the folder that holds each, and its name there."""
+    """Parameters of Dense layers -> the folder that has each, and its name in that folder."""
     if pooling is None:
         return {}
     return {

@@ -1,6 +1,6 @@
-"""LoadedModel -> ModelProfile: a step on a small cache, for the memory and time that it takes.
+"""LoadedModel -> ModelProfile: runs steps on a small cache to measure their memory and time.
 
-The first start of an architecture also checks there that packed requests do not mix.
+The first start of an architecture also verifies that packed requests do not mix.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from llmc.startup.compile import LoadedModel, activation_bits
 from llmc.startup.sizing import ModelProfile, PeakMemory
 from llmc.startup.verify_packing import LENGTHS, verify_packing
 
-# Activations grow with the tokens of a step, so a short one tells their size, and starts faster.
+# Activations grow linearly with the tokens of a step, so measuring a short step is enough.
 _PROFILE_TOKENS_CPU = 256
-_PROFILE_TOKENS_REFERENCE = 16  # on the references, which are slow
+_PROFILE_TOKENS_REFERENCE = 16  # with the references, which are slow
 
 
 def profile_model(
     model: LoadedModel, mode: StepMode, *, key: str = "", cache: ProgramCache | None = None
 ) -> ModelProfile:
-    """Runs a prefill step and a decode step on a cache that is freed afterwards.
+    """Run a prefill step and a decode step on a cache that is freed afterwards.
 
-    Raises CompileError where a program that was captured now mixes requests. One that does not is
-    saved under `key`; on CPU what the steps take is kept beside it, and they are not run again.
+    Raises CompileError if a newly captured program mixes requests; otherwise it is saved under
+    `key`. On CPU the measured memory is saved with it, so that later starts do not run the steps.
     """
     config, program = model.source.config, model.program
     graph = lowered(program)
@@ -70,7 +70,7 @@ def _profile(
 
 
 def _kept_bytes(model: LoadedModel) -> int:
-    """Of recurrent states and adapter slots, which the serving runner allocates too."""
+    """Bytes of recurrent states and adapter slots, which the serving runner allocates too."""
     states = model.state_bytes * (model.source.config.max_num_seqs + 1)
     return states + model.program.adapter_bytes
 
@@ -114,10 +114,10 @@ def _measured(
 
 
 def _activations(probe: ModelRunner, plan: StepPlan, peak: PeakMemory, tokens: int) -> int:
-    """Bytes that a step of `tokens` tokens takes, by those of `plan` and of a part of it.
+    """Bytes that a step of `tokens` tokens needs, extrapolated from `plan` and a part of it.
 
-    What does not grow with the tokens, such as a weight that a reference dequantizes, is counted
-    once. The smaller step goes first, since the allocator keeps what it got.
+    Memory that does not grow with the tokens, such as a weight that a reference dequantizes, is
+    counted once. The smaller step runs first, since the allocator keeps the memory it has obtained.
     """
     (work,) = plan.work
     most = work.num_tokens
@@ -136,10 +136,10 @@ def _activations(probe: ModelRunner, plan: StepPlan, peak: PeakMemory, tokens: i
 
 
 def graphs_to_come(probe: ModelRunner) -> int:
-    """Bytes that the decode graphs will take: the first two are captured and measured.
+    """Bytes that the decode graphs will need, from capturing and measuring the first two.
 
-    The first, of the largest batch, makes the memory that all share; each further one adds
-    what the second did.
+    The first one, for the largest batch, allocates the memory that all share; each further one is
+    assumed to add as much as the second.
     """
     sizes = len(probe.buckets.sizes)
     if probe.capture_next() is None:
@@ -156,7 +156,7 @@ def _scores_tokens(model: LoadedModel) -> bool:
 
 
 def _profile_plan(tokens: int, num_blocks: int, *, is_scored: bool) -> StepPlan:
-    """One request that fills a whole prefill step, in the first of these blocks."""
+    """One request that fills a whole prefill step and uses the first `num_blocks` blocks."""
     new = NewRow(
         row=0,
         request_id="profile",

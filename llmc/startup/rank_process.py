@@ -1,8 +1,8 @@
-"""One of the other ranks of a tensor-parallel engine: `python -P -m llmc.startup.rank_process FD`.
+"""A rank other than 0 of a tensor-parallel engine: `python -P -m llmc.startup.rank_process FD`.
 
-    RankOrder (a line on its channel) -> its part of the weights -> orders, until the channel ends
+    RankOrder (a line on its channel) -> its shard of the weights -> orders, until the channel ends
 
-It has a runner and nothing else of an engine. Rank 0 starts it (tensor_parallel.py).
+It only has a runner, no other part of an engine. Rank 0 starts it (tensor_parallel.py).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all; rank 0 decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all ranks; rank 0 decides
         signal.signal(number, signal.SIG_IGN)
     return run(socket.socket(fileno=int(sys.argv[-1])))
 
 
 def run(channel: socket.socket) -> int:
-    """The rank at the end of a channel. Exit code 0: rank 0 closed the channel, or ended."""
+    """Run the rank at the end of a channel. -> exit code; 0 if rank 0 closed it or exited."""
     line = read_line(channel)
     if line is None:
         return 0
@@ -67,11 +67,11 @@ def run(channel: socket.socket) -> int:
                 _receive_program(channel, order, Path(folder))
                 model = load_rank(dataclasses.replace(order, folder=folder))
     except Exception as error:
-        log.debug("it did not start", exc_info=error)
+        log.debug("startup failed", exc_info=error)
         _report(channel, f"{type(error).__name__}: {error}"[:2000])
         return 1
     _report(channel, None)
-    if read_line(channel) is None:  # all have loaded: until then nothing is timed
+    if read_line(channel) is None:  # comes when all ranks have loaded: no timeout until then
         return 0
     worker = RankWorker(model, Ranks(group=_join(order, model.program.device, channel)))
     try:
@@ -79,20 +79,20 @@ def run(channel: socket.socket) -> int:
             worker.execute(told)
     except Exception as error:
         if _has_ended(channel):
-            return 0  # a collective that rank 0 left
-        log.error("it failed and ends", exc_info=error)
+            return 0  # the collective failed because rank 0 exited
+        log.error("failed; exiting", exc_info=error)
         return 1
     return 0
 
 
 def _receive_program(channel: socket.socket, order: RankOrder, folder: Path) -> None:
-    """Its files, where ProgramCache looks for them."""
+    """Write the program's files to where ProgramCache looks for them."""
     entry = folder / "programs" / PROGRAM
     entry.mkdir(parents=True)
     for name, size in order.files.items():
         data = read_exactly(channel, size)
         if data is None:
-            raise EngineDeadError("rank 0 ended before it had sent the program")
+            raise EngineDeadError("rank 0 exited before it had sent the program")
         (entry / Path(name).name).write_bytes(data)
 
 
@@ -106,7 +106,7 @@ def _join(order: RankOrder, device: torch.device, channel: socket.socket) -> Gro
 
 
 def load_rank(order: RankOrder) -> LoadedModel:
-    """The program that rank 0 compiled, with this rank's part of the weights."""
+    """Load the program that rank 0 compiled, with this rank's shard of the weights."""
     config = order.engine_config()
     device = pick_device(config.device)
     if device.type == "cuda":
@@ -115,7 +115,7 @@ def load_rank(order: RankOrder) -> LoadedModel:
         limit_threads()
         if order.threads:
             torch.set_num_threads(order.threads)
-    start_kernels(device)  # they are built, or looked for, while weights load
+    start_kernels(device)  # build or find them while weights load
     program = ProgramCache(Path(order.folder)).load(PROGRAM, device)
     if program is None:
         raise EngineDeadError("the program of rank 0 can't be read")
@@ -131,7 +131,7 @@ def load_rank(order: RankOrder) -> LoadedModel:
 
 
 class RankWorker:
-    """Does what rank 0 tells it."""
+    """Carries out orders of rank 0."""
 
     def __init__(self, model: LoadedModel, ranks: Ranks) -> None:
         self._model = model
@@ -144,10 +144,10 @@ class RankWorker:
             case Kind.LEAST_MEMORY:
                 least_free_bytes(self._model.program.device, self._model.source.config, self._ranks)
             case Kind.MAKE_RUNNER:
-                self._runner = None  # its cache goes back first
+                self._runner = None  # free its cache first
                 self._make(*order.numbers)
             case _:
-                assert self._runner is not None, "rank 0 makes one before its first step"
+                assert self._runner is not None, "rank 0 orders a runner before the first step"
                 self._runner.follow(order)
 
     def _make(
@@ -182,7 +182,7 @@ def _report(channel: socket.socket, error: str | None) -> None:
 
 
 def _has_ended(channel: socket.socket) -> bool:
-    """Whether rank 0 has closed its end; what it may have sent before is dropped."""
+    """Whether rank 0 has closed its end; unread data is discarded."""
     channel.settimeout(1.0)
     try:
         while channel.recv(1 << 16):
@@ -199,4 +199,4 @@ if __name__ == "__main__":
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a compilation in the background would be waited for
+    os._exit(code)  # a normal exit would wait for background compilation

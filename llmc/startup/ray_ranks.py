@@ -1,10 +1,10 @@
-"""Tensor parallel on Ray: the other ranks are actors on a placement group, on any of its nodes.
+"""Tensor parallelism on Ray: the other ranks are actors in a placement group, on any of its nodes.
 
-    rank 0 listens, and hands each actor its address and a secret
-    actor: connects, says the secret and its rank; from there on it is as rank_process.py has it
+    rank 0 listens, and passes its address and a secret to each actor
+    actor: connects, sends the secret and its rank; from there on it runs rank_process.py
 
-Ray places ranks and says how one ended. What ranks tell each other goes over connections of their
-own, as in one machine: orders over a channel to each rank, sums over gloo or NCCL.
+Ray places ranks and reports how one exited. Ranks communicate over their own connections, as on a
+single machine: orders over a channel to each rank, collectives over gloo or NCCL.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _HELLO_TIMEOUT_S = 5.0
 
 
 class RayRanks(RankProcesses):
-    """The ranks beside this one, as Ray's actors. They end with this object, or with this process.
+    """The other ranks, as Ray actors. They end with this object, or with this process.
 
-    Where this process is an actor in a placement group (a replica of Serve with
-    `placement_group_bundles`), rank i goes into its bundle i; else a group is made, packed on as
-    few nodes as possible. ConfigError where ranks can't be placed.
+    If this process is an actor in a placement group (a Serve replica with
+    `placement_group_bundles`), rank i runs in its bundle i. Otherwise a group is created and packed
+    on as few nodes as possible. ConfigError if ranks can't be placed.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -54,7 +54,7 @@ class RayRanks(RankProcesses):
             import ray
         except ImportError as error:
             raise ConfigError(
-                f"ranks on Ray need Ray ({error}): pip install 'llmc-engine[ray]'"
+                f"Ray is not installed ({error}): pip install 'llmc-engine[ray]'"
             ) from None
         if not ray.is_initialized():
             ray.init(logging_level="warning")  # RAY_ADDRESS names a cluster
@@ -95,16 +95,16 @@ class RayRanks(RankProcesses):
         if group is not None:
             if group.bundle_count < self.size:
                 raise ConfigError(
-                    f"tensor_parallel_size {self.size} takes a bundle for each rank, and the "
-                    f"placement group has {group.bundle_count}; give placement_group_bundles more"
+                    f"tensor_parallel_size {self.size} needs a bundle for each rank, but the "
+                    f"placement group has {group.bundle_count}; add more placement_group_bundles"
                 )
             return group, 1, False
         is_actor = ray.get_runtime_context().get_actor_id() is not None
         if self._is_cuda and not is_actor:
             raise ConfigError(
-                "on GPUs rank 0 has to be one of Ray's actors too, since Ray knows whose each GPU "
-                "is: serve it with llmc.integrations.ray (docs/ray.md), or leave "
-                "distributed_executor_backend out"
+                "on GPUs rank 0 has to be a Ray actor too, since Ray assigns the GPUs: serve the "
+                "model with llmc.integrations.ray (docs/ray.md), or leave out "
+                "distributed_executor_backend"
             )
         cores = os.environ.get("OMP_NUM_THREADS", "")
         num_cores = int(cores) if cores.isdigit() and int(cores) else 1
@@ -122,11 +122,11 @@ class RayRanks(RankProcesses):
         return group, len(own), True
 
     def _take_channels(self, listener: socket.socket, secret: bytes) -> None:
-        """Waits until all ranks have connected. Who does not know the secret is sent away."""
+        """Wait until all ranks have connected. Connections without the secret are closed."""
         found: dict[int, socket.socket] = {}
         try:
             self._accept(listener, secret, found)
-        finally:  # also those of some ranks: they are closed with this object
+        finally:  # keep the channels also on failure: they are closed with this object
             self._channels.extend(found[rank] for rank in sorted(found))
 
     def _accept(
@@ -140,7 +140,7 @@ class RayRanks(RankProcesses):
             if time.monotonic() > until:
                 raise EngineDeadError(
                     f"{self.size - 1 - len(found)} ranks did not connect to {self._address} in "
-                    f"{START_TIMEOUT_S:g} s; nodes of the cluster have to reach each other"
+                    f"{START_TIMEOUT_S:g} s; check that the cluster's nodes can reach each other"
                 )
             try:
                 channel, _ = listener.accept()
@@ -155,7 +155,7 @@ class RayRanks(RankProcesses):
             self._processes[rank - 1].pid = pid
 
     def _send(self, channel: socket.socket, order: RankOrder) -> None:
-        """With the program, since the rank may not see this machine's files."""
+        """Send the program too, since the rank may not have access to this machine's files."""
         folder = Path(self._folder) / "programs" / PROGRAM
         files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
         order = dataclasses.replace(
@@ -171,7 +171,7 @@ class RayRanks(RankProcesses):
 
 
 class _RayRank:
-    """One actor. `group`: the placement group that ends with it."""
+    """One actor. `group`: the placement group to remove with it."""
 
     def __init__(self, handle: Any, done: Any, group: Any) -> None:
         self._handle = handle
@@ -193,7 +193,7 @@ class _RayRank:
     def end(self, timeout_s: float) -> None:
         import ray
 
-        if not ray.is_initialized():  # then Ray has ended it
+        if not ray.is_initialized():  # then Ray has already ended it
             return
         ray.wait([self._done], timeout=timeout_s)
         ray.kill(self._handle)
@@ -202,7 +202,7 @@ class _RayRank:
 
 
 class _RankActor:
-    """In a worker of Ray."""
+    """Runs a rank in a Ray worker."""
 
     def run(self, host: str, port: int, secret: bytes, rank: int) -> int:
         channel = socket.create_connection((host, port), timeout=START_TIMEOUT_S)
@@ -215,7 +215,7 @@ class _RankActor:
 
 
 def _greeted(channel: socket.socket, secret: bytes) -> tuple[int, int]:
-    """(rank, pid) of who connected; rank 0 for anyone else."""
+    """(rank, pid) of the peer that connected; rank 0 if it is not one of ours."""
     channel.settimeout(_HELLO_TIMEOUT_S)
     try:
         data = read_exactly(channel, _HELLO.size)

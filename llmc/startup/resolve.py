@@ -1,6 +1,6 @@
-"""EngineConfig -> ModelSource: which files, what their config says, and what was left open.
+"""EngineConfig -> ModelSource: finds the files, reads their config, and fills in open options.
 
-`check_paths` needs no torch, so that a wrong path is reported at once.
+`check_paths` does not need torch, so that a wrong path is reported at once.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_DEFAULT_CONTEXT = 2048  # where neither the config nor the user says
+_DEFAULT_CONTEXT = 2048  # if neither the config nor the user says
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Where a model's files are and what its config says; nothing is compiled or read yet."""
+    """A model's files and config; nothing is compiled and no weights are read yet."""
 
     config: EngineConfig
     files: ModelFiles
     facts: ConfigFacts
     device: torch.device
     dtype: torch.dtype
-    stored: StoredQuantization | None  # None: the checkpoint's weights are plain
+    stored: StoredQuantization | None  # None: the checkpoint's weights are not quantized
     pooling: Pooling | None  # None: it generates text
     taps: tuple[int, ...] | None = None  # layers whose inputs are kept for a draft head: tap_states
-    draft_head: DraftHead | None = None  # what this is, if no model
+    draft_head: DraftHead | None = None  # set if this is a draft head, not a whole model
     load_hf_config: Callable[[], Any]  # imports transformers, once
     open_tensors: Callable[[], Mapping[str, Readable]]  # the checkpoint's; opened once
 
     @property
     def head(self) -> Head:
-        """What is captured of it."""
+        """The output to capture of the model."""
         if self.draft_head is not None:
             return Head(draft=self.draft_head)
         return LM if self.pooling is None else self.pooling.head
@@ -70,14 +70,15 @@ class ModelSource:
 
     @property
     def model_len(self) -> int:
-        """The longest context: as configured, else the model's own."""
+        """The maximum context length: as configured, else the model's own."""
         most = self.pooling.max_tokens if self.pooling is not None else None
         own = self.facts.context or _DEFAULT_CONTEXT
         return self.config.max_model_len or min(own, most or own)
 
     @property
     def long_text_from(self) -> int | None:
-        """Texts of more tokens are long to the model, where they can have so many."""
+        """Sequences of more tokens use the model's long-context rotary factors. None if there are
+        none, or if no sequence can be that long."""
         trained = self.facts.long_text_from
         return trained if trained is not None and trained < self.model_len else None
 
@@ -89,9 +90,9 @@ class ModelSource:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """generation_config.json's, else config.json's; and the tokenizer's end token.
+        """End tokens from generation_config.json, else config.json; plus the tokenizer's.
 
-        A fine-tune may name its new end of turn in the tokenizer alone.
+        A fine-tuned model may have its new end-of-turn token in the tokenizer only.
         """
         stated = generation_defaults(self.files).get("eos_token_id")
         ids = self.facts.eos_token_ids if stated is None else token_ids(stated)
@@ -101,7 +102,7 @@ class ModelSource:
 
     @property
     def sampling_defaults(self) -> dict[str, float]:
-        """Sampling parameters that the model's authors chose, if they are usable numbers."""
+        """Sampling parameters recommended by the model's authors, if they are usable numbers."""
         stored = generation_defaults(self.files)
         if stored.get("do_sample") is False:
             return {"temperature": 0.0}
@@ -112,18 +113,18 @@ class ModelSource:
         }
 
     def in_dtype(self, dtype: torch.dtype) -> ModelSource:
-        """The same model computed in another dtype."""
+        """The same model, computed in another dtype."""
         tensors = functools.partial(_open_tensors, self.files, self.stored, dtype, self.pooling)
         return replace(self, dtype=dtype, open_tensors=functools.cache(tensors))
 
     @property
     def is_dummy(self) -> bool:
-        """Weights are made up, and no checkpoint is opened."""
+        """Whether weights are generated, without opening a checkpoint."""
         return self.config.load_format == "dummy"
 
 
 def check_paths(config: EngineConfig) -> None:
-    """Report a wrong path or name at once: nothing heavy is imported, nothing is downloaded.
+    """Report a wrong path or name at once, without heavy imports or downloads.
 
     Raises CheckpointError, or ConfigError for a user's pass or logits processor.
     """
@@ -145,11 +146,11 @@ def resolve(
     files: ModelFiles | None = None,
     facts_cache: FactsCache | None = None,
 ) -> ModelSource:
-    """Raises CheckpointError where there is no such model, ConfigError where its context is too
-    short.
+    """Find a model and read its config. Raises CheckpointError if there is no such model,
+    ConfigError if its context is too short.
 
-    `files`, if they are found already. transformers reads the config, unless `facts_cache` has
-    kept what it made of it.
+    `files`: the model's files, if already known. The config is read with transformers, unless its
+    facts are in `facts_cache`.
     """
     files = files or resolve_model(config)
     stored = load_quantization(files)
@@ -178,7 +179,7 @@ def resolve(
             functools.partial(_open_tensors, files, stored, dtype, pooling)
         ),
     )
-    if facts.is_encoder:  # all of a text is computed in one step
+    if facts.is_encoder:  # a whole input is computed in one step
         most = max(config.max_num_batched_tokens, source.model_len)
         source = replace(source, config=replace(config, max_num_batched_tokens=most))
     return source
@@ -190,7 +191,7 @@ def _open_tensors(
     dtype: torch.dtype,
     pooling: Pooling | None,
 ) -> Mapping[str, Readable]:
-    """Opens the checkpoint and reads no weight; quantized ones will be read in `dtype`."""
+    """Open the checkpoint without reading weights. Quantized ones will be read in `dtype`."""
     from llmc.weights.tensors import open_tensors
 
     found = open_tensors(files.path, stored, dtype)
@@ -204,7 +205,7 @@ def _open_tensors(
 
 def _check_model_len(config: EngineConfig, facts: ConfigFacts) -> None:
     if config.max_model_len and facts.context and config.max_model_len > facts.context:
-        why = ", of which a sparse indexer sees all (more is not served yet)"
+        why = ", within which its sparse indexer selects all (more is not supported yet)"
         raise ConfigError(
             f"max_model_len {config.max_model_len} exceeds the model's context of {facts.context} "
             f"tokens{why if facts.dense_context else ''}"
@@ -217,7 +218,7 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device 'cuda' was asked for, but torch sees no GPU; use --device cpu")
+        raise ConfigError("device 'cuda' was requested, but torch finds no GPU; use --device cpu")
     return torch.device(name)
 
 
@@ -233,16 +234,16 @@ def pick_dtype(name: str, stored: str | None) -> torch.dtype:
 def _dtype_of_integers(
     config: EngineConfig, stored: StoredQuantization | None, device: torch.device
 ) -> str | None:
-    """Of a GGUF file whose weights keep their bits: 16 bits would save nothing of them, and on CPU
-    float32 is as fast, and exact."""
+    """The dtype for a GGUF file: float32 on CPU if its weights stay quantized, since it is exact,
+    as fast, and a 16-bit dtype would not make the weights smaller."""
     if stored is None or stored.method != GGUF.method:
         return None
     return "float32" if device.type == "cpu" and config.quantization != "none" else "bfloat16"
 
 
 def _dtype_of_weights(config: EngineConfig, files: ModelFiles) -> str | None:
-    """Of a checkpoint whose config.json states none: that of its first weight of floating point by
-    name, as with transformers. In a file those of the widest dtype come first."""
+    """The dtype of a checkpoint whose config.json has none: that of its first floating-point weight
+    by name, as in transformers. Files are not in that order: their widest dtype comes first."""
     import torch
 
     from llmc.weights.tensors import open_tensors
@@ -251,7 +252,7 @@ def _dtype_of_weights(config: EngineConfig, files: ModelFiles) -> str | None:
         return None
     try:
         tensors = open_tensors(files.path, None, torch.float32)
-    except CheckpointError:  # raised again where weights are read: a config alone can be inspected
+    except CheckpointError:  # raised again when weights are read; a bare config can be inspected
         return None
     dtypes = (tensors[name].dtype for name in sorted(tensors))
     wide = (dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1)
@@ -259,7 +260,7 @@ def _dtype_of_weights(config: EngineConfig, files: ModelFiles) -> str | None:
 
 
 def pick_level(level: int | None, device: torch.device) -> int:
-    """The optimization level that will run.
+    """The optimization level to run.
 
     On CPU, -O0 with packed ops is as fast as compiled code and starts at once (bench/results).
     """
@@ -269,9 +270,9 @@ def pick_level(level: int | None, device: torch.device) -> int:
 
 
 def pick_async(wanted: bool | None, device: torch.device) -> bool:
-    """Whether steps are planned ahead of results.
+    """Whether to plan steps ahead of results.
 
-    On a GPU it hides the host's work. On CPU there is little to hide, the same cores compute, and
-    a stop that the plan did not foresee costs a row of a step.
+    On a GPU this hides the host's work. On CPU there is little to hide, planning uses the same
+    cores, and every unforeseen stop wastes a row of a step.
     """
     return device.type == "cuda" if wanted is None else wanted

@@ -17,27 +17,27 @@ from llmc.engine.kv.layout import CacheLayout
 from llmc.errors import ConfigError
 from llmc.runner.ranks import Kind, Order, Ranks
 
-# Of what is free on a machine that also runs other programs.
+# Fraction of free memory to use on a machine that also runs other programs.
 _CPU_SHARE = 0.4
-# Of recurrent states, for the prefix cache: a few for each row, and not much of a cache's memory.
+# Snapshots of recurrent states, for the prefix cache: a few per row, in a small part of the memory.
 _SNAPSHOTS_PER_ROW = 8
-_SNAPSHOT_SHARE = 8  # one in so many bytes
+_SNAPSHOT_SHARE = 8  # at most one eighth of the cache's bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """What a model takes besides its weights, as measured."""
+    """The measured memory that a model needs besides its weights, and its speed."""
 
-    graph: fx.GraphModule  # with the kernels that were measured, and will serve
+    graph: fx.GraphModule  # with the kernels that were measured and will be used for serving
     layout: CacheLayout
     bytes_beside: int  # activations, CUDA graphs, recurrent states, slots of LoRA adapters
     bytes_per_token: int  # of KV cache, in one group of layers
-    prefill_seconds_per_token: float  # 0 where it was not measured
+    prefill_seconds_per_token: float  # 0 if not measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSize:
-    """The pool that was chosen, and the context that it can hold."""
+    """The size of the pool, and the context that fits into it."""
 
     num_blocks: int
     max_model_len: int
@@ -47,7 +47,7 @@ class PoolSize:
 
 
 class PeakMemory:
-    """Peak bytes of this process since `start`, on the device that it watches."""
+    """Measures this process's peak memory since `start`, on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -59,8 +59,8 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats()
             self._start = torch.cuda.memory_allocated()
             return
-        # Writing 5 resets the high-water mark (proc(5)); where that is not allowed, only growth
-        # past the old peak is seen.
+        # Writing 5 resets the high-water mark (proc(5)). Where that is not allowed, only growth
+        # beyond the old peak is measured.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
         self._start = psutil.Process().memory_info().rss
@@ -83,16 +83,16 @@ def peak_resident_bytes() -> int:
 
 
 def free_bytes(device: torch.device, config: EngineConfig) -> int:
-    """What the cache may take, before activations are subtracted."""
+    """Bytes available for the cache, before activations are subtracted."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         return int(free - total * (1 - config.gpu_memory_utilization))
-    sharers = config.tensor_parallel_size * config.data_parallel_size  # all take from this memory
+    sharers = config.tensor_parallel_size * config.data_parallel_size  # all share this memory
     return int(psutil.virtual_memory().available * _CPU_SHARE / sharers)
 
 
 def least_free_bytes(device: torch.device, config: EngineConfig, ranks: Ranks | None) -> int:
-    """`free_bytes`, of the rank that has the least of it. Every rank calls it."""
+    """The minimum of `free_bytes` over all ranks. Every rank must call it."""
     free = free_bytes(device, config)
     if ranks is None:
         return free
@@ -109,10 +109,10 @@ def size_pools(
     ranks: Ranks | None = None,
     state_bytes: int = 0,
 ) -> PoolSize:
-    """The blocks that fit of each model's cache: all have as many, of their own size.
+    """The number of blocks that fits for all models' caches. Each has as many, of its own size.
 
     `config` and `model_len` are those of the first model, which is the one that is served. All
-    ranks have as many blocks.
+    ranks get the same number of blocks.
     """
     beside = sum(model.bytes_beside for model in models)
     return size_pool(
@@ -134,13 +134,13 @@ def size_pool(
     available: int,
     state_bytes: int = 0,
 ) -> PoolSize:
-    """`model_len` is the model's own limit. ConfigError when one request does not fit.
+    """Size the pool. `model_len` is the model's own limit. ConfigError if one request does not fit.
 
-    `bytes_per_token` are those of a token in one of the layout's groups of layers.
+    `bytes_per_token` is the size of a token in one of the layout's groups of layers.
 
-    An explicit max_model_len must fit; one that was left open is cut to what fits. A model that
-    keeps no keys and values (recurrent throughout) has blocks for every row: they cost nothing.
-    `state_bytes` are those of a snapshot, where states are kept; snapshots are taken off first.
+    An explicit max_model_len must fit; otherwise the context is reduced to what fits. A model
+    without keys and values (fully recurrent) gets blocks for every row, as they cost nothing.
+    `state_bytes` is the size of a state snapshot, if there are any; snapshots are subtracted first.
     """
     block_bytes = bytes_per_token * config.block_size
     wanted_len = config.max_model_len or model_len
@@ -158,7 +158,7 @@ def size_pool(
     if num_blocks < need and config.max_model_len is None:
         raise ConfigError(
             f"{budget / 2**20:.3g} MiB of KV cache are less than the "
-            f"{need * block_bytes / 2**20:.3g} MiB that {config.block_size} tokens take; "
+            f"{need * block_bytes / 2**20:.3g} MiB that {config.block_size} tokens need; "
             "raise kv_cache_memory"
         )
     if num_blocks < need:

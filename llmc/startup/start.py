@@ -1,10 +1,10 @@
-"""EngineConfig -> a running EngineCore. All of start-up, in order, with every phase timed.
+"""EngineConfig -> a running EngineCore: all of start-up, in order, with every phase timed.
 
     check paths -> resolve -> compile (build, capture, rewrite, or the cache) -> load weights
-    -> profile -> size -> bind -> engine; better steps are compiled in the background
+    -> profile -> size -> bind -> engine; faster steps are compiled in the background
 
 Every stage is a function from one frozen dataclass to the next. A draft model goes through the
-same ones. torch is imported once the paths are known to be right.
+same stages. torch is imported after the paths are checked.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class Started:
     model: BoundModel
     info: ModelInfo
     phases: list[Phase]
-    upgrade: Upgrade | None = None  # steps being compiled, which will replace the one that runs
-    rank_processes: RankProcesses | None = None  # of a tensor-parallel engine: they end with it
+    upgrade: Upgrade | None = None  # steps being compiled, which will replace the current one
+    rank_processes: RankProcesses | None = None  # of a tensor-parallel engine; they end with it
 
     def end_ranks(self) -> None:
-        """End the processes of the other ranks. Safe to call again."""
+        """End the other ranks' processes. May be called more than once."""
         if self.rank_processes is not None:
             self.rank_processes.end()
 
 
 class PhaseClock:
-    """Times phases; keeps each in `phases` and calls `on_phase` with it as it ends."""
+    """Times phases, appends each to `phases` when it ends, and calls `on_phase` with it."""
 
     def __init__(self, on_phase: OnPhase | None) -> None:
         self.phases: list[Phase] = []
@@ -71,7 +71,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[list[str]]:
-        """The block may append details to the list it is given."""
+        """Time a block, which may append details to the list that it receives."""
         start = time.perf_counter()
         detail: list[str] = []
         yield detail
@@ -82,8 +82,8 @@ class PhaseClock:
 
 
 def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Started:
-    """Raises ConfigError, CheckpointError or CompileError; EngineDeadError where another rank of a
-    tensor-parallel engine does not start."""
+    """Start an engine. Raises ConfigError, CheckpointError or CompileError, or EngineDeadError if
+    another rank of a tensor-parallel engine does not start."""
     clock = PhaseClock(on_phase)
     if config.tensor_parallel_size == 1:
         return _start(config, clock, None)
@@ -105,7 +105,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
 
 
 def give_back_freed() -> None:
-    """Return the memory of engines that nobody refers to any more to the system."""
+    """Return the memory of unreferenced engines to the system."""
     import gc
 
     import torch
@@ -166,10 +166,10 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         detail += [source.files.name, source.dtype_name, str(device)]
 
     if disabled:
-        log.warning("left out, as this model is wrong with them: %s", ", ".join(disabled))
+        log.warning("disabled passes, since this model is wrong with them: %s", ", ".join(disabled))
     if device.type == "cpu":
         limit_threads()
-        if config.distributed_executor_backend != "ray":  # which says who has which cores
+        if config.distributed_executor_backend != "ray":  # Ray assigns the cores
             share_threads(config.tensor_parallel_size * config.data_parallel_size)
     if processes is not None:
         check_source(source)
@@ -179,7 +179,7 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         draft_model.check_width(draft_source, source, program)
         matched = sum(1 for r in program.reports if r.changed)
         notes = [program.capture_note] if program.capture_note else []
-        layers = [f"{program.num_layers} layers"] if program.num_layers else []  # with a cache
+        layers = [f"{program.num_layers} layers"] if program.num_layers else []  # with a KV cache
         detail += [*layers, *notes]
         detail += [f"{matched} passes matched", f"-O{level}"]
         detail += ["from cache"] if program.from_cache else []
@@ -202,7 +202,7 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
             images = load_images(model, programs)
             detail.append("refused" if isinstance(images, NoImages) else "read")
     else:
-        images = NoImages(reason="it reads text alone")
+        images = NoImages(reason="it reads text only")
     drafting = _speculation_config(config, model)
     compiled_models, models = [compiled], [model]
     in_flight = [2 if pick_async(config.async_scheduling, device) else 1]
@@ -255,8 +255,8 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         detail += _cache_details(model, pool, bound[0])
         if state_bytes and not pool.num_snapshots:
             log.info(
-                "prefix caching is off: a state of this model's recurrent layers takes %.0f MiB, "
-                "more than an eighth of the memory for the cache; raise kv_cache_memory",
+                "prefix caching is off: one state of this model's recurrent layers takes %.0f MiB, "
+                "more than an eighth of the cache memory; raise kv_cache_memory",
                 state_bytes / 2**20,
             )
         if build is not None and not built:
@@ -291,7 +291,7 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
 
 
 def _speculation_config(config: EngineConfig, model: LoadedModel) -> SpeculativeConfig | None:
-    """None, and a line in the log, for a model whose state can't go back."""
+    """None, with a log line, if the model's state can't be rolled back."""
     if why := _reads_all_of_a_text(model):
         if config.enable_prefix_caching:
             log.info("prefix caching is off: %s", why)
@@ -306,7 +306,7 @@ def _speculation_config(config: EngineConfig, model: LoadedModel) -> Speculative
 
 
 def _reads_all_of_a_text(model: LoadedModel) -> str:
-    """Why nothing of a text can be used for another that begins alike; "": it can."""
+    """Why sequences with a common prefix can't share its cache; "" if they can."""
     pooling = model.source.pooling
     if model.source.facts.is_encoder:
         return "an encoder's tokens see later ones"
@@ -350,9 +350,9 @@ def _make_engine(
 
     config, program = model.source.config, model.program
     is_encoder = model.source.facts.is_encoder
-    has_states = bool(model.state_bytes) or is_encoder  # no block of a prompt is all of its past
-    # A checkpoint may name an end token beyond its logits; it can't be drawn, and must not become
-    # an index anywhere.
+    has_states = bool(model.state_bytes) or is_encoder  # blocks do not hold all of a prompt's past
+    # A checkpoint may name an end token beyond its logits. It can't be sampled, and must not be
+    # used as an index.
     eos = tuple(t for t in model.source.eos_token_ids if 0 <= t < program.vocab_size)
     return EngineCore(
         bound.runner,

@@ -1,4 +1,4 @@
-"""Tensor parallel: the processes of an engine's other ranks, and what a model must be for it.
+"""Tensor parallelism: the processes of an engine's other ranks, and the requirements on a model.
 
     rank 0 (start_engine)                              rank 1 ... (startup/rank_process.py)
       RankProcesses: starts them          -- nothing -->  import torch
@@ -7,9 +7,9 @@
                                           -- all are --->  join the group
       runner                              -- Order ---->  runner
 
-A rank is a process with a channel, which is a pair of sockets that nobody else has. What ranks sum
-goes over gloo or NCCL, on this machine alone. A rank ends when its channel does. Ranks on Ray
-(ray_ranks.py) may be elsewhere.
+A rank is a process with a channel, which is a private pair of sockets. Collectives go over gloo or
+NCCL, on this machine only. A rank exits when its channel is closed. Ranks on Ray (ray_ranks.py) can
+be on other machines.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from llmc.runner.ranks import Order, Ranks
 from llmc.startup.resolve import ModelSource
 
 log = logging.getLogger(__name__)
-_dist: Any = dist  # groups of its own for each engine, which torch leaves untyped
+_dist: Any = dist  # for process groups per engine, which torch leaves untyped
 
 MODULE = "llmc.startup.rank_process"
-TIMEOUT_S = 30.0  # for a rank that takes part in no collective: then it counts as stuck
-END_S = 5.0  # for a rank to end after its channel was closed
-PROGRAM = "program"  # the name under which rank 0 keeps it for the others
+TIMEOUT_S = 30.0  # for a rank to join a collective; after that it counts as stuck
+END_S = 5.0  # for a rank to exit after its channel was closed
+PROGRAM = "program"  # the name under which rank 0 saves it for the others
 
 
 def check_tensor_parallel(config: EngineConfig) -> None:
-    """ConfigError for what can't be had together with it, all named at once."""
+    """Raise ConfigError for options that it can't be combined with, naming all of them."""
     if config.tensor_parallel_size == 1:
         return
     drafting = config.speculative_config
@@ -72,41 +72,41 @@ def check_tensor_parallel(config: EngineConfig) -> None:
     named = [name for name, is_asked in refused.items() if is_asked]
     if named:
         raise ConfigError(
-            f"tensor_parallel_size {config.tensor_parallel_size} can't be had with "
+            f"tensor_parallel_size {config.tensor_parallel_size} can't be combined with "
             f"{', '.join(named)} yet; leave that out, or serve on one rank"
         )
 
 
 def check_source(source: ModelSource) -> None:
-    """ConfigError for a model that can't be served on several ranks on this machine."""
+    """Raise ConfigError for a model that can't be served on several ranks on this machine."""
     config = source.config
     if source.pooling is not None:
         raise ConfigError(
-            f"tensor_parallel_size {config.tensor_parallel_size} can't be had with a model that is "
-            f"served for vectors yet (task {config.task!r}); serve it on one rank"
+            f"tensor_parallel_size {config.tensor_parallel_size} is not supported for pooling "
+            f"models yet (task {config.task!r}); serve it on one rank"
         )
     is_here = config.distributed_executor_backend != "ray"
     num_gpus = torch.cuda.device_count() if source.device.type == "cuda" and is_here else MOST_RANKS
     if num_gpus < config.tensor_parallel_size:
         raise ConfigError(
-            f"tensor_parallel_size {config.tensor_parallel_size} takes a GPU for each rank, and "
-            f"torch sees {num_gpus}"
+            f"tensor_parallel_size {config.tensor_parallel_size} needs a GPU for each rank, but "
+            f"torch finds {num_gpus}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOrder:
-    """What a rank is to be. One line of JSON, the first on its channel."""
+    """A rank's configuration. Sent as one line of JSON, the first on its channel."""
 
     config: Mapping[str, Any]  # fields of EngineConfig
-    folder: str  # private: the program, and where ranks find each other
+    folder: str  # private: has the program, and the store by which ranks find each other
     rank: int
     size: int
-    threads: int  # 0: its own number
+    threads: int  # 0: the rank's default
     timeout_s: float
     log_level: int
-    # Of a rank that may be elsewhere: where rank 0's store listens, and the names and bytes of the
-    # program's files, which come behind the line.
+    # For a rank that may be on another machine: the address of rank 0's store, and the names and
+    # sizes of the program's files, which follow the line.
     store: tuple[str, int] | None = None
     files: Mapping[str, int] = field(default_factory=dict)
 
@@ -122,7 +122,7 @@ class RankOrder:
 
 
 def open_group(folder: str, rank: int, size: int, device: torch.device, timeout_s: float) -> Group:
-    """Waits until all ranks of this machine have come. RuntimeError after `timeout_s`."""
+    """Wait until all ranks on this machine have joined. RuntimeError after `timeout_s`."""
     store = _dist.FileStore(str(Path(folder) / "ranks"), size)
     return group_of(store, rank, size, device, timeout_s, "127.0.0.1")
 
@@ -130,7 +130,7 @@ def open_group(folder: str, rank: int, size: int, device: torch.device, timeout_
 def group_of(
     store: Any, rank: int, size: int, device: torch.device, timeout_s: float, address: str
 ) -> Group:
-    """The group of the ranks that share a store; gloo's sums use the interface of `address`."""
+    """The group of the ranks that share a store. gloo uses the network interface of `address`."""
     timeout = timedelta(seconds=timeout_s)
     store.set_timeout(timeout)
     if device.type == "cuda":
@@ -138,12 +138,12 @@ def group_of(
     else:
         processes = _gloo(store, rank, size, timeout, address)
     group = Group(processes)
-    group.total(torch.zeros(1, device=device))  # none goes on before all are connected
+    group.total(torch.zeros(1, device=device))  # a barrier: wait until all are connected
     return group
 
 
 def tcp_store(host: str, port: int, size: int, timeout_s: float, *, is_master: bool) -> Any:
-    """A store for ranks that may be elsewhere. The master listens, on any free port with 0."""
+    """A store for ranks that may be on other machines. Port 0: the master picks a free one."""
     return _dist.TCPStore(
         host,
         port,
@@ -169,15 +169,15 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 class RankProcess(Protocol):
-    """One rank beside this one."""
+    """Another rank."""
 
     pid: int
 
     def ended(self) -> str | None:
-        """How: "exit code 1"; None while it runs."""
+        """How it exited, such as "exit code 1"; None while it runs."""
 
     def end(self, timeout_s: float) -> None:
-        """Wait for its end after its channel was closed; kill it after `timeout_s`."""
+        """Wait for it to exit after its channel was closed; kill it after `timeout_s`."""
 
 
 class _LocalRank:
@@ -200,7 +200,7 @@ class _LocalRank:
 
 
 class RankProcesses:
-    """The ranks beside this one. They end with this object, or with this process."""
+    """The other ranks. They end with this object, or with this process."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -233,12 +233,12 @@ class RankProcesses:
         return [process.pid for process in self._processes]
 
     def send(self, source: ModelSource, program: Program) -> None:
-        """Have them load their parts of the weights of this program."""
+        """Have them load their shards of this program's weights."""
         ProgramCache(Path(self._folder)).save(PROGRAM, program)
         if not (Path(self._folder) / "programs" / PROGRAM).is_dir():
             raise CompileError(
-                "the program can't be given to other ranks: a pass put a tensor of its own into "
-                "the graph to be written to; leave the pass out, or serve on one rank"
+                "the program can't be sent to other ranks, because a pass added a writable tensor "
+                "to the graph; leave the pass out, or serve on one rank"
             )
         for rank, channel in enumerate(self._channels, start=1):
             order = RankOrder(
@@ -256,11 +256,11 @@ class RankProcesses:
         self._write(channel, order.line())
 
     def join(self, device: torch.device) -> Ranks:
-        """Wait until they have loaded, and make the group. EngineDeadError where one has not."""
+        """Wait until they have loaded, and create the group. EngineDeadError if one has failed."""
         for rank, channel in enumerate(self._channels, start=1):
             line = read_line(channel)
             if line is None:
-                raise EngineDeadError(f"rank {rank} did not start: {self.why() or 'it has ended'}")
+                raise EngineDeadError(f"rank {rank} did not start: {self.why() or 'it exited'}")
             error = json.loads(line)["error"]
             if error is not None:
                 raise EngineDeadError(f"rank {rank} did not start: {error}")
@@ -289,30 +289,30 @@ class RankProcesses:
             raise EngineDeadError(f"{why}; restart the engine") from error
 
     def why(self) -> str:
-        """Which rank has ended, and how. One that is about to end is waited for, briefly."""
+        """Which rank has exited, and how. Waits briefly for one that is about to exit."""
         until = time.monotonic() + 1.0
         while not (why := self.first_ended()) and time.monotonic() < until:
             time.sleep(0.02)
         return why
 
     def first_ended(self) -> str:
-        """The lowest rank that has ended, and how; "" while all run."""
+        """The lowest rank that has exited, and how; "" while all run."""
         for rank, process in enumerate(self._processes, start=1):
             if (how := process.ended()) is not None:
-                return f"rank {rank} (process {process.pid}) ended with {how}"
+                return f"rank {rank} (process {process.pid}) exited ({how})"
         return ""
 
 
 def _watch(channels: Sequence[socket.socket], group: Group) -> None:
-    """Until a rank ends: then abort what waits for it. Ranks say nothing once they have joined, so
-    what can be read of a channel is its end."""
+    """Wait until a rank exits, then abort the collectives that wait for it. Ranks send nothing once
+    they have joined, so a readable channel means that it was closed."""
     while all(channel.fileno() >= 0 for channel in channels):
         try:
             ended, _, _ = select.select(channels, [], [], 1.0)
-        except (OSError, ValueError):  # closed meanwhile: the engine ends
+        except (OSError, ValueError):  # closed, because the engine is shutting down
             return
         if ended:
-            log.debug("a rank has ended")
+            log.debug("a rank has exited")
             group.abort()
             return
 
@@ -329,7 +329,7 @@ def _end(processes: Sequence[RankProcess], channels: Sequence[socket.socket], fo
 
 
 def _plain_config(source: ModelSource) -> dict[str, Any]:
-    """The config's fields, without what is rank 0's alone."""
+    """The config's fields, without those that only rank 0 uses."""
     config = dataclasses.replace(
         source.config,
         model=str(source.files.path),
@@ -342,7 +342,7 @@ def _plain_config(source: ModelSource) -> dict[str, Any]:
 
 
 def read_line(channel: socket.socket) -> bytes | None:
-    """A short line, byte by byte: what follows is not for this reader."""
+    """Read a short line byte by byte, leaving what follows for other readers."""
     line = b""
     while not line.endswith(b"\n"):
         byte = channel.recv(1)
@@ -353,6 +353,6 @@ def read_line(channel: socket.socket) -> bytes | None:
 
 
 def share_threads(size: int) -> None:
-    """`size` processes compute on this machine's cores; a number in OMP_NUM_THREADS is for each."""
+    """Divide this machine's cores among `size` processes, unless OMP_NUM_THREADS is set."""
     if size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // size))

@@ -1,8 +1,8 @@
 """Once per architecture: packed requests must not see each other, and chunks must not matter.
 
-Packing is right only if tokens are mixed by nothing but attention and the ops that keep a state. A
-model that sums, convolves or recurs over its tokens in another way would be captured without a
-complaint, and its answers would depend on the request beside them, or on where a prompt is cut. So
+Packing is correct only if nothing mixes tokens except attention and the ops that keep a state. A
+model that sums, convolves or recurs over its tokens in another way would be captured without an
+error, but its output would depend on other requests in the batch, or on how a prompt is chunked. So
 two requests are run together and alone, one of them in two chunks, and their logits are compared.
 """
 
@@ -18,9 +18,9 @@ from llmc.errors import CompileError
 from llmc.runner.model_runner import ModelRunner
 from llmc.sampling_params import SamplingParams
 
-# The second is one token, right behind the text of the first.
+# The second is one token, directly after the first in the packed batch.
 LENGTHS = (7, 1)
-# Relative error of logits: rounding and another order of sums stay far below, a mix far above.
+# Relative error of logits: rounding and reordered sums are far below, mixing is far above.
 _TOLERANCE = {torch.float32: 0.01}
 _TOLERANCE_LOW_PRECISION = 0.1
 
@@ -28,12 +28,12 @@ _TOLERANCE_LOW_PRECISION = 0.1
 def verify_packing(
     runner: ModelRunner, dtype: torch.dtype, *, in_pieces: bool = True, rounds: bool = False
 ) -> None:
-    """CompileError when a request's logits depend on the request beside it, or on where it is cut.
+    """Raise CompileError if a request's logits depend on other requests, or on its chunks.
 
-    `in_pieces`: prompts are cut; those of encoders are not. `rounds`: inputs of linears have
-    8 bits, where another order of sums may round some to the next number.
+    `in_pieces`: prompts are computed in chunks; those of encoders are not. `rounds`: inputs of
+    linears are rounded to 8 bits, where reordered sums can round some to the next value.
 
-    `runner` needs two rows and blocks for both requests; its rows are free again afterwards.
+    `runner` needs two rows, and blocks for both requests; its rows are free again afterwards.
     """
     vocab, size, groups = runner.rows.vocab_size, runner.rows.block_size, runner.rows.num_groups
     prompts = [[(7 * i + 3 * j + 1) % vocab for j in range(n)] for i, n in enumerate(LENGTHS)]
@@ -48,20 +48,20 @@ def verify_packing(
             raise CompileError(
                 "the model mixes the tokens of requests that are computed together "
                 f"(logits differ by {error:.0%}): something besides its attention "
-                "looks at other tokens, which can't be served yet"
+                "reads other tokens, which is not supported yet"
             )
     if not in_pieces:
         return
     if (error := _error(_in_pieces(runner, prompts[0], tables[0]), alone[0])) > tolerance:
         raise CompileError(
-            "the model forgets what it saw in an earlier step of the same prompt "
+            "the model loses information from earlier steps of the same prompt "
             f"(logits differ by {error:.0%}): something besides its attention carries a state from "
-            "token to token, which can't be served yet"
+            "token to token, which is not supported yet"
         )
 
 
 def _error(got: Tensor, want: Tensor) -> float:
-    """Relative to `want`; 0 where broken or zero weights leave nothing to compare."""
+    """Error relative to `want`; 0 if broken or zero weights leave nothing to compare."""
     scale = want.norm()
     if not torch.isfinite(scale) or scale == 0:
         return 0.0
@@ -70,7 +70,7 @@ def _error(got: Tensor, want: Tensor) -> float:
 
 
 def _in_pieces(runner: ModelRunner, prompt: Sequence[int], table: Sequence[int]) -> Tensor:
-    """Last-token logits of a prompt that is computed in two steps."""
+    """Last-token logits of a prompt computed in two steps."""
     half = len(prompt) // 2
     first = RowWork(row=0, start=0, num_tokens=half, sample=False, new_blocks=table)
     rest = RowWork(row=0, start=half, num_tokens=len(prompt) - half, sample=True)

@@ -1,9 +1,9 @@
-"""GrammarStarter: matchers for the engine, made beside its thread.
+"""GrammarStarter: creates matchers for the engine outside its thread.
 
-    begin(spec) --kept grammar--> a copy at once
-                --new one-------> a thread: reads the tokenizer (once), compiles --> later
+    begin(spec) --cached grammar--> a copy at once
+                --new one---------> a thread: reads the tokenizer (once), compiles --> later
 
-The library and the tokenizer are read when the first request needs them.
+The library and the tokenizer are loaded when the first request needs them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GrammarStarter:
-    """Of one model. `tokenizer_path` None: it has no tokenizer, and nothing can be started."""
+    """Starts matchers for one model. `tokenizer_path` None: it has no tokenizer, so that fails."""
 
     def __init__(
         self, tokenizer_path: Path | None, *, vocab_size: int, eos_token_ids: Sequence[int]
@@ -34,7 +34,7 @@ class GrammarStarter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llmc-grammar")
 
     def begin(self, spec: StructuredOutputs) -> Future[Matcher]:
-        """A matcher at the start of an output; done at once for a grammar that is kept."""
+        """A matcher at the start of an output; done at once for a cached grammar."""
         kept = None if self._grammars is None else self._grammars.copy_kept(spec)
         if kept is None:
             return self._thread.submit(self._start, spec)
@@ -56,13 +56,13 @@ class GrammarStarter:
 
 
 def load_grammars(vocabulary: Vocabulary) -> Grammars:
-    """`Grammars.load`; InvalidRequestError where the library is missing."""
+    """`Grammars.load`. InvalidRequestError if the library is not installed."""
     try:
         from llmc.structured.grammars import Grammars
     except ImportError as error:
         raise InvalidRequestError(
-            f"structured outputs need the package llguidance ({error}); install it beside the "
-            "server",
+            f"structured outputs need the package llguidance ({error}); install it in the "
+            "server's environment",
             param="structured_outputs",
         ) from error
     return Grammars.load(vocabulary)

@@ -14,9 +14,9 @@ from llmc.errors import InvalidRequestError, LlmcError
 from llmc.structured.vocabulary import Vocabulary
 from llmc.structured_outputs import StructuredOutputs
 
-_MAX_KEPT = 64  # prototypes; a copy costs microseconds, a new one milliseconds
+_MAX_KEPT = 64  # prototypes; a copy takes microseconds, a new one milliseconds
 
-# Half of the library's defaults or less: what a step may cost at most, and a grammar hold.
+# Limits on the cost of a step and the size of a grammar: at most half of the library's defaults.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,
     step_lexer_fuel=100_000,
@@ -32,18 +32,17 @@ _FORMATS: dict[str, Literal["gbnf", "regex", "choice"]] = {
 }
 
 
-# Between the parts of JSON: nothing, a space, or a new line and its indentation. Without a bound
-# a small model may write white space until its tokens are spent.
+# White space in JSON: nothing, a space, or a newline with indentation. Without a bound, a small
+# model may generate white space until it reaches max_tokens.
 _WHITE_SPACE = r"(\n[ ]{0,16}|[ ])?"
 
 
 class GrammarError(LlmcError):
-    """A matcher met something that it can't go on from; its request must end, never go on
-    without a mask."""
+    """A matcher failed. Its request must end, since it must never continue without a mask."""
 
 
 def compile_grammar(spec: StructuredOutputs) -> str:
-    """The grammar in the library's own form. InvalidRequestError where it can't be read."""
+    """The grammar in the library's own format. InvalidRequestError if it can't be parsed."""
     try:
         if spec.kind in ("json", "json_object"):
             made = LLMatcher.grammar_from_json_schema(
@@ -57,7 +56,7 @@ def compile_grammar(spec: StructuredOutputs) -> str:
 
 
 def _after(preamble: str, grammar: str) -> str:
-    """The library's form of a grammar, or Lark, as the rule `@answer` of a preamble."""
+    """Use a grammar, in the library's format or Lark, as the rule `@answer` of a preamble."""
     try:
         [answer] = json.loads(grammar)["grammars"]
     except ValueError:
@@ -73,20 +72,20 @@ def _invalid(spec: StructuredOutputs, reason: str) -> InvalidRequestError:
 
 
 class Matcher:
-    """Follows one sequence. `mask` and `accept` raise GrammarError and never fail open."""
+    """Matches one sequence. `mask` and `accept` raise GrammarError and never fail open."""
 
     def __init__(self, matcher: LLMatcher, mask_bytes: int) -> None:
         self._matcher = matcher
         self._mask_bytes = mask_bytes
 
     def mask(self) -> bytes:
-        """Bit v % 32 of little-endian int32 word v // 32: whether token v may come next.
+        """Bit v % 32 of little-endian int32 word v // 32: whether token v is allowed next.
 
-        Once the grammar is complete and allows nothing more, only end tokens may.
+        Once the grammar is complete and allows nothing more, only end tokens are allowed.
         """
         words = self._matcher.compute_bitmask()
         self._check()
-        return words[: self._mask_bytes]  # the library may add a word that holds nothing
+        return words[: self._mask_bytes]  # the library may add an unused word
 
     def accept(self, token: int) -> None:
         if not self._matcher.consume_token(token):
@@ -95,7 +94,7 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing but an end token can follow."""
+        """Whether only an end token can follow."""
         return bool(self._matcher.is_stopped())
 
     def _check(self) -> None:
@@ -105,7 +104,7 @@ class Matcher:
 
 
 class Grammars:
-    """Makes matchers over one tokenizer; keeps those of the grammars that were used last."""
+    """Creates matchers for one tokenizer; caches those of recently used grammars."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -115,8 +114,8 @@ class Grammars:
 
     @classmethod
     def load(cls, vocabulary: Vocabulary) -> Grammars:
-        """About a second for 100,000 tokens. InvalidRequestError for a tokenizer that can't be
-        used for grammars."""
+        """Load a vocabulary. Takes about a second for 100,000 tokens. InvalidRequestError for a
+        tokenizer that can't be used for grammars."""
         try:
             made = LLTokenizer(
                 vocabulary.tokenizer,
@@ -131,12 +130,12 @@ class Grammars:
         return cls(made)
 
     def start(self, spec: StructuredOutputs) -> Matcher:
-        """A matcher at the start of an output. InvalidRequestError for a grammar that is wrong."""
+        """A matcher at the start of an output. InvalidRequestError for an invalid grammar."""
         kept = self.copy_kept(spec)
         if kept is not None:
             return kept
         made = LLMatcher(self._tokenizer, compile_grammar(spec), log_level=0, limits=_LIMITS)
-        made.compute_bitmask()  # much is compiled only now
+        made.compute_bitmask()  # much of the compilation happens here
         if made.is_error():
             raise _invalid(spec, made.get_error())
         with self._lock:
@@ -146,7 +145,7 @@ class Grammars:
         return Matcher(made.deep_copy(), self._mask_bytes)
 
     def copy_kept(self, spec: StructuredOutputs) -> Matcher | None:
-        """What `start` returns, where it takes no time: of a grammar that was used before."""
+        """The result of `start`, if the grammar is cached, so that it takes no time; else None."""
         key = (spec.kind, spec.text, spec.preamble)
         with self._lock:
             kept = self._kept.get(key)

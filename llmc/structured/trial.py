@@ -1,12 +1,12 @@
-"""A user's grammar is first tried in a separate process, with limits on time and memory.
+"""Tries users' grammars in a separate process first, with limits on time and memory.
 
     server --spec--> Trial ==pipe==> `python -P -m llmc.structured.trial` : compiles, fills a mask
            <-accepted, or InvalidRequestError--
 
-It is told the vocabulary: to read a model's tokenizer itself it would import torch.
+The vocabulary is sent to the process, because reading a model's tokenizer would import torch.
 
-A grammar that crashes native code, hangs or eats memory takes down that process alone, and is
-refused; the next trial starts another. What was accepted is remembered.
+A grammar that crashes native code, hangs or uses too much memory only takes down that process, and
+is refused; the next trial starts another. Results are cached.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _MAX_KEPT = 1024
 
 
 class Trial:
-    """Says whether a grammar may go to the engine. Safe to call from several threads: one at a
-    time is tried."""
+    """Decides whether a grammar can be sent to the engine. Thread-safe; one grammar is tried at a
+    time."""
 
     def __init__(
         self, vocabulary: Callable[[], Vocabulary], *, time_limit: float = TIME_LIMIT
     ) -> None:
-        """`vocabulary` is asked for at the first check; what it raises, that raises."""
+        """`vocabulary` is called by the first check, which raises its errors."""
         self._vocabulary = vocabulary
         self._time_limit = time_limit
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class Trial:
         self._verdicts: OrderedDict[tuple[str, str, str], str | None] = OrderedDict()
 
     def check(self, spec: StructuredOutputs) -> None:
-        """InvalidRequestError for a grammar that is wrong, too costly, or crashes the process."""
+        """Raise InvalidRequestError if a grammar is invalid, too costly, or crashes the process."""
         key = (spec.kind, spec.text, spec.preamble)
         with self._lock:
             if key not in self._verdicts:
@@ -59,12 +59,12 @@ class Trial:
             raise InvalidRequestError(verdict, param=f"structured_outputs.{spec.kind}")
 
     def close(self) -> None:
-        """End the process. A later check starts another."""
+        """End the process. The next check starts another."""
         with self._lock:
             self._stop()
 
     def _try(self, spec: StructuredOutputs) -> str | None:
-        """Why the grammar is refused; None when it is not."""
+        """Why the grammar is refused; None if it is accepted."""
         process = self._started()
         try:
             asked = {"kind": spec.kind, "text": spec.text, "preamble": spec.preamble}
@@ -72,7 +72,7 @@ class Trial:
             answer = _receive(process, self._time_limit)
         except TimeoutError:
             self._stop()
-            # Not remembered: the machine may have been busy.
+            # Not cached, since the machine may have been busy.
             raise InvalidRequestError(
                 f"structured_outputs.{spec.kind} took more than {self._time_limit:g} s to "
                 "compile; make it smaller",
@@ -80,7 +80,7 @@ class Trial:
             ) from None
         except (OSError, EOFError):
             self._stop()
-            return f"structured_outputs.{spec.kind} can't be compiled: it made the compiler crash"
+            return f"structured_outputs.{spec.kind} can't be compiled: it crashed the compiler"
         return answer
 
     def _started(self) -> subprocess.Popen[str]:
@@ -126,7 +126,7 @@ def _send(process: subprocess.Popen[str], message: object) -> None:
 
 
 def _receive(process: subprocess.Popen[str], limit: float) -> str | None:
-    """The process's answer: one line a message, so that a ready pipe holds a whole one."""
+    """The process's answer. Each message is one line, so that a ready pipe has a complete one."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], limit)
     if not ready:
@@ -173,12 +173,12 @@ def _spec(kind: str, text: str) -> StructuredOutputs:
     if kind == "choice":
         return StructuredOutputs(choice=json.loads(text))
     if kind == "json":
-        return StructuredOutputs(json=text, additional_properties=True)  # as it is
+        return StructuredOutputs(json=text, additional_properties=True)  # unchanged
     return StructuredOutputs(regex=text) if kind == "regex" else StructuredOutputs(grammar=text)
 
 
 def _limit_memory() -> None:
-    """Address space beyond what importing took; where the system knows no such limit, none."""
+    """Limit the address space, if the system supports that."""
     try:
         import resource
     except ImportError:

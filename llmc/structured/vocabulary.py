@@ -1,4 +1,4 @@
-"""What compiling grammars needs of a model's tokenizer: plain data, which any process can read."""
+"""The data of a model's tokenizer that is needed to compile grammars, readable by any process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    tokenizer: str  # in the form of tokenizer.json
+    tokenizer: str  # in the format of tokenizer.json
     vocab_size: int  # the width of the logits
     eos_token_ids: tuple[int, ...]
 
@@ -22,20 +22,21 @@ class Vocabulary:
     def of(
         cls, tokenizer: Tokenizer | None, *, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> Vocabulary:
-        """InvalidRequestError for a tokenizer without that form. Without ids, its own end ends."""
+        """The vocabulary of a tokenizer. InvalidRequestError if it has no such format. Without end
+        token ids, the tokenizer's own end token is used."""
         if tokenizer is None:
             raise InvalidRequestError(
-                "structured outputs need a tokenizer, and this model has none",
+                "structured outputs need a tokenizer, but this model has none",
                 param="structured_outputs",
                 code="no_tokenizer",
             )
-        backend = getattr(tokenizer.hf, "backend_tokenizer", None)
+        backend = tokenizer.backend
         if backend is None:
             raise InvalidRequestError(
                 "structured outputs need a tokenizer with a tokenizer.json, which this model "
-                "has not",
+                "does not have",
                 param="structured_outputs",
             )
-        own = tokenizer.hf.eos_token_id
+        own = tokenizer.eos_token_id
         ends = tuple(eos_token_ids) or (() if own is None else (own,))
         return cls(tokenizer=backend.to_str(), vocab_size=vocab_size, eos_token_ids=ends)

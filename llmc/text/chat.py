@@ -1,6 +1,6 @@
 """Messages -> prompt token ids, by the chat template that came with the model.
 
-The template runs in transformers' immutable jinja2 sandbox. Requests can't bring their own, and
+The template runs in jinja2's immutable sandbox. Requests can't bring their own, and
 their extra variables can't replace what the renderer itself is given (RESERVED). Text of a message
 that spells a control token is encoded as plain text where transformers can do that, so a user
 can't forge a turn.
@@ -8,6 +8,7 @@ can't forge a turn.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -66,10 +67,16 @@ def render_chat(
         tokenizer.hf
     ):
         # Transformers marks the text while rendering, so it must tokenize too.
-        with tokenizer.isolated() as hf:
-            ids = _apply(hf, conversation, tokenize=True, sanitize_control_tokens=True, **extra)
+        with tokenizer.isolated() as hf, _as_request_errors():
+            ids = hf.apply_chat_template(
+                conversation,
+                tokenize=True,
+                return_dict=False,
+                sanitize_control_tokens=True,
+                **extra,
+            )
         return [int(i) for i in ids]
-    text = _apply(tokenizer.hf, conversation, tokenize=False, **extra)
+    text = _render(tokenizer, conversation, **extra)
     return tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
 
 
@@ -98,8 +105,7 @@ def render_text(
             "beside images; leave it out",
             param="messages",
         )
-    text: str = _apply(tokenizer.hf, conversation, tokenize=False, **extra)
-    return text
+    return _render(tokenizer, conversation, **extra)
 
 
 def _conversation(
@@ -161,12 +167,19 @@ def _conversation(
     return conversation, extra
 
 
-def _apply(hf: Any, conversation: list[dict[str, Any]], **options: Any) -> Any:
+def _render(tokenizer: Tokenizer, conversation: list[dict[str, Any]], **options: Any) -> str:
+    with _as_request_errors():
+        return tokenizer.render(conversation, **options)
+
+
+@contextlib.contextmanager
+def _as_request_errors() -> Iterator[None]:
+    """What a template refuses (its own raise_exception, an undefined name, a bad type, a range
+    beyond the sandbox's limit) or trips over (it computes with what it is given) is about these
+    messages, not about the server.
+    """
     try:
-        return hf.apply_chat_template(conversation, return_dict=False, **options)
-    # What a template refuses (its own raise_exception, an undefined name, a bad type, a range
-    # beyond the sandbox's limit) or trips over (it computes with what it is given) is about these
-    # messages, not about the server.
+        yield
     except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as exc:
         raise InvalidRequestError(
             f"the model's chat template refused the messages: {str(exc)[:300]}",
@@ -209,12 +222,10 @@ def _learned(tokenizer: Tokenizer, template: str) -> ToolFormat:
 
     def render(messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> str | None:
         flat = [_flat(index, message, parts) for index, message in enumerate(messages)]
-        options: dict[str, Any] = {"add_generation_prompt": prompt, "tokenize": False}
         try:
-            text: str = _apply(tokenizer.hf, flat, tools=list(tools), **options)
+            return _render(tokenizer, flat, tools=list(tools), add_generation_prompt=prompt)
         except InvalidRequestError:
             return None
-        return text
 
     return learn_format(render, tokenizer.special_texts) or GENERIC
 
@@ -238,12 +249,9 @@ def _learned_reasoning(tokenizer: Tokenizer, template: str) -> ReasoningFormat |
         flat = [_flat(index, message, parts) for index, message in enumerate(messages)]
         extra = {} if thinking is None else {"enable_thinking": thinking}
         try:
-            text: str = _apply(
-                tokenizer.hf, flat, add_generation_prompt=prompt, tokenize=False, **extra
-            )
+            return _render(tokenizer, flat, add_generation_prompt=prompt, **extra)
         except InvalidRequestError:
             return None
-        return text
 
     return learn_reasoning(render, template, tokenizer.added_tokens)
 
@@ -271,7 +279,7 @@ def _takes_system(tokenizer: Tokenizer, template: str) -> bool:
     messages = [{"role": "system", "content": word}, {"role": "user", "content": "a"}]
     flat = [_flat(index, message, parts) for index, message in enumerate(messages)]
     try:
-        text = _apply(tokenizer.hf, flat, chat_template=template, tokenize=False)
+        text = _render(tokenizer, flat, chat_template=template)
     except InvalidRequestError:
         return False
     return word in text
@@ -288,7 +296,7 @@ def _reads_parts_alone(tokenizer: Tokenizer, template: str) -> bool:
     def writes(content: Any) -> bool:
         message = {"role": "user", "content": content}
         try:
-            text = _apply(tokenizer.hf, [message], chat_template=template, tokenize=False)
+            text = _render(tokenizer, [message], chat_template=template)
         except InvalidRequestError:
             return False
         return word in text

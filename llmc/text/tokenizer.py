@@ -1,8 +1,8 @@
 """The tokenizer as the rest of the front sees it: text -> ids before a request, ids -> text after.
 
-Wraps transformers' AutoTokenizer and calls the Rust tokenizer below it directly where there is
-one: that path is free of transformers' per-call state (truncation, padding), so any thread may
-use it. A tokenizer written in Python is used under a lock instead.
+Calls the Rust tokenizer below transformers' directly where there is one: that path is free of
+transformers' per-call state (truncation, padding), so any thread may use it. The transformers
+object is made when something needs it. A tokenizer written in Python is used under a lock.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import importlib.metadata
 import json
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmc.cache_dir import cache_dir
 from llmc.errors import CheckpointError, InvalidRequestError, reason_of
+from llmc.text.known_tokenizer import ChatTemplates, KnownTokenizer, without_truncation
+from llmc.text.template import is_plain, render_template
 from llmc.text.tokenizer_cache import TokenizerCache
 from llmc.text.tools.tool_format import ToolFormat
 
@@ -53,19 +55,22 @@ class Tokenizer:
     """Encodes prompts and decodes output of one model. Made by `Tokenizer.load`."""
 
     def __init__(self, hf: Any) -> None:
-        self.hf = hf
+        """`hf`: a tokenizer of transformers, or a KnownTokenizer, which loads it when needed."""
+        known = hf if isinstance(hf, KnownTokenizer) else KnownTokenizer.of(hf)
+        self.backend = known.backend
+        self._facts, self._load = known.facts, known.load
         self._lock = threading.Lock()
+        self._load_lock = threading.Lock()
+        self._loaded: Any = None
         self._copy: Any = None
         self._copy_lock = threading.Lock()
-        self._backend = getattr(hf, "backend_tokenizer", None)
-        if self._backend is not None:
-            # A tokenizer.json may carry the truncation of its training run; prompts must not
-            # be cut in silence.
-            self._backend.no_truncation()
-            self._backend.no_padding()
+        if self.backend is not None:
+            without_truncation(self.backend)
+        self._templates: ChatTemplates = known.facts.chat_template
+        self._renders_alike = known.facts.renders_alike
         self.given_tool_format: ToolFormat | None = None  # None: learned from the template
-        self.special_ids = frozenset(int(i) for i in hf.all_special_ids) | _special_added(hf)
-        self.size = len(hf)
+        self.special_ids = frozenset(known.facts.special_ids)
+        self.size = known.facts.size
 
     @classmethod
     def load(cls, path: Path | str, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -73,14 +78,25 @@ class Tokenizer:
         folder = Path(path)
         check_tokenizer_files(folder)
         cache = None if trust_remote_code else TokenizerCache(cache_dir())
-        hf = None if cache is None else cache.load(folder)
-        if hf is None:
-            hf = _load_anew(folder, trust_remote_code)
-            if cache is not None:
-                cache.save(folder, hf)
+        known = None if cache is None else cache.load(folder)
+        if known is not None:
+            return cls(known)
+        hf = _load_anew(folder, trust_remote_code)
         if getattr(hf, "chat_template", None) is None:
             hf.chat_template = _template_of_processor(folder)
-        return cls(hf)
+        tokenizer = cls(hf)
+        if cache is not None:
+            cache.save(folder, hf)
+        return tokenizer
+
+    @property
+    def hf(self) -> Any:
+        """The tokenizer of transformers, which is imported and loaded the first time."""
+        with self._load_lock:
+            if self._loaded is None:
+                self._loaded = self._load()
+                self._loaded.chat_template = self._templates
+            return self._loaded
 
     def encode(
         self,
@@ -102,9 +118,9 @@ class Tokenizer:
             with self.isolated() as hf:
                 cut = {"truncation": True, "max_length": max_length}
                 return list(hf(text, pair, add_special_tokens=add_special_tokens, **cut).input_ids)
-        if self._backend is not None:
+        if self.backend is not None:
             # Of the encode methods the one that lets other threads run, and that skips offsets.
-            [encoding] = self._backend.encode_batch_fast(
+            [encoding] = self.backend.encode_batch_fast(
                 [text if pair is None else (text, pair)], add_special_tokens=add_special_tokens
             )
             return list(encoding.ids)
@@ -132,8 +148,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Ids that the tokenizer does not know decode to nothing."""
-        if self._backend is not None:
-            text = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if self.backend is not None:
+            text = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
             return str(text)
         with self._lock:
             known = [i for i in token_ids if 0 <= i < self.size]
@@ -157,8 +173,22 @@ class Tokenizer:
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each id, "" for an id that it does not have."""
+        if self.backend is not None:
+            return [self.backend.id_to_token(int(i)) or "" for i in token_ids]
         with self._lock:
             return [self.hf.convert_ids_to_tokens(int(i)) or "" for i in token_ids]
+
+    def ids_of(self, tokens: Sequence[str]) -> list[int]:
+        """The ids of tokens that the vocabulary has, by its own spelling."""
+        if self.backend is not None:
+            return [self.backend.token_to_id(token) for token in tokens]
+        return [self.hf.convert_tokens_to_ids(token) for token in tokens]
+
+    def vocabulary(self) -> dict[str, int]:
+        """All tokens in the vocabulary's own spelling, added ones too, with their ids."""
+        if self.backend is not None:
+            return dict(self.backend.get_vocab(with_added_tokens=True))
+        return dict(self.hf.get_vocab())
 
     @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:
@@ -178,25 +208,72 @@ class Tokenizer:
             return text.encode("utf-8")
         return _spelled_bytes(self.tokens([token_id])[0])
 
-    @functools.cached_property
+    @property
     def added_tokens(self) -> dict[str, int]:
         """Tokens that were added to the vocabulary, special or not, with their ids."""
-        return {str(text): int(i) for text, i in self.hf.get_added_vocab().items()}
+        return self._facts.added_tokens
 
     @property
     def eos_token_id(self) -> int | None:
-        return _optional_int(self.hf.eos_token_id)
+        return self._facts.eos_token_id
 
     @property
     def bos_token_id(self) -> int | None:
-        return _optional_int(self.hf.bos_token_id)
+        return self._facts.bos_token_id
 
     @property
     def chat_template(self) -> str | None:
-        template = getattr(self.hf, "chat_template", None)
-        if isinstance(template, dict):  # several named ones
-            template = template.get("default")
-        return template if isinstance(template, str) else None
+        template = self._templates
+        return template.get("default") if isinstance(template, dict) else template
+
+    @chat_template.setter
+    def chat_template(self, template: str | None) -> None:
+        """Replaces the one that came with the model."""
+        with self._load_lock:
+            self._templates = template
+            self._renders_alike = False
+            if self._loaded is not None:
+                self._loaded.chat_template = template
+
+    def render(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation by the chat template, or by a given one.
+
+        Raises what templates raise: jinja2.TemplateError, and errors of their own arithmetic.
+        """
+        templates = self._templates
+        if chat_template is None and isinstance(templates, dict):
+            name = "tool_use" if tools is not None and "tool_use" in templates else "default"
+            chat_template = templates.get(name)
+        chat_template = chat_template or self.chat_template
+        is_ours = self._renders_alike and chat_template and not continue_final_message
+        if is_ours and is_plain([conversation, tools, variables]):
+            return render_template(
+                str(chat_template),
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                variables={**self._facts.special_tokens, **variables},
+            )
+        text: str = self.hf.apply_chat_template(
+            conversation,
+            tools=tools,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenize=False,
+            return_dict=False,
+            **variables,
+        )
+        return text
 
 
 def _load_anew(folder: Path, trust_remote_code: bool) -> Any:
@@ -257,15 +334,6 @@ def check_text(text: str, param: str) -> None:
             f"{exc.start}; send valid Unicode",
             param=param,
         ) from None
-
-
-def _optional_int(value: object) -> int | None:
-    return value if isinstance(value, int) else None
-
-
-def _special_added(hf: Any) -> frozenset[int]:
-    added = getattr(hf, "added_tokens_decoder", None) or {}
-    return frozenset(int(i) for i, token in added.items() if getattr(token, "special", False))
 
 
 @functools.cache

@@ -1,14 +1,15 @@
-"""What AutoTokenizer found out about a directory, kept for the next start.
+"""What transformers makes of a tokenizer's directory, kept for the next start.
 
 To choose a tokenizer's class AutoTokenizer reads the model's config, which imports torch and the
-parts of transformers that models are made of: seconds, of which the tokenizer needs nothing. So
-the class is kept under a digest of the directory's small files; where the directory holds no
-tokenizer.json, also the one that transformers makes of its other files, which may take long.
+modules of the models: seconds, of which the tokenizer needs nothing. So its backend and the facts
+about it (`known_tokenizer.py`) are kept under a digest of the directory's small files, with the
+class for those who need transformers' own object.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -22,9 +23,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from llmc.text.known_tokenizer import (
+    ChatTemplates,
+    KnownTokenizer,
+    TokenizerFacts,
+    without_truncation,
+)
+from llmc.text.template import renders_alike
+
 log = logging.getLogger(__name__)
 
+_FORMAT = 2  # of an entry; counted up when its files change
 _RECORD = "class.json"
+_FACTS = "facts.json"
+_BACKEND = "backend.json"  # where it differs from the tokenizer.json that it was made from
 _AUTO = "transformers.models.auto.tokenization_auto"
 _CODE = b'"auto_map"'  # the name of code that lies in the directory
 # Files of a checkpoint that no tokenizer reads; what else is in the directory may matter.
@@ -55,8 +67,8 @@ class TokenizerCache:
     def __init__(self, root: Path) -> None:
         self._root = root / "tokenizers"
 
-    def load(self, folder: Path) -> Any | None:
-        """The transformers tokenizer that AutoTokenizer gives for `folder`; None if it isn't known.
+    def load(self, folder: Path) -> KnownTokenizer | None:
+        """The tokenizer that AutoTokenizer gives for `folder`; None if it is not in the cache.
 
         Also None in a process that uses AutoTokenizer: classes may have been registered there.
         """
@@ -65,9 +77,7 @@ class TokenizerCache:
         try:
             if entry.stat().st_uid != os.getuid():
                 return None
-            record = json.loads((entry / _RECORD).read_text(encoding="utf-8"))
-            source = entry if record["is_converted"] else folder
-            return _load(record["module"], record["name"], source)
+            return _read(entry, folder)
         except FileNotFoundError:
             return None
         # A damaged entry: loaders raise whatever their parsers raise.
@@ -94,11 +104,21 @@ class TokenizerCache:
         try:
             if is_converted:
                 hf.save_pretrained(aside)
-            if described(_load(module, name, aside if is_converted else folder)) != described(hf):
+            source = aside if is_converted else folder
+            again = _load(module, name, source, hf.chat_template)
+            if described(again) != described(hf):
                 log.info("this tokenizer is not cached: its class alone reads it in another way")
                 return
+            backend = hf.backend_tokenizer.to_str()
+            if _backend(source / "tokenizer.json").to_str() != backend:
+                (aside / _BACKEND).write_text(backend, encoding="utf-8")
+            facts = TokenizerFacts.of(hf, renders_alike=_renders_alike(hf))
+            (aside / _FACTS).write_text(facts.to_json(), encoding="utf-8")
             record = {"module": module, "name": name, "is_converted": is_converted}
             (aside / _RECORD).write_text(json.dumps(record), encoding="utf-8")
+            if _read(aside, folder).facts != facts:
+                log.info("this tokenizer is not cached: its facts are no plain data")
+                return
             with contextlib.suppress(FileExistsError):  # another process was first
                 os.rename(aside, entry)
         # As above: not every class can load what it has saved.
@@ -110,7 +130,7 @@ class TokenizerCache:
     def _entry(self, folder: Path) -> Path | None:
         """None for a directory that has code of its own, or is none of a tokenizer."""
         digest = hashlib.blake2b(digest_size=16)
-        digest.update(json.dumps(list(_versions())).encode())
+        digest.update(json.dumps([_FORMAT, *_versions()]).encode())
         try:
             for name, content in _files(folder):
                 if _CODE in content:
@@ -134,11 +154,41 @@ def described(hf: Any) -> dict[str, Any]:
     }
 
 
-def _load(module: str, name: str, folder: Path) -> Any:
+def _read(entry: Path, folder: Path) -> KnownTokenizer:
+    """Raises FileNotFoundError where there is no entry."""
+    record = json.loads((entry / _RECORD).read_text(encoding="utf-8"))
+    facts = TokenizerFacts.from_json((entry / _FACTS).read_text(encoding="utf-8"))
+    source = entry if record["is_converted"] else folder
+    module, name = record["module"], record["name"]
     if not module.startswith("transformers."):
-        raise ValueError(f"{module} is not of transformers")
+        raise ValueError(f"{module} is not part of transformers")
+    own = entry / _BACKEND
+    return KnownTokenizer(
+        backend=_backend(own if own.is_file() else source / "tokenizer.json"),
+        facts=facts,
+        load=functools.partial(_load, module, name, source, facts.chat_template),
+    )
+
+
+def _backend(path: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return without_truncation(Tokenizer.from_file(str(path)))
+
+
+def _load(module: str, name: str, folder: Path, chat_template: ChatTemplates) -> Any:
     cls = getattr(importlib.import_module(module), name)
-    return cls.from_pretrained(str(folder), local_files_only=True)
+    hf = cls.from_pretrained(str(folder), local_files_only=True)
+    hf.chat_template = chat_template  # which may come from a file that the class does not read
+    without_truncation(hf.backend_tokenizer)
+    return hf
+
+
+def _renders_alike(hf: Any) -> bool:
+    templates = hf.chat_template
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    return all(renders_alike(hf, template) for template in (templates or {}).values())
 
 
 def _files(folder: Path) -> Iterator[tuple[str, bytes]]:

@@ -39,6 +39,8 @@ _ROUNDED = 2**-7  # tolerance for a table stored in bfloat16
 class WeightSource(Protocol):
     """Provides the model's parameters by name."""
 
+    is_thread_safe: bool  # several threads may read parameters at once
+
     def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
         """Write parameter `name`, or this part of it, into `out`, casting to its dtype."""
 
@@ -54,6 +56,8 @@ class WeightSource(Protocol):
 
 class DummyWeights:
     """Random weights that depend only on the parameter's name and the seed."""
+
+    is_thread_safe = True
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -110,6 +114,8 @@ def check_tables(source: DirectWeights | CheckpointWeights, tables: Mapping[str,
 class DirectWeights:
     """A checkpoint whose tensors are the parameters, name by name."""
 
+    is_thread_safe = True
+
     def __init__(self, parameters: Parameters, tensors: Mapping[str, Readable]) -> None:
         self._parameters = parameters
         self._tensors = tensors
@@ -153,6 +159,8 @@ class CheckpointWeights:
     Raises CheckpointError, with the first five names, for parameters that are missing or have the
     wrong shape. Tensors that the module does not use are logged.
     """
+
+    is_thread_safe = False  # what a conversion makes is kept until it is asked for
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, Readable]) -> None:
         self._from = Assignment(module, tensors)

@@ -122,4 +122,4 @@ def test_a_damaged_certificate_is_made_again(
     assert kept is not None and str(kept).endswith("with transformers: no reason")
     (tmp_path / "certificates" / "architectures" / "key.json").write_text('{"status": "fine"}')
     assert store.load("key") is None
-    assert "is made again" in caplog.text
+    assert "re-creating it" in caplog.text

@@ -311,7 +311,7 @@ def test_command(
         ("--batch-size 0", "--batch-size must be at least 1, got 0"),
         ("--context-len 1", "--context-len must be at least 2, got 1"),
         ("--batch-size 65", "--batch-size 65 exceeds --max-num-seqs 64"),
-        ('--speculative-config {"method":"ngram"}', "leave out --speculative-config"),
+        ('--speculative-config {"method":"ngram"}', "remove --speculative-config"),
     ],
 )
 def test_mistakes_end_before_the_model_is_loaded(

@@ -66,7 +66,7 @@ def test_undo_takes_back_question_and_answer(chat: Conversation) -> None:
     assert [turn["content"] for turn in chat.turns] == ["What?", "That."]
     run_command(chat, "/undo")
     assert chat.turns == []
-    assert "nothing" in run_command(chat, "/undo").text
+    assert "Nothing" in run_command(chat, "/undo").text
 
 
 def test_regen_drops_the_answer_and_asks_again(chat: Conversation) -> None:
@@ -140,10 +140,10 @@ def test_save_and_load(chat: Conversation, tmp_path: Path) -> None:
 
 def test_save_and_load_report_what_is_wrong(chat: Conversation, tmp_path: Path) -> None:
     assert "Not saved" in run_command(chat, f"/save {tmp_path / 'no' / 'x.json'}").text
-    assert "nothing to save" in run_command(Conversation(model="m"), "/save").text
+    assert "Nothing to save" in run_command(Conversation(model="m"), "/save").text
     assert "Not loaded" in run_command(chat, f"/load {tmp_path / 'missing.json'}").text
     (tmp_path / "bad.json").write_text("[1]")
-    assert "not a file that /save made" in run_command(chat, f"/load {tmp_path / 'bad.json'}").text
+    assert "was not written by /save" in run_command(chat, f"/load {tmp_path / 'bad.json'}").text
     assert len(chat.turns) == 2
 
 
@@ -223,7 +223,7 @@ def test_files_that_can_not_be_read_are_told(chat: Conversation, tmp_path: Path)
         ("", "Write /file"),
         (str(tmp_path / "none"), "No such file"),
         (str(tmp_path), "directory"),
-        (str(binary), "no text in UTF-8"),
+        (str(binary), "not UTF-8 text"),
     ):
         assert why in run_command(chat, f"/file {argument}").text
     assert not chat.attachments
@@ -239,9 +239,9 @@ def test_edit_gives_the_question_back(chat: Conversation) -> None:
 
 
 def test_the_model_is_shown_and_chosen(chat: Conversation) -> None:
-    assert "itself" in run_command(chat, "/model other").text
+    assert "its own process" in run_command(chat, "/model other").text
     chat.models = ("a", "b")
-    assert "there is also" in run_command(chat, "/model").text
+    assert "also available" in run_command(chat, "/model").text
     assert "no model 'c'" in run_command(chat, "/model c").text
     assert run_command(chat, "/model b").action is Action.MODEL
     assert chat.model == "b"

@@ -202,5 +202,5 @@ def test_the_question_comes_from_words_and_stdin(monkeypatch: pytest.MonkeyPatch
     assert find_question([], None) == "from a file"
     monkeypatch.setattr("llmc.cli.chat.read_piped_stdin", lambda: "")
     assert find_question([], "quick") == "quick"
-    with pytest.raises(ConfigError, match="there is no question"):
+    with pytest.raises(ConfigError, match="no question was given"):
         find_question([], None)

@@ -66,10 +66,10 @@ def test_inspect_prints_json(config_only: str, capsys: pytest.CaptureFixture[str
     [
         (["inspect", "--bandwidth", "0"], "--bandwidth must be above 0"),
         (["inspect", "--memory", "much"], "--memory must be a number of bytes"),
-        (["inspect", "--graph", "/no/such/folder/x.html"], "there is no folder"),
+        (["inspect", "--graph", "/no/such/folder/x.html"], "does not exist"),
         (["inspect", "no/such/model/here"], "no model at"),
         (["check", "--longest-prompt", "0"], "--longest-prompt must be a positive integer"),
-        (["check", "--extra-pass", "nothing"], "names no pass"),
+        (["check", "--extra-pass", "nothing"], "is not a pass"),
         (["check", "--disable-pass", "nothing"], "unknown pass"),
     ],
 )
@@ -85,7 +85,7 @@ def test_check_certifies_and_serve_takes_its_word(
 ) -> None:
     assert main(["check", checkpoint, *FLAGS, "-O0"]) == 0
     out, _ = capsys.readouterr()
-    assert "certified" in out and "NOT" not in out and "behind layer 1" in out
+    assert "certified" in out and "NOT" not in out and "after layer 1" in out
     config = EngineConfig(
         model=checkpoint, dtype="float32", device="cpu", block_size=4, opt_level=0
     )
@@ -102,7 +102,7 @@ def test_check_names_the_wrong_pass_and_serve_refuses(
     out, _ = capsys.readouterr()
     assert "NOT certified" in out
     assert "cause: pass wrong_attention, first seen at the output of layer 0" in out
-    assert "use it with --disable-pass wrong_attention" in out
+    assert "run it with --disable-pass wrong_attention" in out
     config = EngineConfig(
         model=checkpoint,
         dtype="float32",
@@ -128,6 +128,6 @@ def test_serve_verifies_before_it_loads(
 
 
 def test_layers_are_named_by_ranges() -> None:
-    assert ranges([-1, 0, 1, 2, 4, 6], 6) == "before, 0-2, 4, behind"
+    assert ranges([-1, 0, 1, 2, 4, 6], 6) == "before, 0-2, 4, after"
     assert ranges([3], 6) == "3"
     assert ranges(range(0, 40, 2), 40) == "0, 2, 4, 6, ..., 38"

@@ -89,9 +89,9 @@ def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 MISTAKES = {
     "unknown flag": (["serve", "--max-model-length", "9"], "did you mean --max-model-len?"),
     "vllm flag": (["serve", "--pipeline-parallel-size", "2"], "use --tensor-parallel-size"),
-    "elsewhere": (["check", "-pp", "2"], "hint: layers are cut across"),
+    "elsewhere": (["check", "-pp", "2"], "hint: pipeline parallelism is not supported"),
     "no typo": (["serve", "--quantum-leap"], "hint: see `llmc serve --help`"),
-    "short vllm flag": (["serve", "-pp", "2"], "can't have -pp 2"),
+    "short vllm flag": (["serve", "-pp", "2"], "does not support -pp 2"),
     "eager": (["check", "--enforce-eager"], "hint: write -O0"),
     "unknown command": (["server"], "Did you mean 'serve'?"),
     "not a number": (["serve", "--max-model-len", "many"], "--max-model-len"),

@@ -109,14 +109,17 @@ def test_models_have_names_and_options_in_a_file(several: list[Any], tmp_path: P
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--models", "[]"], "must be like"),
+        (["--models", "[]"], "must look like"),
         (["--models", "{"], "must be JSON"),
         (["--models", '{"a": {}}'], "'a' must be an object with a model"),
-        (["--models", '{"a": {"model": "x", "max-len": 1}}'], "'max-len' is no option of a model"),
+        (
+            ["--models", '{"a": {"model": "x", "max-len": 1}}'],
+            "'max-len' is not an option",
+        ),
         (["--models", '{"a": {"model": "x", "max-num-seqs": "y"}}'], "max-num-seqs must be a"),
         (["m", "--models", '{"a": {"model": "x"}}'], "not both"),
         (["m", "--model-memory", "1G"], "are for several models"),
-        (["m", "n", "--served-model-name", "x"], "can't be --served-model-name"),
+        (["m", "n", "--served-model-name", "x"], "--served-model-name: not supported"),
         (["m", "n", "--batch-dir", "x", "--api-workers", "2"], "--batch-dir, --api-workers"),
         (["m", "n", "--model-idle-timeout", "0"], "must be more than 0 seconds"),
     ],

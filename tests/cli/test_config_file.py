@@ -44,10 +44,10 @@ def test_options_come_before_those_of_the_command_line(tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         ("- a\n- b\n", "must be lines of"),
-        ("a: [", "is no YAML"),
+        ("a: [", "not YAML"),
         ("1: 2", "must be lines of"),
-        ("model: [a]", "model must be a text"),
-        ("!!python/object/apply:os.system [ls]", "is no YAML"),
+        ("model: [a]", "model must be a string"),
+        ("!!python/object/apply:os.system [ls]", "not YAML"),
     ],
 )
 def test_what_is_no_mapping_of_options_is_refused(

@@ -87,10 +87,10 @@ def test_an_output_that_was_there_stays_when_a_run_is_broken_off(
 @pytest.mark.parametrize(
     ("source", "target", "message"),
     [
-        ("none.jsonl", "out.jsonl", "is no file"),
-        ("in.jsonl", "none/out.jsonl", "no folder"),
+        ("none.jsonl", "out.jsonl", "is not a file"),
+        ("in.jsonl", "none/out.jsonl", "folder does not exist"),
         ("in.jsonl", ".", "is a folder"),
-        ("in.jsonl", "in.jsonl", "another file"),
+        ("in.jsonl", "in.jsonl", "must differ"),
     ],
 )
 def test_wrong_files_are_told_before_a_model_loads(

@@ -45,13 +45,13 @@ _scores = modeling.DeepseekV4IndexerScorer.forward
 @pytest.mark.parametrize(
     ("kind", "part", "other", "reason"),
     [
-        (HCA, modeling.DeepseekV4RotaryEmbedding, shifted, "give other entries"),
-        (CSA, modeling.DeepseekV4RMSNorm, lambda m, x: _norm(m, x.cumsum(1)), "other entries"),
+        (HCA, modeling.DeepseekV4RotaryEmbedding, shifted, "give different entries"),
+        (CSA, modeling.DeepseekV4RMSNorm, lambda m, x: _norm(m, x.cumsum(1)), "different entries"),
         (
             CSA,
             modeling.DeepseekV4IndexerScorer,
             lambda *given: -_scores(*given),
-            "show other entries",
+            "show different entries",
         ),
     ],
 )
@@ -59,5 +59,5 @@ def test_refuses_other_code(
     kind: str, part: Any, other: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(part, "forward", other)
-    with pytest.raises(CompileError, match=f"looks as if it compressed windows.*{reason}"):
+    with pytest.raises(CompileError, match=f"appears to compress windows.*{reason}"):
         built(kind)

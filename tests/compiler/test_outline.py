@@ -325,12 +325,12 @@ def counts_on_six(model: Any, x: Tensor) -> Tensor:
     [
         (between, "between layers 3 and 4 the model calls aten.mul"),
         (last_is_special, "the first 6 are needed"),
-        (divides_by_depth, "the model does something else around them"),
+        (divides_by_depth, "the model does something different around them"),
         (scales_by_depth, "their arguments differ"),
         (reads_the_first, "of layer 0 is"),
-        (reads_a_late_one, "the model does something else around them"),
+        (reads_a_late_one, "the model does something different around them"),
         (twice, "not called once each"),
-        (counts_on_six, "tracing it gave IndexError"),
+        (counts_on_six, "tracing it raised IndexError"),
     ],
 )
 def test_what_depends_on_a_layers_place_is_captured_in_full(

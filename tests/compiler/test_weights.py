@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from llmc.startup.compile import compile_model, keep
 from llmc.startup.resolve import resolve
 from llmc.weights import checkpoint
 from llmc.weights.checkpoint import SomeOf, StoredTensor, open_checkpoint
-from llmc.weights.load import CheckpointWeights, DummyWeights, make_weight
+from llmc.weights.load import CheckpointWeights, DirectWeights, DummyWeights, make_weight
 
 CPU = torch.device("cpu")
 
@@ -152,6 +154,33 @@ def test_a_program_gets_every_weight_in_its_final_form(dense: Any) -> None:
         assert torch.equal(weights[node.name], want), role
         merged += len(role.parts) > 1
     assert merged == 4, "two layers with q, k, v and gate, up"
+
+
+def test_several_threads_read_what_one_does(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, tensors = dense.program, open_checkpoint(dense.path)
+    used = set()
+
+    class Watched(DirectWeights):
+        def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
+            time.sleep(0.001)  # so that others take some
+            used.add(threading.get_ident())
+            super().fill(name, out, part)
+
+    made = []
+    for threads in (1, 4):
+        used.clear()
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        made.append(load_weights(program, Watched(program.parameters, tensors)))
+        assert (len(used) > 1) == (threads > 1)
+    one, four = made
+    assert one.keys() == four.keys() and all(torch.equal(one[n], four[n]) for n in one)
+
+    def broken(*_: object, **__: object) -> None:
+        raise CheckpointError("ends inside a tensor")
+
+    monkeypatch.setattr(Watched, "fill", broken)
+    with pytest.raises(CheckpointError, match="ends inside"):
+        load_weights(program, Watched(program.parameters, tensors))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "phi3", "gpt2", "gpt_neox"])

@@ -248,7 +248,7 @@ def test_a_grammar_whose_words_are_all_banned_ends_with_an_error(llm: LLM) -> No
         ],
         progress=False,
     )
-    assert bad.error is not None and "no token was left to draw" in bad.error
+    assert bad.error is not None and "no token was left to sample" in bad.error
     assert good.outputs[0].text == "x"
 
 

@@ -122,7 +122,7 @@ def test_giving_back_too_often_is_caught() -> None:
     pool = BlockPool(2, 1)
     block = pool.take()
     pool.give_back([block])
-    with pytest.raises(AssertionError, match="block 0 was given back more often than taken"):
+    with pytest.raises(AssertionError, match="block 0 was freed more often than allocated"):
         pool.give_back([block])
 
 

@@ -204,9 +204,9 @@ def test_a_failing_draft_model_starts_over_and_is_then_switched_off(
     assert pair.run(*messages) == alone(*messages)
     assert pair.draft.faults == 3
     assert [r.message.partition("; ")[2] for r in caplog.records] == [
-        "it starts over",
-        "it starts over",
-        "it is switched off",
+        "restarting it",
+        "restarting it",
+        "switching it off",
     ]
     assert pair.core.stats().num_accepted_tokens > 0
     assert pair.core.stats().num_failed_steps == 0
@@ -241,19 +241,19 @@ def test_structured_answers_are_not_followed() -> None:
     ("given", "message"),
     [
         ({"method": "draft_model"}, "needs a model"),
-        ({"method": "ngram", "model": "x"}, "model means nothing to method ngram"),
+        ({"method": "ngram", "model": "x"}, "model has no effect with method ngram"),
         (
             {"method": "draft_model", "model": "x", "prompt_lookup_min": 2},
-            "prompt_lookup_min means nothing to method draft_model",
+            "prompt_lookup_min has no effect with method draft_model",
         ),
         ({"method": "draft_model", "model": 3}, "model must be a name, got 3"),
         ({"method": "eagle3"}, "method eagle3 needs a model"),
         (
             {"method": "eagle3", "model": "x", "prompt_lookup_max": 2},
-            "prompt_lookup_max means nothing to method eagle3",
+            "prompt_lookup_max has no effect with method eagle3",
         ),
-        ({"method": "mtp", "model": "x"}, "model means nothing to method mtp"),
-        ({"method": "mtp", "quantization": "int8"}, "quantization means nothing to method mtp"),
+        ({"method": "mtp", "model": "x"}, "model has no effect with method mtp"),
+        ({"method": "mtp", "quantization": "int8"}, "quantization has no effect with method mtp"),
     ],
 )
 def test_keys_of_another_method_are_refused(given: dict[str, Any], message: str) -> None:

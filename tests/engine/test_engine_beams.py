@@ -244,7 +244,7 @@ def test_logits_that_are_not_finite_end_the_search() -> None:
 
 def test_more_beams_than_rows_are_refused() -> None:
     core, _ = engine(rows=4)
-    with pytest.raises(InvalidRequestError, match="beam_width 5 takes a row for each beam") as e:
+    with pytest.raises(InvalidRequestError, match="beam_width 5 needs one row per beam") as e:
         begin(core, [1, 2], BeamSearchParams(beam_width=5))
     assert e.value.param == "beam_width" and not core.has_work
 

@@ -129,7 +129,7 @@ def test_a_request_that_fails_alone_ends_with_the_cause(caplog: pytest.LogCaptur
     assert news[-1].error == "the step failed: RuntimeError: bad kernel"
     assert [record.message for record in caplog.records] == [
         "step 1 of 1 requests failed",
-        "request 'a' makes steps fail and was ended",
+        "ended request 'a' because it makes steps fail",
     ]
 
 
@@ -250,7 +250,7 @@ def test_a_stuck_scheduler_is_loud() -> None:
     core = engine(ScriptedRunner())
     add(core, "a")
     core.scheduler.rows._free.clear()  # as a lost row would
-    with pytest.raises(EngineDeadError, match="1 requests wait and none runs"):
+    with pytest.raises(EngineDeadError, match="1 requests waiting, none running"):
         core.step()
 
 

@@ -132,7 +132,7 @@ def test_a_matcher_that_breaks_ends_its_request_alone(
     engine.add(message("whole", "4"))
     outcomes = run(engine)
     assert len(outcomes["breaks"].tokens) == 1  # the second one is never shown
-    assert outcomes["breaks"].error == "structured_outputs can't go on: it broke"
+    assert outcomes["breaks"].error == "structured_outputs failed: it broke"
     assert outcomes["whole"] == run_alone(message("whole", "4"), 1, CONTEXT)
     assert engine.stats().num_failed_steps == 0
 

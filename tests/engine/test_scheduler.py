@@ -336,7 +336,7 @@ def test_what_can_never_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="can grow to 9 tokens; the pool holds 2 blocks of 4"):
         engine.add(request("a", [1], total=9))
     engine.add(request("b", [1], total=8))
-    with pytest.raises(ValueError, match="'b' is already here"):
+    with pytest.raises(ValueError, match="'b' already exists"):
         engine.add(request("b", [1], total=8))
 
 

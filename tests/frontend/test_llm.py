@@ -252,7 +252,7 @@ def test_threads_wait_for_each_other(llm: LLM, scripted: Scripted) -> None:
 
 @pytest.mark.parametrize("key", ["multi_modal_uuids", "promt"])
 def test_a_key_of_a_prompt_that_nobody_reads(llm: LLM, key: str) -> None:
-    with pytest.raises(InvalidRequestError, match=f"{key}.*it may have prompt, prompt_token_ids"):
+    with pytest.raises(InvalidRequestError, match=f"{key}.*it can have prompt, prompt_token_ids"):
         llm.generate({"prompt": "x", key: {"image": 1}})
     assert llm.generate({"prompt": "count", "multi_modal_data": None}, LONG)[0].error is None
 
@@ -313,7 +313,10 @@ def test_chat_one_and_many(llm: LLM, scripted: Scripted) -> None:
         ([{"role": "forbidden", "content": "x"}], "no such role here"),
         ([{"role": "user", "content": 3}], r"messages\[0\].content must be text"),
         ([{"role": 5, "content": "x"}], r"messages\[0\].role"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "takes none: it reads text alone"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "accepts none: it reads text only",
+        ),
         ([{"role": "user", "content": "\udc00"}], "lone surrogate"),
     ],
 )

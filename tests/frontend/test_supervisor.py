@@ -33,7 +33,7 @@ CONFIG = EngineConfig()
         ("memory", "out of memory", 1),
         ("bug", "the engine did not start: RuntimeError: out of cudas", 1),
         ("exit", "the engine process did not start: it ended with exit code 7", 1),
-        ("version", "the other process speaks version '0.0.1-other'", 2),
+        ("version", "the other process uses version '0.0.1-other'", 2),
     ],
 )
 def test_a_start_that_fails_is_one_error(failure: str, message: str, code: int) -> None:

@@ -12,6 +12,7 @@ from scripted_engine import make_hf_tokenizer
 from transformers import AutoTokenizer
 
 from llmc.text import tokenizer_cache
+from llmc.text.known_tokenizer import KnownTokenizer, TokenizerFacts
 from llmc.text.tokenizer import Tokenizer
 from llmc.text.tokenizer_cache import TokenizerCache, described
 
@@ -33,16 +34,19 @@ def automatic(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
-def kept(cache: TokenizerCache, folder: Path) -> Any:
+def kept(cache: TokenizerCache, folder: Path) -> KnownTokenizer | None:
     cache.save(folder, automatic(folder))
     return cache.load(folder)
 
 
 @pytest.mark.usefixtures("fresh")
 def test_is_the_one_of_autotokenizer(tmp_path: Path, folder: Path) -> None:
-    again = kept(TokenizerCache(tmp_path), folder)
-    assert again is not None and type(again) is type(automatic(folder))
-    assert described(again) == described(automatic(folder))
+    known = kept(TokenizerCache(tmp_path), folder)
+    assert known is not None and known.backend is not None
+    again, first = known.load(), automatic(folder)
+    assert type(again) is type(first) and described(again) == described(first)
+    assert known.backend.to_str() == first.backend_tokenizer.to_str()
+    assert known.facts == TokenizerFacts.of(first, renders_alike=True)
 
 
 @pytest.mark.usefixtures("fresh")
@@ -94,8 +98,8 @@ def test_files_without_a_tokenizer_json_are_converted_once(tmp_path: Path) -> No
     first = automatic(folder)
     cache.save(folder, first)
     again = cache.load(folder)
-    assert again is not None and described(again) == described(first)
-    assert again("abhg").input_ids == [8, 7, 6]
+    assert again is not None and described(again.load()) == described(first)
+    assert again.backend is not None and again.backend.encode("abhg").ids == [8, 7, 6]
     assert list((tmp_path / "tokenizers").glob("*/tokenizer.json")), "the converted one is kept"
 
 

@@ -212,7 +212,7 @@ def test_another_version_is_named_with_ours() -> None:
     with pytest.raises(wire.WireError) as caught:
         to_engine([b"0.0.1-abc", b"Hello", b""])
     text = str(caught.value)
-    assert "0.0.1-abc" in text and wire.VERSION in text and "start it again" in text
+    assert "0.0.1-abc" in text and wire.VERSION in text and "restart the server" in text
 
 
 def test_the_version_follows_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def test_a_kind_of_the_other_direction_is_refused() -> None:
 def test_a_line_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     line = wire.to_line(Phase(name="load", seconds=0.5, detail=""))
     monkeypatch.setattr(wire, "VERSION", "0.0.1-abc")
-    with pytest.raises(wire.WireError, match=r"stop the server and start it again"):
+    with pytest.raises(wire.WireError, match=r"restart the server"):
         wire.from_line(line, *wire.REPORTS)
 
 

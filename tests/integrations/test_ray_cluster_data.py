@@ -110,7 +110,7 @@ def test_ranks_on_a_placement_group_answer_as_one_and_a_killed_one_ends_the_engi
         assert len(set(table["bundles_to_node_id"].values())) == 2
         [rank] = processes("ray::_RankActor").values()
         rank.kill()
-        with pytest.raises(EngineDeadError, match=r"rank 1 \(process \d+\) ended with .*Actor"):
+        with pytest.raises(EngineDeadError, match=r"rank 1 \(process \d+\) exited .*Actor"):
             answers(two)
     wait_for(lambda: placement_groups() == [], "the group's end", 20.0)
     assert processes("ray::_RankActor") == {}

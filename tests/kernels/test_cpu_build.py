@@ -143,7 +143,7 @@ def test_the_library_of_a_wheel_needs_no_compiler(
     [
         ("truncated", "is damaged; building another"),
         ("no manifest", "is damaged; building another"),
-        ("other sources", "was made from another version of its sources; building another"),
+        ("other sources", "was built from another version of its sources; building another"),
         ("other levels", "has no kernels for"),
     ],
 )

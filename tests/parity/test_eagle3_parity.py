@@ -255,12 +255,12 @@ def test_a_head_for_another_model_is_refused(
     weights = tiny_heads.random_weights()
     weights["fc.weight"] = torch.zeros(tiny_heads.HIDDEN, 3 * 48)
     head = tiny_heads.save(folder / "wide", weights)
-    with pytest.raises(ConfigError, match="reads hidden states of 48 values, and those of .* 32"):
+    with pytest.raises(ConfigError, match="reads hidden states of 48 values, but those of .* 32"):
         start(target, head)
     weights = tiny_heads.random_weights(hidden=48)
     weights["fc.weight"] = torch.zeros(48, 3 * tiny_heads.HIDDEN)
     head = tiny_heads.save(folder / "without", weights, hidden_size=48)
-    with pytest.raises(CheckpointError, match=r"\[96, 32\] in place of \[96, 48\]"):
+    with pytest.raises(CheckpointError, match=r"\[96, 32\] instead of \[96, 48\]"):
         start(target, head)
     layers = {"eagle_aux_hidden_state_layer_ids": [2, 3, 5]}
     head = tiny_heads.save(folder / "deep", tiny_heads.random_weights(), **layers)

@@ -266,7 +266,7 @@ def test_weights_of_a_model_that_fills_in_words(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     save(config_of("bert"), tmp_path / "bert")
-    with pytest.raises(ConfigError, match="is an encoder, whose tokens see those after them"):
+    with pytest.raises(ConfigError, match="is an encoder, whose tokens attend to later ones"):
         start_engine(EngineConfig(model=str(tmp_path / "bert"), task="generate", **OPTIONS))
     with pytest.raises(ConfigError, match="this classifier has 'cls' pooling"):
         save(config_of("bert"), tmp_path / "score", tf.AutoModelForSequenceClassification)

@@ -187,7 +187,7 @@ def test_a_layer_that_knows_the_model_saves_steps(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
     path = tiny_models.save_checkpoint("llama", tmp_path / "plain")
-    with pytest.raises(ConfigError, match="'plain' has no layer for multi-token prediction"):
+    with pytest.raises(ConfigError, match="'plain' has no multi-token prediction layer"):
         tiny_engine.start(path, speculative_config={"method": "mtp"})
 
 

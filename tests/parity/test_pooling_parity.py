@@ -21,6 +21,7 @@ from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
 from llmc.errors import CheckpointError, ConfigError, InvalidRequestError
 from llmc.frontend.inputs import InputProcessor
+from llmc.frontend.pooling import max_sim
 from llmc.pooling import values_of
 from llmc.startup.start import start_engine
 
@@ -201,7 +202,7 @@ def test_a_classifier_of_tokens(tmp_path: Path) -> None:
         for call in (llm.generate, llm.embed, llm.classify):
             with pytest.raises(InvalidRequestError, match=served):
                 call([1, 2])
-        with pytest.raises(InvalidRequestError, match="and not for 'token_embed'"):
+        with pytest.raises(InvalidRequestError, match="not for 'token_embed'"):
             llm.encode([1, 2], pooling_task="token_embed")
         with pytest.raises(InvalidRequestError, match=served):
             llm.score("a", "b")
@@ -284,6 +285,11 @@ def test_a_directory_of_late_interaction(tmp_path: Path) -> None:
         assert output.outputs is not None
         want = torch.nn.functional.normalize(hidden(model, prompt))
         torch.testing.assert_close(torch.tensor(output.outputs.data), want, rtol=1e-4, atol=1e-5)
+        rows = torch.nn.functional.normalize(hidden(model, prompt))
+        other = torch.nn.functional.normalize(hidden(model, PROMPTS[1]))
+        score = max_sim(rows.numpy(), other.numpy())
+        assert score == pytest.approx(float((rows @ other.T).amax(1).sum()), rel=1e-5)
+        assert score != pytest.approx(max_sim(other.numpy(), rows.numpy()))
     modules = json.loads((path / "modules.json").read_text())
     modules = [one for one in modules if one["path"] in ("", "2_Dense")]
     modules[1]["type"] = "pylate.models.Dense.Dense"
@@ -337,13 +343,13 @@ def test_what_can_not_be_served_is_refused_by_name(tmp_path: Path) -> None:
     as_sentence_transformer(path, "pooling_mode_max_tokens", dense=False)
     both = {"pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": True}
     (path / "1_Pooling" / "config.json").write_text(json.dumps(both))
-    refused(CheckpointError, "asks for mean and max pooling")
+    refused(CheckpointError, "sets mean and max pooling")
     (path / "1_Pooling" / "config.json").write_text('{"pooling_mode": ["cls", "lasttoken"]}')
-    refused(CheckpointError, "asks for cls and lasttoken pooling")
+    refused(CheckpointError, "sets cls and lasttoken pooling")
     (path / "modules.json").write_text('[{"type": "own.Transformer", "path": ""}]')
     refused(CheckpointError, "has a module own.Transformer")
     (path / "modules.json").write_text('[{"type": "x.Transformer", "path": "../x"}]')
-    refused(CheckpointError, "outside of the model's folder")
+    refused(CheckpointError, "outside the model's folder")
     (path / "modules.json").unlink()
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "is_causal": False}))

@@ -189,7 +189,7 @@ def test_parts_that_are_no_whole_blocks_stay_whole(tmp_path: Path) -> None:
     """160 channels of an MLP over two ranks would be 80 inputs, and blocks have 32."""
     plain = save_checkpoint("qwen3", tmp_path / "plain", **{**SIZES, "intermediate_size": 160})
     many = check_ranks(write_packed(plain, tmp_path, PACKINGS["awq"]())[0], 2, sums=3)
-    assert "2 x what lies between linears stays whole: 160 by 2 is no multiple of 32" in report(
+    assert "2 x values between linears stay whole: 160 / 2 is not a multiple of 32" in report(
         many, "shard_linears"
     )
 

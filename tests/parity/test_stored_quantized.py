@@ -80,7 +80,7 @@ def test_others_are_widened(
 def test_so_are_all_on_request(plain: Path, tmp_path: Path) -> None:
     stored, wide = write_packed(plain, tmp_path, PACKINGS["awq"]())
     running = same_as_transformers(stored, wide, quantization="none")
-    assert "no --quantization was asked for" in report_of(running)
+    assert "--quantization is not set" in report_of(running)
 
 
 def test_bytes_are_those_that_are_stored(plain: Path, tmp_path: Path) -> None:

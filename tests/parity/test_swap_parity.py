@@ -58,5 +58,5 @@ def test_swapped_requests_go_on_as_recomputed_ones(path: Path) -> None:
 
 
 def test_a_space_for_less_than_a_block_is_refused(path: Path) -> None:
-    with pytest.raises(ConfigError, match="swap_space of 100 bytes holds no block"):
+    with pytest.raises(ConfigError, match="swap_space of 100 bytes is too small for one block"):
         tiny_engine.start(path, swap_space=100)

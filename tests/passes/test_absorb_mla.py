@@ -84,7 +84,7 @@ def test_the_numbers_are_the_same(in_parts: bool) -> None:
     gm = latent_attention(in_parts=in_parts)
     absorbed, (report,) = apply(gm, ABSORB)
     assert report.removed["aten.linear.default"] == 1
-    assert "1 layers cache 16 values of a token in place of 60" in report.notes
+    assert "1 layers cache 16 values per token instead of 60" in report.notes
     assert_same(absorbed, gm, Values.of(**INPUTS))
     assert_idempotent(gm, ABSORB)
 
@@ -126,8 +126,8 @@ def test_layers_that_share_keys_and_values_go_on_sharing_them() -> None:
     ("how", "reason"),
     [
         ({"chosen": True}, "a sparse indexer chooses their keys"),
-        ({"of_tokens": True}, "each token has a position bias or sinks of its own"),
-        ({"reads_more": True}, "is computed, or read elsewhere too"),
+        ({"of_tokens": True}, "they have a per-token position bias or per-token sinks"),
+        ({"reads_more": True}, "is computed, or is also used elsewhere"),
         ({"bias": True}, ""),
         ({"keys_first": False}, ""),
     ],
@@ -140,5 +140,5 @@ def test_other_layers_stay(how: dict[str, Any], reason: str) -> None:
 
 
 def test_it_says_why_it_did_nothing() -> None:
-    _, (report,) = apply(latent_attention(), absorb_mla(unwanted="each rank has heads of its own"))
-    assert not report.changed and "1 layers stay: each rank has heads of its own" in str(report)
+    _, (report,) = apply(latent_attention(), absorb_mla(unwanted="each rank has its own heads"))
+    assert not report.changed and "1 layers not rewritten: each rank has its own" in str(report)

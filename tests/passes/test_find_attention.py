@@ -121,9 +121,9 @@ def in_place(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tens
     ("score", "reason"),
     [
         (learned, "it reads bias"),
-        (capped, "scores are more than scaled"),
+        (capped, "the scores are not only scaled"),
         (bidirectional, "neither causal, nor a window"),
-        (curved, "no slope over the distance"),
+        (curved, "the bias is not linear in the distance"),
         (in_place, "written to in place"),
     ],
 )

@@ -110,7 +110,7 @@ def test_a_window_within_the_distances_needs_none_hidden() -> None:
         return numbers.gather(-1, index.expand(1, HEADS, -1, -1))
 
     apply(model(near, window=DISTANCES), find_distance_biases())
-    with pytest.raises(CompileError, match="keys farther away get a number too"):
+    with pytest.raises(CompileError, match="keys beyond the last distance get a number too"):
         apply(model(near, window=DISTANCES + 1), find_distance_biases())
 
 
@@ -139,11 +139,11 @@ def of_pairs(numbers: Tensor, distance: Tensor) -> Tensor:
     ("look", "reason"),
     [
         (forward_distances, "other numbers are looked up"),
-        (squared, "it is made by aten.pow"),
-        (of_keys, "it is made by aten.mul"),
-        (of_pairs, "it is made by aten.matmul"),
+        (squared, "it is computed by aten.pow"),
+        (of_keys, "it is computed by aten.mul"),
+        (of_pairs, "it is computed by aten.matmul"),
     ],
 )
 def test_other_biases_are_refused(look: Look, reason: str) -> None:
-    with pytest.raises(CompileError, match=f"none that its tokens have for each .*{reason}"):
+    with pytest.raises(CompileError, match=f"its tokens do not look up by distance .*{reason}"):
         apply(model(look), find_distance_biases())

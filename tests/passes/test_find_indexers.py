@@ -180,7 +180,7 @@ def test_blocks_of_each_head_give_the_same_numbers(recent: int) -> None:
     [
         (
             partial(blocks, past=1, recent=0),
-            r"random numbers give other blocks.* set max_model_len to 6",
+            r"random numbers give other blocks.* max_model_len=6 works",
         ),
         (lambda *indexer: blocks(*indexer) * 1 + 1, "random numbers give other blocks"),
         (partial(blocks, heads=3), "2 KV heads and 3 choices of keys"),
@@ -217,12 +217,12 @@ def test_a_context_within_the_budget_needs_no_indexer() -> None:
 @pytest.mark.parametrize(
     ("choose", "reason"),
     [
-        (best(squared), "random numbers give other scores.* set max_model_len to 5"),
+        (best(squared), "random numbers give other scores.* max_model_len=5 works"),
         (best(negated), "random numbers give other scores"),
-        (best(weighted, window=4), "it sees a window"),
+        (best(weighted, window=4), "it is limited to a window"),
         (best(all_seeing), "it sees later tokens"),
-        (shifted, "is no topk over the scores"),
-        (lowest, "is no topk over the scores"),
+        (shifted, "is not a topk over the scores"),
+        (lowest, "is not a topk over the scores"),
     ],
 )
 def test_refuses_what_chooses_otherwise(choose: Choose, reason: str) -> None:

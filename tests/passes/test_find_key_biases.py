@@ -156,10 +156,10 @@ def all_seeing(numbers: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("add", "reason"),
     [
-        (doubled, "random numbers give something else"),
-        (of_pairs, "it is made of 2 tensors"),
-        (of_lowest, "random numbers give something else"),
-        (all_seeing, "it is made of 2 tensors"),
+        (doubled, "random numbers give another result"),
+        (of_pairs, "it is computed from 2 tensors"),
+        (of_lowest, "random numbers give another result"),
+        (all_seeing, "it is computed from 2 tensors"),
     ],
 )
 def test_refuses_what_adds_something_else(add: Add, reason: str) -> None:

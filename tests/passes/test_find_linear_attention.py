@@ -120,7 +120,7 @@ def test_another_loop_is_left_alone_and_the_notes_say_so(carried: float) -> None
     gm = traced(11, carried=carried)
     same, (report,) = apply(gm, FIND)
     assert ops(same) == ops(gm)
-    assert "is no linear attention" in report.notes[0]
+    assert "not linear attention" in report.notes[0]
 
 
 def test_one_block_does_not_tell_what_is_carried_so_capture_compares_with_several() -> None:

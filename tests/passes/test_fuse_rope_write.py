@@ -113,7 +113,7 @@ def test_leaves_alone_and_says_why(rotary: object) -> None:
     left, (report,) = apply(gm, fuse_rope_write())
     assert not report.added and not report.removed
     (note,) = report.notes
-    assert note.endswith("no rotary embedding that is known by its shape")
+    assert note.endswith("no rotary embedding of a known form")
     want = run(plain, Values.of(**INPUTS))
     torch.testing.assert_close(run(left, paged_values()), want, rtol=1e-5, atol=1e-5)
 

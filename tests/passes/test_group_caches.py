@@ -126,11 +126,11 @@ def test_groups_share_caches_and_give_the_same_numbers(
 @pytest.mark.parametrize(
     ("windows", "dims", "why"),
     [
-        ([0, 0], None, "all layers see the same span"),
-        ([4, 4], None, "all layers see the same span"),
-        ([0, 64], None, "all layers see the same span"),  # no text is longer than that
+        ([0, 0], None, "all layers have the same attention window"),
+        ([4, 4], None, "all layers have the same attention window"),
+        ([0, 64], None, "all layers have the same attention window"),  # no sequence is longer
         ([0, 3], [8, 4], "caches of 2 shapes can't share blocks"),
-        (list(range(1, 11)), None, "10 kinds of layers make too many groups"),
+        (list(range(1, 11)), None, "layers with 10 different windows would need too many groups"),
     ],
 )
 def test_what_is_left_alone(windows: list[int], dims: list[int] | None, why: str) -> None:

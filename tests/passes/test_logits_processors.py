@@ -147,8 +147,8 @@ def test_a_mask_wins_over_them() -> None:
         (OnValues(), "can't become part of the graph"),
         (Broken(), "can't become part of the graph: 'oh'"),
         (Constant(), "can't become part of the graph"),
-        (OneSize(), "works for some numbers of requests only"),
-        (FewRows(), "works for some numbers of requests only"),
+        (OneSize(), "works only for some numbers of requests"),
+        (FewRows(), "works only for some numbers of requests"),
         (WrongShape(), "returns torch.float32"),
     ],
 )
@@ -175,10 +175,10 @@ def test_they_are_found_like_passes() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["nothing"], "names no class"),
-        ([3], "is no logits processor"),
+        (["nothing"], "is not a class"),
+        ([3], "is not a logits processor"),
         ([LogitsProcessor], "can't be called without options"),
-        ([Only, Only()], "two logits processors of users are called 'Only'"),
+        ([Only, Only()], "two user logits processors are called 'Only'"),
         ([Only, type("Other", (Doubled,), {"arguments": ("after",)})], "are called 'after'"),
     ],
 )

@@ -139,10 +139,10 @@ def test_changes_nothing_the_second_time() -> None:
 @pytest.mark.parametrize(
     ("gm", "options", "reason"),
     [
-        (lambda: model(4, 0, window=0), {}, "beside all tokens"),
+        (lambda: model(4, 0, window=0), {}, r"a window of 0 tokens \(0: all\)"),
         (lambda: model(4, 0, chunk=4), {}, "chunks or a position bias"),
         (lambda: model(3, 2), {}, "set block_size to a multiple of 3"),
-        (lambda: model(4, 2), {"long_texts": True}, "other rotary frequencies"),
+        (lambda: model(4, 2), {"long_texts": True}, "different rotary frequencies"),
     ],
 )
 def test_refuses_what_it_does_not_know(gm: Any, options: Any, reason: str) -> None:

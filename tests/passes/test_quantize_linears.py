@@ -91,7 +91,7 @@ def test_nothing_is_done_unless_asked() -> None:
     gm = trace(F.linear, x=X, w=W)
     same, (report,) = apply(gm, quantize_linears(format=None))
     assert ops(same) == ops(gm)
-    assert report.notes == ("no --quantization was asked for",)
+    assert report.notes == ("--quantization is not set",)
 
 
 def test_stored_weights_keep_their_form() -> None:
@@ -111,9 +111,9 @@ def test_stored_weights_keep_their_form() -> None:
     roles_of = [r for r in roles(quantized, WeightInput) if r.quantized]
     assert sorted(r.quantized.part for r in roles_of) == ["scale", "weight", "zero"]
     assert all(r.parts == ("w", "v") and r.quantized.kept for r in roles_of)
-    assert "merged weights are stored in different ways" in report.notes[0]
+    assert "merged weights are stored in different formats" in report.notes[0]
     _, (report,) = apply(gm, quantize_linears(format=None, kept=(("u", four),)))
-    assert report.notes[0].startswith("1 linears: stored in full")
+    assert report.notes[0].startswith("1 linears: stored unquantized")
     again, _ = apply(gm, quantize_linears(format="fp8", kept=kept))
     assert {f for _, f, _ in low(again)} == {"fp8"}, "a format that is asked for goes first"
     again, _ = apply(gm, quantize_linears(format="int4", kept=kept))
@@ -173,7 +173,7 @@ def test_routed_experts(transposed: bool) -> None:
     if transposed:
         assert all(r.quantized.kept for r in roles(again, WeightInput))
     else:
-        assert not report.added and "stored in another order" in report.notes[0]
+        assert not report.added and "stored in another layout" in report.notes[0]
 
 
 def left_alone(fn: Any, **inputs: Arg) -> str:
@@ -192,9 +192,9 @@ def test_leaves_alone_and_says_why() -> None:
 
     assert "shared with another op (tied embedding)" in left_alone(tied, x=X, w=W)
     assert left_alone(lambda x, w: F.linear(x, w * 2), x=X, w=W).endswith("the weight is computed")
-    assert "a router's choice" in left_alone(routed, x=X, w=W)
+    assert "it is a router" in left_alone(routed, x=X, w=W)
     odd = left_alone(F.linear, x=X, w=made("odd", 20, 64))
-    assert "20 channels of 64 inputs are no whole blocks" in odd
+    assert "20 channels of 64 inputs do not divide into blocks" in odd
 
 
 def test_a_head_has_eight_bits_in_every_format() -> None:

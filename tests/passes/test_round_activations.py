@@ -44,7 +44,7 @@ def test_rewrites(format: Format, asked: int, given: int | None) -> None:
     want, have = run(exact, values), run(rounded, values)
     error = float((have - want).norm() / want.norm())
     if given is None:
-        assert error == 0 and list(report.notes) == ["1 linears: their weights are no integers"]
+        assert error == 0 and list(report.notes) == ["1 linears: their weights are not integers"]
     else:
         assert 0 < error < (1e-2 if given == 8 else 5e-5)
     assert_idempotent(exact, round_activations(bits=asked))

@@ -323,4 +323,6 @@ def test_heads_that_do_not_divide_stay_whole() -> None:
     inputs, fn, caches = attend(6, 2, fused=False)
     _, report = check(inputs, fn, 4, caches)
     assert not report.added
-    assert report.notes == ("1 x attention stays whole: 6 heads over 2 do not divide by 4",)
+    assert report.notes == (
+        "1 x attention stays whole: 6 heads and 2 KV heads are not divisible by 4",
+    )

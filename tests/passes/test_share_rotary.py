@@ -37,7 +37,7 @@ def test_leaves_alone_what_would_take_too_large_a_table() -> None:
     gm = layer()
     shared, (report,) = apply(gm, share_rotary(max_positions=10**12))
     assert ops(shared) == ops(gm)
-    assert any("smaller max_model_len makes room" in note for note in report.notes)
+    assert any("set a smaller max_model_len" in note for note in report.notes)
 
 
 def test_leaves_alone_values_that_mix_tokens() -> None:
@@ -50,7 +50,7 @@ def test_leaves_alone_values_that_mix_tokens() -> None:
     gm = trace(relative, positions=step(torch.arange(3, 10)))
     shared, (report,) = apply(gm, SHARE)
     assert not report.added
-    assert any("not functions of one position" in note for note in report.notes)
+    assert any("not functions of a single position" in note for note in report.notes)
     values = Values.of(positions=step(torch.arange(3, 10)))
     assert torch.equal(run(shared, values), run(gm, values))
 
@@ -80,4 +80,4 @@ def test_integers_made_of_positions_are_left_alone() -> None:
     gm = trace(offset, positions=step(torch.arange(7)))
     _, (report,) = apply(gm, SHARE)
     assert not report.added
-    assert any("not one row of floats a token" in note for note in report.notes)
+    assert any("not one row of floats per token" in note for note in report.notes)

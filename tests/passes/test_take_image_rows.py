@@ -104,5 +104,5 @@ def test_layers_that_see_whole_images() -> None:
 
 
 def test_sinks_of_tokens_are_refused_beside_whole_images() -> None:
-    with pytest.raises(CompileError, match="sinks of each token, beside which"):
+    with pytest.raises(CompileError, match="per-token sinks, with which"):
         apply(two_layers(token_sinks=True), see_whole_images(where="all"))

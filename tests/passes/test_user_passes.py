@@ -89,13 +89,13 @@ def test_passes_are_taken_from_files_and_modules(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("nothing", "names no pass"),
+        ("nothing", "is not a pass"),
         ("no_such_module:x", "can't be imported"),
-        ("no_such_file.py:x", "there is no file"),
+        ("no_such_file.py:x", "does not exist"),
         ("{file}:missing", "has no 'missing'"),
         ("{broken}:x", "can't be imported"),
-        ("{file}:number", "is no pass"),
-        (3, "is no pass"),
+        ("{file}:number", "is not a pass"),
+        (3, "is not a pass"),
     ],
 )
 def test_what_is_no_pass_is_refused(name: object, said: str, tmp_path: Path) -> None:

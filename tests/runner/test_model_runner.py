@@ -251,7 +251,7 @@ def test_an_error_of_a_step_comes_with_its_result(max_in_flight: int) -> None:
     runner, fake = make(max_in_flight=max_in_flight)
     too_long = RowWork(row=0, start=0, num_tokens=99, sample=False, new_blocks=(0,))
     pending = runner.submit(StepPlan(step=0, new_rows=[enter(0, [1] * 9)], work=[too_long]))
-    with pytest.raises(ValueError, match="row 0 with 99 tokens; there are 6 rows of 16 tokens"):
+    with pytest.raises(ValueError, match="row 0 with 99 tokens is outside the 6 rows of 16 tokens"):
         pending.result()
     good = RowWork(row=0, start=0, num_tokens=1, sample=True, new_blocks=(0,))
     after = runner.submit(StepPlan(step=1, new_rows=[enter(0, [1])], work=[good]))

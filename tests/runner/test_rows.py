@@ -270,7 +270,7 @@ def test_a_row_mask_stands_until_it_is_replaced_or_lifted() -> None:
         assert processed(rows, 1, 3).isfinite().nonzero()[:, 0].tolist() == want
     apply(rows, StepPlan(step=2, work=(), row_masks=[RowMask(row=1, words=None)]))
     assert torch.equal(processed(rows, 1, 3), torch.ones(VOCAB))
-    with pytest.raises(ValueError, match="a mask of 1 words for a vocabulary of 3"):
+    with pytest.raises(ValueError, match="a mask has 1 words, but the vocabulary needs 3"):
         apply(rows, StepPlan(step=3, work=(), row_masks=[RowMask(row=1, words=b"1234")]))
 
 

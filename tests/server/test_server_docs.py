@@ -120,7 +120,7 @@ def test_fields_that_are_refused_are_named() -> None:
 
 def test_fields_without_effect_are_named() -> None:
     text = part("Request fields")
-    ignored = text[text.index("Accepted, and without") : text.index("Refused by name")]
+    ignored = text[text.index("Accepted but without") : text.index("Refused by name")]
     free = {
         name
         for body in (protocol.CompletionBody, protocol.ChatBody)
@@ -150,15 +150,15 @@ def test_the_numbers_in_the_text() -> None:
     assert f"at most {given.max_body_bytes // 2**20} MiB" in TEXT
     assert f"at most {settings.MAX_PROMPTS} of these" in TEXT
     assert f"times `n` at most {settings.MAX_SEQUENCES}" in TEXT
-    assert f"quiet for {given.keep_alive_s:g} s" in TEXT
+    assert f"idle for {given.keep_alive_s:g} s" in TEXT
     assert f"reads nothing for {given.stalled_reader_s:g} s" in TEXT
-    assert f"head of a request after {run.HEAD_TIMEOUT_S:g} s" in TEXT
+    assert f"headers of a request within {run.HEAD_TIMEOUT_S:g} s" in TEXT
     assert f"every {INTERVAL_S:g} s" in TEXT
     from llmc import async_llm
     from llmc.frontend import preparation
 
-    assert f"said nothing for {async_llm.WATCHDOG_S:g} s" in TEXT
-    assert f"template gets {preparation.RENDER_TIMEOUT_S:g} s" in TEXT
+    assert f"reported nothing for {async_llm.WATCHDOG_S:g} s" in TEXT
+    assert f"template is limited to {preparation.RENDER_TIMEOUT_S:g} s" in TEXT
     public = ", ".join(f"`{path}`" for path in ("/health", "/ready")) + " and `/ping`"
     assert public in TEXT and {"/health", "/ready", "/ping"} == guard.PUBLIC_PATHS
 

@@ -60,7 +60,7 @@ def shared() -> Iterator[Live]:
 
 @pytest.fixture(params=TEMPLATES)
 def styled(request: pytest.FixtureRequest, live: Live) -> Live:
-    live.scripted.tokenizer.hf.chat_template = TEMPLATES[request.param]
+    live.scripted.tokenizer.chat_template = TEMPLATES[request.param]
     return live
 
 

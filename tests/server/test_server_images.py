@@ -148,17 +148,21 @@ def of_transformers(image: Image.Image) -> str:
 
 
 WRONG: list[tuple[list[dict[str, Any]], str, str]] = [
-    ([part("https://example.com/cat.png")], "nothing is fetched", "content[0]"),
-    ([part("file:///etc/passwd")], "nothing is fetched", "content[0]"),
+    ([part("https://example.com/cat.png")], "not fetched", "content[0]"),
+    ([part("file:///etc/passwd")], "not fetched", "content[0]"),
     ([part("data:image/png,abc")], "in base64", "content[0]"),
-    ([part("data:image/png;base64,!!")], "no valid base64", "content[0]"),
-    ([part("data:image/png;base64,aGVsbG8=")], "no image in one of the formats", "content[0]"),
+    ([part("data:image/png;base64,!!")], "not valid base64", "content[0]"),
+    ([part("data:image/png;base64,aGVsbG8=")], "not an image in one of the formats", "content[0]"),
     ([part(url(random_image(1))[:-300])], "content[0]", "content[0]"),
     ([{"type": "image_url"}], "data URL", "content[0]"),
     ([{"type": "image_url", "image_url": {"url": 3}}], "data URL", "content[0]"),
-    ([part(url(random_image(1)))] * 3, "may have 2 images, got 3", "content[2]"),
+    ([part(url(random_image(1)))] * 3, "can have 2 images, got 3", "content[2]"),
     ([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}], "no audio", ""),
-    ([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}}], "no video", ""),
+    (
+        [{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}}],
+        "no audio, video",
+        "",
+    ),
 ]
 
 
@@ -178,7 +182,7 @@ def test_limits_of_size(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, limit, why in (
         ("MAX_IMAGE_PIXELS", 64 * 64 - 1, "64 x 64 pixels"),
         ("MAX_PROMPT_PIXELS", 64 * 64 - 1, "of this prompt to 4096 pixels"),
-        ("MAX_IMAGE_BYTES", 100, "an image may have 100"),
+        ("MAX_IMAGE_BYTES", 100, "the limit is 100"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(images, name, limit)

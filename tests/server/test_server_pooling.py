@@ -201,6 +201,30 @@ def test_a_classifier_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert live.post("/pooling", {"input": TEXTS[:2]}).status_code == 200
 
 
+def test_late_interaction(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    with live_server(over=start(task="token_embed")) as live:
+        answer = live.post("/pooling", {"input": TEXTS, "task": "token_embed"}).json()
+        rows = [torch.tensor(one["data"]) for one in answer["data"]]
+        want = [float((rows[0] @ other.T).amax(1).sum()) for other in rows[1:]]
+        answer = live.post("/score", {"text_1": TEXTS[0], "text_2": TEXTS[1:]}).json()
+        assert [one["score"] for one in answer["data"]] == pytest.approx(want, rel=1e-4)
+        answer = live.post("/score", {"text_1": TEXTS[1:], "text_2": TEXTS[0]}).json()
+        back = [float((other @ rows[0].T).amax(1).sum()) for other in rows[1:]]
+        assert [one["score"] for one in answer["data"]] == pytest.approx(back, rel=1e-4)
+        ranked = live.post("/rerank", {"query": TEXTS[0], "documents": TEXTS[1:]}).json()
+        found = [one["relevance_score"] for one in ranked["results"]]
+        assert found == pytest.approx(sorted(want, reverse=True), rel=1e-4)
+        monkeypatch.setattr(pooling, "MAX_TOKEN_VALUES", 100)
+        for path_, body, param in (
+            ("/score", {"text_1": "a b", "text_2": TEXTS}, "text_2"),
+            ("/rerank", {"query": "a b", "documents": TEXTS}, "documents"),
+        ):
+            error = live.post(path_, body).json()["error"]
+            assert "Send fewer texts" in error["message"] and error["param"] == param
+
+
 def test_a_classifier(tmp_path: Path) -> None:
     import torch
     import transformers as tf

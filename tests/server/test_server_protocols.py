@@ -455,7 +455,7 @@ WRONG_OLLAMA: list[tuple[dict[str, Any], int, str]] = [
     ({"options": {"temperature": 3}}, 400, "options.temperature"),
     ({"options": {"num_predict": 0}}, 400, "max_tokens"),
     ({"format": "xml"}, 400, "format"),
-    ({"messages": [{**USER, "images": ["aGk="]}]}, 400, "it reads text alone"),
+    ({"messages": [{**USER, "images": ["aGk="]}]}, 400, "it reads text only"),
     ({"messages": [{**USER, "images": "aGk="}]}, 400, "messages[0].images"),
     ({"template": "{{ .Prompt }}"}, 400, "template"),
 ]

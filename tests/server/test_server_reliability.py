@@ -155,12 +155,12 @@ def test_only_so_many_grammars_are_kept() -> None:
     ],
 )
 def test_template_that_misbehaves(canary: Canary, template: str) -> None:
-    hf = canary.live.scripted.tokenizer.hf
-    good, hf.chat_template = hf.chat_template, template
+    tokenizer = canary.live.scripted.tokenizer
+    good, tokenizer.chat_template = tokenizer.chat_template, template
     try:
         answer = canary.live.chat(max_tokens=3)
     finally:
-        hf.chat_template = good
+        tokenizer.chat_template = good
     assert answer.status_code == 400, answer.text
     assert canary.live.chat(max_tokens=3).status_code == 200
     canary.check()

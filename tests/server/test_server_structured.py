@@ -204,14 +204,14 @@ def test_all_at_once_say_what_each_says_alone(live: Live) -> None:
 
 def test_a_grammar_begins_behind_the_reasoning(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model that is made to draw the mark of the end at once."""
-    hf = live.scripted.tokenizer.hf
+    tokenizer = live.scripted.tokenizer
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning %}<|im_start|>"
         "{{ m.reasoning }}<|endoftext|>{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<|im_start|>{% endif %}"
     )
-    monkeypatch.setattr(hf, "chat_template", template)
-    end = hf.convert_tokens_to_ids("<|endoftext|>")
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    [end] = tokenizer.ids_of(["<|endoftext|>"])
     body = {
         "messages": [{"role": "user", "content": "A pass?"}],
         "logit_bias": {str(end): 100.0},

@@ -97,24 +97,24 @@ def same(weights: Weights) -> Weights:
 
 VOCAB = tiny_models.VOCAB
 BAD: dict[str, tuple[Callable[[Weights], Weights], dict[str, Any], str]] = {
-    "no fc": (without("fc.weight"), {}, "has no fc.weight, so it is no EAGLE-3 head"),
+    "no fc": (without("fc.weight"), {}, "has no fc.weight, so it is not an EAGLE-3 head"),
     "no head": (without("lm_head.weight"), {}, "has no lm_head.weight"),
-    "no map": (without("d2t"), {}, "has no d2t, which says which of the 96 tokens its 64 are"),
-    "a map to no token": (offset(91), {}, "d2t makes token 96 of its token 5, and there are 96"),
-    "a map below 0": (offset(-6), {}, "d2t makes token -1 of its token 5"),
+    "no map": (without("d2t"), {}, "has no d2t to tell which of the 96 tokens its 64 are"),
+    "a map to no token": (offset(91), {}, "d2t yields token 96 for its token 5, but there are 96"),
+    "a map below 0": (offset(-6), {}, "d2t yields token -1 for its token 5"),
     "a short map": (same, {"draft_vocab_size": 63}, r"d2t has shape \[64\] .* 63 integers"),
     "a map of fractions": (
         lambda w: w | {"d2t": w["d2t"].float()},
         {},
-        "type torch.float32, where 64 integers are expected",
+        "type torch.float32, but 64 integers are expected",
     ),
-    "a wider vocabulary": (same, {"draft_vocab_size": 97}, "draft_vocab_size is 97, and there"),
+    "a wider vocabulary": (same, {"draft_vocab_size": 97}, "draft_vocab_size is 97, but there"),
     "no number": (same, {"hidden_size": "32"}, "hidden_size"),
     "no rows": (same, {"num_attention_heads": 0}, "num_attention_heads|can't be used"),
     "other taps": (
         same,
         {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4, 5]},
-        "fc.weight reads 96 values, which are no 5 hidden states",
+        "fc.weight reads 96 values, which are not 5 hidden states",
     ),
     "no layers": (
         same, {"eagle_aux_hidden_state_layer_ids": ["2", 3, 4]}, "layer_ids is .'2', 3, 4"
@@ -139,13 +139,13 @@ def test_a_bad_head_is_one_sentence(target: Path, tmp_path: Path, name: str) -> 
 def test_two_tokens_of_one(target: Path, tmp_path: Path) -> None:
     weights = tiny_heads.random_weights()
     weights["d2t"][1] = weights["d2t"][0] - 1
-    with pytest.raises(CheckpointError, match="d2t makes one token of two of its own"):
+    with pytest.raises(CheckpointError, match="d2t maps two of its tokens to the same token"):
         sources(target, tiny_heads.save(tmp_path / "head", weights))
 
 
 def test_another_vocabulary_is_refused(target: Path, tmp_path: Path) -> None:
     head = tiny_heads.save(tmp_path / "head", tiny_heads.random_weights(), vocab_size=95)
-    with pytest.raises(ConfigError, match="for a vocabulary of 95 tokens, and 'target' has 96"):
+    with pytest.raises(ConfigError, match="for a vocabulary of 95 tokens, but 'target' has 96"):
         sources(target, head)
 
 

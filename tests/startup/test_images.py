@@ -58,7 +58,7 @@ def test_rows_in_other_places(monkeypatch: pytest.MonkeyPatch) -> None:
         return find(self, ids, **kwargs).roll(1, 1)
 
     monkeypatch.setattr(modeling_llava.LlavaModel, "get_placeholder_mask", shifted)
-    with pytest.raises(CheckpointError, match="embeds images in another way"):
+    with pytest.raises(CheckpointError, match="embeds images differently"):
         proved("llava")
 
 
@@ -68,7 +68,7 @@ def test_inner_layers_that_do_more_than_add(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         model, "_deepstack_process", lambda self, state, *rest: 2 * add(self, state, *rest)
     )
-    with pytest.raises(CheckpointError, match="do more with rows of images than add them"):
+    with pytest.raises(CheckpointError, match="do more with image rows than add them"):
         proved("qwen3_vl")
 
 
@@ -79,7 +79,7 @@ def test_attention_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         return token_type_ids.amax(-1, keepdim=True).expand_as(token_type_ids) - 1
 
     monkeypatch.setattr(modeling_gemma3, "get_block_sequence_ids_for_mask", one_block)
-    with pytest.raises(CheckpointError, match="attend in a way of their own"):
+    with pytest.raises(CheckpointError, match="have an unsupported attention mask"):
         proved("gemma3")
 
 
@@ -90,7 +90,7 @@ def test_another_tensor_for_the_text_model(monkeypatch: pytest.MonkeyPatch) -> N
         return run(self, *args, **kwargs, image_bias=torch.zeros(1))
 
     monkeypatch.setattr(modeling_llava.LlavaModel, "forward", forward)
-    with pytest.raises(CheckpointError, match="gives its text model image_bias"):
+    with pytest.raises(CheckpointError, match="passes image_bias to its text model"):
         proved("llava")
 
 
@@ -98,7 +98,7 @@ def test_a_processor_that_writes_several_images_otherwise() -> None:
     def replaced(inputs: Any, image_idx: int, **_: Any) -> str:
         return "<image>" * (4 if len(inputs["num_patches"]) == 1 else 8)
 
-    with pytest.raises(CheckpointError, match="several images in another way than one"):
+    with pytest.raises(CheckpointError, match="several images differently from one"):
         proved("internvl", replaced)
 
 
@@ -108,5 +108,5 @@ def test_what_needs_no_proof() -> None:
     assert "allows none" in str(_unwanted(none))
     ranks = resolve(EngineConfig(model=path, tensor_parallel_size=2), CPU)
     assert "tensor_parallel_size" in str(_unwanted(ranks))
-    with pytest.raises(ConfigError, match="audio and video are not served"):
+    with pytest.raises(ConfigError, match="audio and video are not supported"):
         EngineConfig(limit_mm_per_prompt={"audio": 1})

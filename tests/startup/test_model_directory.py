@@ -50,7 +50,7 @@ def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
 
 
 def test_no_config(tmp_path: Path) -> None:
-    refused(tmp_path, "has no config.json, so it is no model directory")
+    refused(tmp_path, "has no config.json, so it is not a model directory")
 
 
 @pytest.mark.parametrize("text", ["", "{", "\x00\x01", '{"a": 1,}', "[" * 100_000])
@@ -263,7 +263,7 @@ def test_weights_of_dense_modules_are_downloaded_too(
 
 def test_an_adapter_instead_of_a_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    refused(tmp_path, "holds an adapter", "merge it")
+    refused(tmp_path, "has an adapter", "merge it")
 
 
 def test_a_broken_generation_config_does_no_harm(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_rank_elsewhere_gets_the_program_and_answers_as_one(
             stranger.close()
         [rank] = made[0]._processes
         rank.end(0.0)
-        with pytest.raises(EngineDeadError, match="rank 1 .* ended with signal 9"):
+        with pytest.raises(EngineDeadError, match=r"rank 1 .* exited \(signal 9\)"):
             answers(two)
 
 

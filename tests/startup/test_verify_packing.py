@@ -76,7 +76,7 @@ def start(path: Path) -> Started:
     ("kind", "reason"),
     [
         (MixingConfig, "mixes the tokens of requests"),
-        (ForgettingConfig, "forgets what it saw in an earlier step"),
+        (ForgettingConfig, "loses information from earlier steps"),
     ],
 )
 def test_a_model_that_mixes_or_forgets_is_refused_every_time(

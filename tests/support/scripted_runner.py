@@ -38,7 +38,7 @@ class ScriptedRunner:
 
     def start_profile(self) -> None:
         if self.is_profiling:
-            raise RuntimeError("a profile is being recorded already; stop it first")
+            raise RuntimeError("a profile is already being recorded; stop it first")
         self.is_profiling = True
 
     def stop_profile(self, folder: str) -> str:

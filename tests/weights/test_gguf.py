@@ -341,6 +341,30 @@ def test_kept_blocks_stand_for_the_same_numbers(kind: Type) -> None:
     assert all(tuple(t.shape) == to.shape(p, 32, 512) for p, t in parts.items())
 
 
+@pytest.mark.parametrize("order", [slice(None), np.random.default_rng(2).permutation(64)])
+def test_a_tensor_is_packed_some_channels_at_a_time(
+    order: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = random_blocks(Type.Q4_1, 64, 96)
+    (tmp_path / "m").write_bytes(raw.tobytes())
+    info = GgufTensorInfo(
+        name="w", file=tmp_path / "m", shape=(64, 96), type=Type.Q4_1, offset=0, num_bytes=raw.size
+    )
+    tensor = GgufTensor(
+        name="w", shape=(64, 96), dtype=torch.float32, parts=(info,), row_order=order,
+        undo=Undo(architecture="llama", config={}),
+    )  # fmt: skip
+    to = tensor.kept_as()
+    assert to is not None
+    [whole] = tensor.blocks(to)
+    monkeypatch.setattr("llmc.weights.gguf.tensors._AT_ONCE", 32 * 96 + 1)
+    pieces = list(tensor.blocks(to))
+    assert len(pieces) == 2
+    for part, blocks in whole.items():
+        joined = torch.cat([piece[part] for piece in pieces])
+        assert torch.equal(joined.view(torch.uint8), blocks.view(torch.uint8))
+
+
 @pytest.mark.parametrize("kind", KEPT)
 def test_a_part_of_a_tensor_has_the_numbers_of_its_place(kind: Type, tmp_path: Path) -> None:
     """Of rows in another order, and of inputs that begin and end inside a block of the file."""

@@ -1,12 +1,12 @@
-"""Capture a deep model from its first layers: layers that repeat are captured once.
+"""Capture a deep model from its first layers: repeated layers are captured once.
 
-trace_layers.py finds which layers are the same, capture.py captures the model with just the first
-layers, up to one of each kind, and repeat.py appends the others. A model for which that can't be
-shown to equal a capture of all layers is captured in full, and the reason is kept.
+trace_layers.py finds which layers are the same, capture.py captures the model with only the first
+layers, up to one of each kind, and repeat.py appends the others. If the result can't be shown to
+equal a capture of all layers, the model is captured in full, and the reason is noted.
 
-All of this is checked: that a layer is the same (torch's guards, on every layer), that it is given
-the same (every call is compared), that the model does the same before and behind the layers when
-it has fewer (every op is compared), and that blocks of the graph are complete and equal.
+All of this is checked: that layers are the same (with torch's guards, on every layer), that they
+get the same arguments (every call is compared), that the model does the same before and after the
+layers if it has fewer (every op is compared), and that blocks of the graph are complete and equal.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from llmc.weights.parameters import describe_parameters
 
 log = logging.getLogger(__name__)
 
-_FEWEST_LAYERS = 6  # capturing fewer takes no longer than tracing them
+_FEWEST_LAYERS = 6  # capturing fewer is as fast as tracing them
 
 
 def capture_outlined(built: BuiltModel, device: torch.device) -> CapturedModel:
-    """The graph that `capture` gives, node by node; its note says how many layers were captured.
+    """The same graph as from `capture`; its note says how many layers were captured.
 
-    Raises CompileError where `capture` does.
+    Raises CompileError if `capture` does.
     """
     path, count = layer_list(name for name, _ in built.module.named_parameters())
     if count < _FEWEST_LAYERS:
@@ -46,7 +46,7 @@ def capture_outlined(built: BuiltModel, device: torch.device) -> CapturedModel:
     try:
         captured, first = _outline(built, device, path, count)
     except NotAlike as e:
-        log.info("all %d layers are captured: %s", count, e)
+        log.info("capturing all %d layers: %s", count, e)
         return replace(capture(built, device), note=f"all captured: {e}")
     return replace(captured, note=f"{first} captured")
 
@@ -56,7 +56,7 @@ def _outline(
 ) -> tuple[CapturedModel, int]:
     layers = built.module.get_submodule(path)
     if not isinstance(layers, nn.ModuleList) or len(layers) != count:
-        raise NotAlike(f"{path} is no plain list of layers")
+        raise NotAlike(f"{path} is not a plain list of layers")
     tracer = LayerTracer(built.module, list(layers), most_traces=count // 2, head=built.head)
     with tracer.ready():
         whole = tracer.run()
@@ -70,7 +70,7 @@ def _outline(
         try:
             captured = capture(built, device)
         except CompileError as e:
-            raise NotAlike(f"the first {first} alone can't be captured: {e}") from e
+            raise NotAlike(f"the first {first} can't be captured separately: {e}") from e
     graph = captured.graph.graph
     names = _Names(built, calls)
     models = [_model(calls, layer, first) for layer in range(first, count)]
@@ -82,7 +82,7 @@ def _outline(
 
 @contextmanager
 def _only(layers: nn.ModuleList, first: int) -> Iterator[None]:
-    """Inside, the model has its first layers only; its config is unchanged."""
+    """Inside this context, the model only has its first layers; its config is unchanged."""
     rest = list(layers)[first:]
     del layers[first:]
     try:
@@ -92,7 +92,7 @@ def _only(layers: nn.ModuleList, first: int) -> Iterator[None]:
 
 
 def _in_order(whole: ModelTrace, count: int) -> list[LayerCall]:
-    """Every layer once, in order, and nothing in between."""
+    """The calls, if every layer is called once, in order, with nothing in between."""
     if [call.layer for call in whole.calls] != list(range(count)):
         raise NotAlike("they are not called once each, in order")
     for layer, ops in enumerate(whole.ops[1:-1]):
@@ -102,13 +102,13 @@ def _in_order(whole: ModelTrace, count: int) -> list[LayerCall]:
 
 
 def _compare(whole: ModelTrace, part: ModelTrace) -> None:
-    """With fewer layers, the same happens before, in and behind them."""
+    """Raise NotAlike unless the model with fewer layers does the same before, in and after them."""
     if [(c.layer, c.trace, c.given) for c in part.calls] != [
         (c.layer, c.trace, c.given) for c in whole.calls[: len(part.calls)]
     ]:
         raise NotAlike("with fewer layers, their arguments differ")
     if (part.ops[0], part.ops[-1]) != (whole.ops[0], whole.ops[-1]):
-        raise NotAlike("with fewer layers, the model does something else around them")
+        raise NotAlike("with fewer layers, the model does something different around them")
     if any(part.ops[1:-1]):
         raise NotAlike("with fewer layers, the model does something between them")
 
@@ -118,10 +118,10 @@ def _kind(call: LayerCall) -> tuple[int, str]:
 
 
 def _enough(calls: Sequence[LayerCall]) -> int:
-    """The fewest first layers that hold one of each later layer's kind.
+    """The smallest number of first layers that include every later layer's kind.
 
     The last of them shares its trace with another, so that the end of its block can be checked.
-    The very first layer stands for no other: what enters it is no layer's result.
+    The very first layer can't represent others, because its input is not a layer's output.
     """
     first = 2
     kinds = [_kind(call) for call in calls]
@@ -140,13 +140,13 @@ def _model(calls: Sequence[LayerCall], layer: int, first: int) -> int:
 class _Names:
     """Translates the inputs of one layer to those of another layer with the same trace.
 
-    Both read their tensors in the same order, so inputs at the same place correspond.
+    Both read their tensors in the same order, so inputs correspond by index.
     """
 
     def __init__(self, built: BuiltModel, calls: Sequence[LayerCall]) -> None:
         self._built = built
         self._calls = calls
-        self._parameters: dict[int, str] = {}  # as capture names them: by the first name
+        self._parameters: dict[int, str] = {}  # by first name, like capture
         for name, parameter in built.module.named_parameters(remove_duplicate=False):
             self._parameters.setdefault(id(parameter), name)
         persistent = set(built.module.state_dict())
@@ -161,7 +161,7 @@ class _Names:
         self._caches = self._number_caches()
 
     def _number_caches(self) -> list[dict[int, tuple[int, str]]]:
-        """Of each layer: a cache's tensor -> (number, part), as capture counts them."""
+        """For each layer: a cache's tensor -> (number, part), numbered like capture does."""
         owners: dict[int, tuple[int, str]] = {}
         for child in self._built.module.modules():
             owners[id(getattr(child, KEY_CACHE))] = (id(child), "key")
@@ -178,7 +178,7 @@ class _Names:
         return found
 
     def rename(self, role: Input, layer: int, to: int) -> Input:
-        """NotAlike where the block reads a tensor that the layer's trace does not."""
+        """The role in layer `to`. NotAlike if the block reads a tensor that its trace does not."""
         try:
             return self._renamed(role, layer, to)
         except KeyError as e:

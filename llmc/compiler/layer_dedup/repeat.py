@@ -1,9 +1,9 @@
 """A graph of a model's first layers -> the graph of all its layers, by copying blocks of nodes.
 
-A block is what one layer adds to the graph. Copying it is right if it reads only the hidden state
-of the layer before it, its own inputs, and what is computed before the first layer; if its result
-is one value; and if blocks of the same trace are equal node by node. All of that is checked here;
-NotAlike says what does not hold.
+A block is one layer's part of the graph. Copying it is correct if it only reads the hidden state of
+the previous layer, its own inputs, and what is computed before the first layer; if its result is
+one value; and if blocks of the same trace are equal node by node. All of that is checked here;
+NotAlike says which condition fails.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmc.compiler.layer_dedup.trace_layers import NotAlike
 from llmc.passes.inputs import Input, input_of
 from llmc.passes.layers import Layers, find_layers
 
-Rename = Callable[[Input, int, int], Input]  # (an input's role, its layer, for which layer)
+Rename = Callable[[Input, int, int], Input]  # (an input's role, its layer, the target layer)
 
 
 def repeat_blocks(
@@ -27,8 +27,8 @@ def repeat_blocks(
 ) -> None:
     """Append a copy of block `models[i]` for every further layer, in place.
 
-    `traces` are those of the layers in the graph. `rename` gives the role of what stands for an
-    input of one layer in another.
+    `traces` are those of the layers in the graph. `rename` returns the role of the input in another
+    layer that corresponds to an input of one layer.
     """
     layers = find_layers(graph)
     if (layers.path, layers.count) != (path, len(traces)):
@@ -46,7 +46,7 @@ def repeat_blocks(
 
 
 def _hoist_sizes(graph: fx.Graph, of: dict[fx.Node, int]) -> None:
-    """Sizes that a layer works out of the number of tokens, and others read, come before all."""
+    """Move sizes that a layer computes from the number of tokens, and others read, to the front."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     for size in [n for n in order if _is_size(n) and any(of[u] != of[n] for u in n.users)]:
         needed: list[fx.Node] = []
@@ -86,9 +86,9 @@ class _Blocks:
         self.outputs = [layers.outputs[i] for i in range(layers.count)]
 
     def complete_first(self, twin: int) -> None:
-        """The first layer's block is as long as that of another layer of its trace.
+        """Extend the first layer's block to the length of another block with the same trace.
 
-        Its nodes before its first weight look like part of what comes before all layers.
+        Its nodes before its first weight look as if they came before all layers.
         """
         missing = len(self.calls[twin]) - len(self.calls[0])
         before = [n for n in self.graph.nodes if n.op != "placeholder" and self.of[n] == -1]
@@ -97,11 +97,11 @@ class _Blocks:
             self.of.update((node, 0) for node in before[-missing:])
 
     def check(self, layer: int) -> None:
-        """NotAlike where the block reads, or is read by, something that a copy could not."""
+        """Raise NotAlike if the block reads, or is read by, anything that a copy could not be."""
         before = self.outputs[layer - 1] if layer else None
         for node in self.calls[layer]:
             if node.op != "call_function":
-                raise NotAlike(f"layer {layer} holds a {node.op}")
+                raise NotAlike(f"layer {layer} contains a {node.op}")
             for source in node.all_input_nodes:
                 ours = source.op == "placeholder" or self.of[source] in (-1, layer)
                 if not ours and source is not before:
@@ -112,9 +112,9 @@ class _Blocks:
                     raise NotAlike(f"{node.name} of layer {layer} is read elsewhere")
 
     def compare(self, first: int, second: int, rename: Rename) -> None:
-        """Two blocks of one trace are equal, node by node, but for what they are given."""
+        """Raise NotAlike unless two blocks with one trace are equal by node, except for inputs."""
         if len(self.calls[first]) != len(self.calls[second]):
-            raise NotAlike(f"layers {first} and {second} have one trace and different graphs")
+            raise NotAlike(f"layers {first} and {second} have one trace but different graphs")
         same = dict(zip(self.calls[first], self.calls[second], strict=True))
         for a, b in same.items():
             equal = (
@@ -136,7 +136,7 @@ class _Blocks:
         second: int,
         rename: Rename,
     ) -> bool:
-        """Equal constants, and inputs that correspond."""
+        """Whether the constants are equal and the inputs correspond."""
         if len(a.all_input_nodes) != len(b.all_input_nodes) or _plain(a) != _plain(b):
             return False
         for x, y in zip(_sources(a), _sources(b), strict=True):
@@ -152,7 +152,8 @@ class _Blocks:
         return True
 
     def _are_hidden(self, x: fx.Node, y: fx.Node, first: int, second: int) -> bool:
-        """What enters two layers. The first layer's is made before all layers: any one value."""
+        """Whether these are the inputs of the two layers. The first layer's input is any value that
+        is computed before all layers."""
         return y is self.outputs[second - 1] and (
             self.of[x] == -1 if first == 0 else x is self.outputs[first - 1]
         )
@@ -180,7 +181,7 @@ class _Blocks:
         )
 
     def _inputs(self, layer: int) -> list[fx.Node]:
-        """The placeholders that a block reads, in the order of the graph's."""
+        """The placeholders that a block reads, in graph order."""
         read = {source for node in self.calls[layer] for source in node.all_input_nodes}
         return [n for n in self.graph.nodes if n.op == "placeholder" and n in read]
 
@@ -203,7 +204,7 @@ def _sources(node: fx.Node) -> list[fx.Node]:
 
 
 def _plain(node: fx.Node) -> str:
-    """The arguments with every node left open."""
+    """The arguments without the nodes in them."""
     return repr(fx.node.map_arg((node.args, node.kwargs), lambda n: None))
 
 
@@ -216,7 +217,7 @@ def _shape_of(val: Any) -> Any:
 
 
 def _key(role: Input) -> Any:
-    """Constants are compared by their tensor, all others by value."""
+    """A key to compare roles by: constants by their tensor, all others by value."""
     tensor = getattr(role, "tensor", None)
     return role if tensor is None else id(tensor)
 

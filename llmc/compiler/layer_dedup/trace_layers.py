@@ -1,9 +1,9 @@
-"""Which decoder layers of a model are the same: its own code is run once on meta, at full depth.
+"""Finds which decoder layers of a model are the same by running it once on meta, at full depth.
 
-Each layer's forward is compiled by Dynamo with a backend that only records. A layer that passes
-the guards of an earlier one's trace would be traced to the same graph, whatever its number: torch
-itself says so. What happens around the layers is recorded op by op, so that outline.py can compare
-it with the same run of fewer layers.
+Each layer's forward is compiled by Dynamo with a backend that only records. If a layer passes the
+guards of an earlier layer's trace, then by torch's own criterion it would be traced to the same
+graph. Ops around the layers are recorded one by one, so that outline.py can compare them with a run
+of fewer layers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LayerCall:
     """One call of a layer: the trace whose guards it passed, its arguments, and its inputs.
 
     `given` describes the arguments without naming the layer. `read[i]` is this layer's tensor for
-    the i-th input of the trace: a parameter, a buffer, a value made before.
+    the i-th input of the trace: a parameter, a buffer, or a value computed earlier.
     """
 
     layer: int
@@ -46,14 +46,14 @@ class LayerCall:
 
 @dataclass(slots=True)
 class ModelTrace:
-    """Layer calls in order, and the ops before, between and behind them."""
+    """Layer calls in order, and the ops before, between and after them."""
 
     calls: list[LayerCall] = field(default_factory=list)
     ops: list[list[str]] = field(default_factory=lambda: [[]])  # one list more than calls
 
 
 class LayerTracer:
-    """Runs `model` on meta; traces made in one run are known in the next."""
+    """Runs `model` on meta. Traces are kept from one run to the next."""
 
     def __init__(
         self, model: nn.Module, layers: Sequence[nn.Module], most_traces: int, head: Head = LM
@@ -67,13 +67,13 @@ class LayerTracer:
             for named in (model.named_parameters, model.named_buffers)
             for name, t in named(remove_duplicate=False)
         }
-        self._outputs: list[list[Tensor]] = []  # of each trace, to be given again
+        self._outputs: list[list[Tensor]] = []  # of each trace, to be returned again
         self._last: tuple[int, tuple[Any, ...]] = (-1, ())
         self._notes: _Notes = _Notes({})
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Inside, the layers are compiled; Dynamo is reset before and after."""
+        """Inside this context, the layers are compiled. Resets Dynamo before and after."""
         classes = {type(m) for m in self._model.modules() if id(m) in self._index}
         torch._dynamo.reset()
         with ExitStack() as stack:
@@ -85,7 +85,7 @@ class LayerTracer:
                     specialize_float=True, recompile_limit=self._most_traces + 1
                 )
             )
-            # what Dynamo would answer where the code around the layers asks
+            # as Dynamo would set it for the code around the layers
             stack.enter_context(mock.patch.object(torch.compiler, "_is_compiling_flag", True))
             for cls in classes:
                 stack.enter_context(mock.patch.object(cls, "forward", self._stand_in(cls.forward)))
@@ -95,7 +95,7 @@ class LayerTracer:
                 torch._dynamo.reset()
 
     def run(self) -> ModelTrace:
-        """NotAlike where the model's code does not run this way."""
+        """Run the model. Raises NotAlike if its code does not run this way."""
         self._notes = _Notes(self._names)
         ids = torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long, device="meta")
         given = {"input_ids": ids}
@@ -109,9 +109,9 @@ class LayerTracer:
                 self._model(**given, use_cache=False)
         except NotAlike:
             raise
-        except Exception as e:  # the model's code: the full capture says what is wrong with it
+        except Exception as e:  # from the model's code: the full capture reports what is wrong
             first = (str(e).strip().splitlines() or [""])[0][:200]
-            raise NotAlike(f"tracing it gave {type(e).__name__}: {first}") from e
+            raise NotAlike(f"tracing it raised {type(e).__name__}: {first}") from e
         return self._notes.trace
 
     def _stand_in(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,7 +147,7 @@ class LayerTracer:
 
 
 class _Notes(TorchDispatchMode):
-    """Records every op outside the layers, with its tensors named by where they come from."""
+    """Records every op outside the layers, with its tensors named by their origin."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -159,7 +159,7 @@ class _Notes(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Dynamo does not trace under a dispatch mode."""
+        """Leave the dispatch mode, under which Dynamo does not trace."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
@@ -209,7 +209,7 @@ class _Notes(TorchDispatchMode):
             is_last = call == len(self.trace.calls) - 1
             return "<the last layer's>" if is_last else f"<layer call {call}'s>"
         if id(tensor) not in self._labels:  # made by code that no dispatch mode sees
-            raise NotAlike("a tensor appears whose origin is not known")
+            raise NotAlike("the origin of a tensor is unknown")
         return f"<{self._labels[id(tensor)]}>"
 
 

@@ -1,8 +1,8 @@
 """CacheLayout: which physical blocks a sequence needs in each group of layers.
 
-Layers with the same attention window form groups of equally many layers. Every block of tokens has
-one physical block in each group, all from one pool. Windowed groups free the blocks that have left
-the window:
+Layers with the same attention window form groups with equal numbers of layers. Every block of
+tokens has one physical block in each group, all from one pool. Windowed groups free the blocks that
+have left the window:
 
     tokens       0-15  16-31  32-47  48-63 ...
     group 0        7      3      9      4      full attention
@@ -19,18 +19,18 @@ _MOST_TOKENS = 2**31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionWindow:
-    """What a token attends to: the last `window` tokens, in its aligned `chunk`; 0: no limit."""
+    """What a token attends to: the last `window` tokens within its aligned `chunk`; 0: no limit."""
 
     window: int = 0
     chunk: int = 0
 
     def first_visible(self, position: int) -> int:
-        """The first token that those from `position` on attend to."""
+        """The first token that the tokens from `position` on attend to."""
         first = max(position - self.window + 1, 0) if self.window else 0
         return max(first, position // self.chunk * self.chunk) if self.chunk else first
 
     def within(self, max_tokens: int) -> AttentionWindow:
-        """The same for sequences of at most so many tokens, where a longer limit is none."""
+        """Drop limits that have no effect on sequences of at most `max_tokens` tokens."""
         return AttentionWindow(
             window=self.window if self.window < max_tokens else 0,
             chunk=self.chunk if self.chunk < max_tokens else 0,
@@ -51,7 +51,7 @@ WHOLE = AttentionWindow()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
-    """`windows` has one entry a group; a step computes at most `step_tokens` of a sequence."""
+    """The groups' `windows`; a step computes at most `step_tokens` tokens of a sequence."""
 
     block_size: int
     step_tokens: int
@@ -63,7 +63,7 @@ class CacheLayout:
 
     @property
     def is_whole(self) -> bool:
-        """Full attention everywhere: a block is needed as long as its sequence runs."""
+        """Whether all groups use full attention, so that a sequence needs its blocks to the end."""
         return all(window.is_whole for window in self.windows)
 
     def first_needed(self, group: int, position: int) -> int:
@@ -71,7 +71,7 @@ class CacheLayout:
         return self.windows[group].first_visible(position) // self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """The most physical blocks that a sequence of so many tokens holds at a time."""
+        """The most physical blocks that a sequence of `num_tokens` tokens holds at a time."""
         num = -(-num_tokens // self.block_size)
         return sum(min(num, self._most_blocks(window)) for window in self.windows)
 
@@ -79,7 +79,7 @@ class CacheLayout:
         return -(-(window.most + self.step_tokens) // self.block_size) + 1
 
     def longest(self, num_blocks: int) -> int:
-        """Tokens of the longest sequence that so many blocks hold; 2**31 stands for any."""
+        """Length in tokens of the longest sequence that fits; 2**31 stands for unlimited."""
         size = self.block_size
         lengths = range(0, _MOST_TOKENS + 1, size)
         return (bisect_right(lengths, num_blocks, key=self.blocks_for) - 1) * size

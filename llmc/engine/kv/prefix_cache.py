@@ -1,7 +1,7 @@
 """Prefix cache lookup for several groups of layers with different attention windows.
 
 A prefix of n blocks is a hit if every group has the blocks that the next token attends to: all of
-them, or the last few in a window.
+them, or the last few for a windowed group.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from llmc.engine.kv.block_pool import BlockPool
 from llmc.engine.kv.layout import WHOLE, CacheLayout
 
-NO_BLOCK = -1  # where a windowed group has freed its block
+NO_BLOCK = -1  # marks a block that a windowed group has freed
 
 
 def live(blocks: Iterable[int]) -> list[int]:
@@ -19,12 +19,12 @@ def live(blocks: Iterable[int]) -> list[int]:
 
 
 def group_digest(digest: bytes, group: int) -> bytes:
-    """The key of a block of tokens in one of the groups."""
+    """The key of a block of tokens in one group."""
     return digest + bytes((group,)) if group else digest
 
 
 def find_prefix(pool: BlockPool, layout: CacheLayout, digests: Sequence[bytes]) -> list[int]:
-    """The longest cached run of blocks, flat as in `Request.blocks`. Allocates none of them."""
+    """The longest cached run of blocks, flat as in `BlockTable.blocks`. Takes no references."""
     if layout.windows == (WHOLE,):
         return pool.find_prefix(digests)
     found: list[list[int]] = []
@@ -45,8 +45,8 @@ def find_prefix(pool: BlockPool, layout: CacheLayout, digests: Sequence[bytes]) 
 
 
 def _longest(layout: CacheLayout, found: Sequence[Sequence[int]], most: int) -> int:
-    """The longest prefix, in blocks, of which every group has what the next token attends to."""
-    runs = [0] * len(found)  # found blocks in a row, up to the one looked at
+    """The longest prefix, in blocks, for which every group has what the next token attends to."""
+    runs = [0] * len(found)  # consecutive found blocks up to the current one
     longest = 0
     for num in range(1, most + 1):
         position = num * layout.block_size

@@ -1,7 +1,7 @@
-"""RowTable: which request has which row and which blocks.
+"""RowTable: assigns rows and blocks to requests.
 
-The scheduler decides who is admitted and who leaves; the table finds shared blocks, allocates and
-frees blocks and rows, and collects the copies and released rows that the next plan must carry.
+The scheduler decides which requests are admitted and which leave. The table finds shared blocks,
+allocates and frees blocks and rows, and collects the copies and released rows for the next plan.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from llmc.image_input import before_cut, digests_within
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a request can share its first `num_tokens` tokens: nowhere, in a running request, or
-    in one that has yet to compute them (`wait`)."""
+    """The running request whose first `num_tokens` tokens can be shared, if any. With `wait`, a
+    running request has yet to compute them."""
 
     request: Request | None = None
     num_tokens: int = 0
@@ -31,12 +31,12 @@ class Source:
 
 
 NO_SOURCE = Source()
-_LONG_TEXT = b"\0long"  # keys of long and short texts are never shared
+_LONG_TEXT = b"\0long"  # keys of long and short sequences are never shared
 
 
 class RowTable:
-    """`num_rows` rows, smallest free one first, over one BlockPool. Without a `layout` there is one
-    group of layers, with full attention."""
+    """`num_rows` rows (the smallest free one is used first) over one BlockPool. Without a `layout`
+    there is one group of layers, with full attention."""
 
     def __init__(
         self,
@@ -66,22 +66,22 @@ class RowTable:
         return len(self._free)
 
     def position_offset(self, request: Request) -> int:
-        """That of a text of its length now. Once it is another than the request's, all its keys are
-        to be computed again (compiler/rotary.py)."""
+        """The offset for the request's current length. Once it differs from the request's own, all
+        keys must be recomputed (compiler/rotary.py)."""
         long = self.long_text_from
         return long if long is not None and request.num_tokens > long else 0
 
     def allocate(self, request: Request, num_spare: int, source: Source = NO_SOURCE) -> bool:
-        """Give a request a row and blocks, if then `num_spare` blocks stay free in each group.
+        """Give a request a row and blocks, if `num_spare` blocks then stay free in each group.
 
         The blocks hold all its tokens. With windowed layers they hold those of its first step, and
-        there must be room for as many as it will ever hold at a time. Sets `num_computed` to what
-        the prefix cache, the `source` or host memory holds: never all, one token must be computed.
-        Its adapter must be ready (adapters.py).
+        the pool must have room for the most blocks that it will hold at a time. Sets `num_computed`
+        to the tokens found in the prefix cache, the `source` or host memory, which are never all:
+        at least one token must be computed. Its adapter must be ready (adapters.py).
         """
         pool, size, groups = self.pool, self.pool.block_size, self.num_groups
         attempt = (request.request_id, pool.num_free, num_spare, source.num_tokens)
-        if attempt == self._refused:  # nothing has changed since: don't look it all up again
+        if attempt == self._refused:  # nothing has changed since: skip the lookups
             return False
         if request.position_offset != (offset := self.position_offset(request)):
             request.position_offset = offset
@@ -110,7 +110,7 @@ class RowTable:
             return False
         pool.share(found)
         snapshot = None
-        if pool.snapshots is not None and num_computed:  # before its block may be evicted
+        if pool.snapshots is not None and num_computed:  # before its block can be evicted
             snapshot = pool.snapshots.use(request.table.digests[num_published - 1])
         blocks = shared + [pool.take() for _ in range(num_new)]
         if parent is not None and forked is not None and num_computed % size:
@@ -135,8 +135,8 @@ class RowTable:
         return True
 
     def _fork(self, parent: Request, num_tokens: int) -> list[int] | None:
-        """Its full blocks that later tokens than the first `num_tokens` see. None: it has moved on,
-        and has freed some of them.
+        """The parent's full blocks of its first `num_tokens` tokens that later tokens attend to.
+        None if it has already freed some of them.
         """
         groups, num_full = self.num_groups, num_tokens // self.pool.block_size
         shared = parent.table.blocks[: num_full * groups]
@@ -149,20 +149,21 @@ class RowTable:
         return shared
 
     def grow(self, request: Request) -> list[int]:
-        """One more block in each group; the pool must have them free."""
+        """Allocate one more block in each group; the pool must have enough free ones."""
         blocks = [self.pool.take() for _ in range(self.num_groups)]
         request.table.blocks += blocks
         request.table.capacity += self.pool.block_size
         return blocks
 
     def on_full_blocks(self, request: Request, num_computed: int) -> None:
-        """More blocks are computed to the end: publish them, and free those behind a window."""
+        """More blocks are fully computed: publish them, and free those that have left a window."""
         self.publish(request, num_computed)
         if not self.is_whole:
             self._free_unseen(request, num_computed)
 
     def _free_unseen(self, request: Request, position: int) -> None:
-        """Free the blocks that tokens from `position` on don't see; none before is in flight."""
+        """Free the blocks that tokens from `position` on don't attend to. No earlier token may be
+        in flight."""
         blocks, groups = request.table.blocks, self.num_groups
         num_freed = request.table.num_freed
         for group in range(groups):
@@ -175,7 +176,7 @@ class RowTable:
                 num_freed[group] = first
 
     def free(self, request: Request) -> None:
-        """Take row and blocks back. No step in flight may use them."""
+        """Free the request's row and blocks. No step in flight may use them."""
         assert request.row is not None and request.num_in_flight == 0
         self.pool.give_back(live(request.table.blocks))
         request.table = BlockTable(digests=request.table.digests)
@@ -185,7 +186,7 @@ class RowTable:
         heapq.heappush(self._free, request.row)
         request.row = None
 
-    # What the next plan must carry
+    # Data for the next plan
 
     def pop_copies(self) -> list[BlockCopy]:
         """Copies for the requests that were given rows since the last call."""
@@ -198,13 +199,13 @@ class RowTable:
         return released
 
     def release_again(self, rows: Iterable[int]) -> None:
-        """The step that released these rows failed: do it again for those that are still free."""
+        """The step that released these rows failed: release those that are still free again."""
         self._released.update(row for row in rows if self.owners[row] is None)
 
     # Prefix cache
 
     def publish(self, request: Request, num_computed: int) -> None:
-        """Let others share the blocks that are now computed to the end; the number only grows."""
+        """Let others share the blocks that are now fully computed. `num_computed` only grows."""
         num_full = num_computed // self.pool.block_size
         if self.pool.enable_prefix_caching:
             self._extend_digests(request, num_full)
@@ -217,27 +218,28 @@ class RowTable:
         request.table.num_published = num_full
 
     def publish_state(self, request: Request, num_computed: int, snapshot: int) -> None:
-        """Let others go on from this snapshot of its state. The block before it is published."""
+        """Let others continue from this snapshot of its state. The block that ends there must be
+        published already."""
         if self.pool.snapshots is not None:
             last = num_computed // self.pool.block_size - 1
             self.pool.snapshots.publish(snapshot, request.table.digests[last])
 
     def give_back_snapshots(self, done: Iterable[RowWork]) -> None:
-        """The steps of this work are over: what they did not publish is free."""
+        """The steps of this work are done: free the snapshots that were not published."""
         for work in done:
             if self.pool.snapshots is not None and work.snapshot is not None:
                 self.pool.snapshots.give_back(work.snapshot)
 
     def forget(self, request: Request) -> None:
-        """No other request should read what this one has computed."""
+        """Remove what this request has computed from the prefix cache."""
         self.pool.forget(live(request.table.blocks))
         if self.pool.snapshots is not None:
-            for digest in request.table.digests:  # some of its blocks may have a twin
+            for digest in request.table.digests:  # the cache may have equal blocks of others
                 self.pool.snapshots.drop(digest)
 
     def _find_prefix(self, request: Request) -> tuple[list[int], int]:
-        """The cached blocks that it can share, flat, and how many there were in each group before
-        what it can't go on from was left out."""
+        """The cached blocks that it can share, flat, and how many were found in each group before
+        those that it cannot continue from were left out."""
         if not self.pool.enable_prefix_caching or request.needs_scores:
             return [], 0
         groups = self.num_groups
@@ -251,7 +253,8 @@ class RowTable:
         return found, num_known
 
     def _can_go_on_from(self, request: Request, num_found: int) -> int:
-        """The most of these blocks after which there is its state, and which cut no image."""
+        """How many of these blocks to use, so that there is a state snapshot after the last one and
+        no image is split."""
         if self.pool.snapshots is not None:
             num_found = self.pool.snapshots.longest(request.table.digests[:num_found])
         if not request.whole_images:

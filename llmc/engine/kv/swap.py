@@ -1,11 +1,11 @@
-"""Swap: the blocks of a preempted request wait in host memory, where that beats recomputing them.
+"""Swap: keeps the blocks of a preempted request in host memory if that beats recomputing them.
 
     preempted:       device blocks --StepPlan.swap_out--> host slots
     admitted again:  host slots --StepPlan.swap_in--> other device blocks
 
-A device block may be reused as soon as its copy is planned: the runner makes a plan's copies before
-it computes tokens, and plans run in order. Within a plan blocks are swapped out before others are
-swapped in, so a slot that this plan empties is free from the next one on.
+A device block can be reused as soon as its copy is planned: the runner makes a plan's copies before
+it computes tokens, and plans run in order. Within a plan, blocks are swapped out before others are
+swapped in, so a slot that this plan empties is free from the next plan on.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from llmc.engine.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapCost:
-    """Measured at start-up: the time to compute a token and to copy a block one way."""
+    """Costs measured at startup: the time to compute a token and to copy a block one way."""
 
     prefill_seconds_per_token: float
     block_bytes: int
     copy_bytes_per_second: float
 
     def is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
-        """Whether to copy the blocks out and back in rather than compute the tokens again."""
+        """Whether copying the blocks out and back in is faster than recomputing the tokens."""
         copy_s = 2 * num_blocks * self.block_bytes / self.copy_bytes_per_second
         return copy_s < num_tokens * self.prefill_seconds_per_token
 
 
 @dataclass(frozen=True, slots=True)
 class SwapRoom:
-    """Host memory of so many blocks, and what it costs to use it."""
+    """Host memory for `num_slots` blocks, and the cost of using it."""
 
     num_slots: int
     cost: SwapCost
@@ -48,9 +48,9 @@ class Saved:
 
 
 class Swapper:
-    """Slots of host memory, what they hold, and the copies that the next plan must make.
+    """Slots of host memory, their contents, and the copies that the next plan must make.
 
-    Without a `room` nothing is ever saved.
+    Without a `room`, nothing is ever saved.
     """
 
     def __init__(self, room: SwapRoom | None, block_size: int) -> None:
@@ -80,10 +80,10 @@ class Swapper:
         self.num_swaps += 1
 
     def restore(self, request: Request, num_shared: int, num_computed: int) -> int:
-        """Bring back what was saved into the blocks after the first `num_shared`.
+        """Plan to copy saved blocks back, except for the first `num_shared`, which are present.
 
-        Returns how many tokens are there then; nothing is copied if it is no more than the
-        `num_computed` that are there already.
+        Returns the number of computed tokens afterwards. Nothing is copied if the saved tokens are
+        no more than the `num_computed` that the device already has.
         """
         saved = self._saved.pop(request.request_id, None)
         if saved is None:
@@ -97,14 +97,14 @@ class Swapper:
         return num_computed
 
     def drop(self, request: Request) -> None:
-        """What was saved is not needed any more, or can't be trusted."""
+        """Discard what was saved, since it is no longer needed or cannot be trusted."""
         saved = self._saved.pop(request.request_id, None)
         if saved is not None:
             self._out = [(one, copy) for one, copy in self._out if one is not request]
             self._free += saved.slots
 
     def pop(self) -> tuple[list[Request], list[BlockCopy], list[BlockCopy]]:
-        """For the next plan: the requests that it saves, copies out, copies in."""
+        """For the next plan: the requests to save, the copies out and the copies in."""
         if not (self._out or self._emptied):
             return [], [], []
         saved = list({id(request): request for request, _ in self._out}.values())
@@ -117,8 +117,8 @@ class Swapper:
         """Raise AssertionError unless every slot is free or holds a block of a waiting request."""
         gone = self._saved.keys() - {request.request_id for request in waiting}
         if gone:
-            raise AssertionError(f"slots of host memory are kept for {sorted(gone)}")
+            raise AssertionError(f"host memory slots are kept for finished {sorted(gone)}")
         used = [slot for saved in self._saved.values() for slot in saved.slots]
         slots = sorted([*self._free, *self._emptied, *used])
         if slots != list(range(self.room.num_slots if self.room else 0)):
-            raise AssertionError(f"slots of host memory are lost or used twice: {slots}")
+            raise AssertionError(f"host memory slots are lost or used twice: {slots}")

@@ -1,1 +1,1 @@
-"""Speculative decoding: proposers of draft tokens and the switch that turns them off."""
+"""Speculative decoding: draft token proposers, and the policy that switches them on and off."""

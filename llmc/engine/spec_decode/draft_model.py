@@ -1,23 +1,24 @@
-"""Draft-model speculation: a smaller model of the same vocabulary proposes the draft tokens.
+"""Draft-model speculation: a smaller model with the same vocabulary proposes the draft tokens.
 
     tokens known   ... a b c        the target's next step computes c
     catch up       ... a b          what the draft model has not computed yet, in chunks
-    draft steps            c -> d   one token of all requests at once, and again
+    draft steps            c -> d   one token for all requests at once, and again
                            d -> e
-    known later    ... a b c d x    d was accepted and stays computed; x takes the place of e
+    known later    ... a b c d x    d was accepted and stays computed; x replaces e
 
-The draft model has its own runner, rows, blocks and prefix cache: preemption in the target's engine
-does not touch what it has computed. It draws as the target does, with the request's parameters,
-seed and positions: with the same noise two models that nearly agree mostly draw the same token.
+The draft model has its own runner, rows, blocks and prefix cache, so preemption in the target's
+engine does not affect what it has computed. It samples as the target does, with the request's
+parameters, seed and positions: given the same noise, two models that nearly agree mostly draw the
+same token.
 
-A draft *head* reads hidden states of the target, which keeps them beside its keys and values. Place
-i of its rows has token i + 1, and the hidden states of the target's place i:
+A draft *head* reads hidden states of the target, which keeps them next to its keys and values.
+Position i of the head's rows has token i + 1, and the target's hidden state at position i:
 
     target   a b c d        computed a b c; drew d
-    head     b c d          of d it reads what the target made of c, and draws e;
-                   e        of e there is nothing yet: it reads what itself made of d
+    head     b c d          for d it reads the target's hidden state of c, and draws e;
+                   e        the target has not computed d yet: for e it reads its own state of d
 
-So all that it drafts is computed again, with the target's states, once these are there.
+So everything that it drafts is recomputed once the target's hidden states are available.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from llmc.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 
-_MAX_FAILURES = 3  # after that the draft model is switched off
+_MAX_FAILURES = 3  # then the draft model is switched off for good
 
 
 class DraftModel:
-    """Rows and blocks of the draft model, or head, over a runner of these limits.
+    """Rows and blocks of the draft model, or draft head, and the runner that computes them.
 
-    `target_vocab_size` is the width of the target's logits: of the padding tokens at the end of the
-    vocabulary one model may have more than the other.
+    `target_vocab_size` is the width of the target's logits, which can differ from the draft
+    model's: the two may have different numbers of padding tokens at the end of the vocabulary.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class DraftModel:
         self._num_steps = 0
 
     def add(self, target: Request, speculation: Speculation) -> DraftSequence:
-        """A request arrives. It gets a row when it is first computed."""
+        """Track a new request. It gets a row when it is first computed."""
         request = Request(
             request_id=target.request_id,
             token_ids=target.token_ids[1:] if self.is_head else target.token_ids,
@@ -83,20 +84,21 @@ class DraftModel:
             stop_token_ids=target.stop_token_ids,
             cache_salt=self._salt(target),
             row_state=target.row_state if self._has_all_tokens else {},
-            # those of the same tokens
+            # a head's differ, as its tokens are shifted by one
             table=BlockTable(digests=[] if self.is_head else target.table.digests),
         )
         return DraftSequence(speculation, self, target, request)
 
     def _salt(self, target: Request) -> bytes:
-        """What else than the tokens in its rows decides a head's keys and values."""
+        """Whatever determines the keys and values besides the tokens in the rows."""
         if not self.is_head:
             return target.cache_salt
         images = b"".join(image.digest for image in target.images)
         return b"%d %s %s" % (target.token_ids[0], images, target.cache_salt)
 
     def _sampling(self, sampling: SamplingParams) -> SamplingParams:
-        """What a draft token depends on, without ids that a narrower model may not have."""
+        """The parameters that a draft token depends on, without ids that a draft model with fewer
+        tokens may not have."""
         sampling = dataclasses.replace(sampling, logprobs=None, prompt_logprobs=None)
         if self._has_all_tokens:
             return sampling
@@ -114,7 +116,7 @@ class DraftModel:
         return self._limits.vocab_size >= self._target_vocab_size
 
     def remove(self, sequence: DraftSequence) -> None:
-        """The request is over."""
+        """Free what is kept for a finished request."""
         if sequence.request.row is not None:
             self._free(sequence)
 
@@ -131,9 +133,10 @@ class DraftModel:
         return self._limits.max_model_len - len(tokens)
 
     def catch_up(self, sequences: Iterable[DraftSequence]) -> None:
-        """Compute a chunk of what these are behind, in their order, in one step.
+        """Compute a chunk of the tokens that these have yet to compute, in order, in one step.
 
-        Of the sequences of one prompt the first computes it, and the others find it in the cache.
+        Of several sequences with one prompt, the first computes it; the others find it in the
+        prefix cache.
         """
         budget = self._limits.max_num_batched_tokens
         chosen: list[tuple[DraftSequence, int]] = []
@@ -155,7 +158,7 @@ class DraftModel:
             self._rows.publish(sequence.request, sequence.request.num_computed)
 
     def draft(self, sequences: Iterable[DraftSequence]) -> None:
-        """Draw `num_wanted` tokens for each, all requests side by side."""
+        """Draw `num_wanted` tokens for each, batching all requests."""
         budget = self._limits.max_num_batched_tokens
         chosen: list[tuple[DraftSequence, int]] = []  # and how many tokens it gets
         drawing: list[tuple[DraftSequence, int]] = []  # in the next step, and its tokens
@@ -178,7 +181,7 @@ class DraftModel:
             self._rows.publish(sequence.request, sequence.num_known - 1)
 
     def reset(self) -> None:
-        """A step failed: wait for the steps in flight and forget everything."""
+        """After a failed step, wait for the steps in flight and discard everything."""
         while self._in_flight:
             with contextlib.suppress(Exception):  # the results are void
                 self._in_flight.popleft()[1].result()
@@ -188,7 +191,7 @@ class DraftModel:
     # Steps
 
     def _submit(self, chosen: Sequence[tuple[DraftSequence, int]], *, sample: bool) -> None:
-        """Start a step over the next so many tokens of each."""
+        """Start a step over the given number of next tokens of each."""
         if len(self._in_flight) == self.runner.max_in_flight:
             self._collect()
         new_rows = []
@@ -207,8 +210,8 @@ class DraftModel:
         self._in_flight.append((drawing, self.runner.submit(plan)))
 
     def _collect(self) -> None:
-        """Take in what the oldest step drew. A draft ends where no token, or none of the target's
-        vocabulary, was drawn."""
+        """Append the tokens that the oldest step drew. A draft ends where no token was drawn, or
+        one outside the target's vocabulary."""
         drawing, step = self._in_flight.popleft()
         for sequence, token in zip(drawing, step.result().token_ids, strict=True):
             token = None if token is None else token & (DRAFTED - 1)
@@ -220,7 +223,7 @@ class DraftModel:
     # Rows and blocks
 
     def _allocate(self, sequence: DraftSequence, num_more: int = 0) -> bool:
-        """Give a sequence a row, blocks for its tokens and, if there are any, for some more."""
+        """Give a sequence a row, blocks for its tokens and, if available, for `num_more`."""
         sequence.settle()
         request, num_known = sequence.request, len(sequence.request.token_ids)
         if request.row is None:
@@ -239,7 +242,7 @@ class DraftModel:
         return self._rows.num_free_rows > 0 and self._rows.allocate(request, 0)
 
     def _make_room(self) -> bool:
-        """Requests that don't run keep their rows here until others need them."""
+        """Free the rows of requests that don't run; they keep them until others need them."""
         idle = [s for s in self._sequences.values() if s.target.state is not RequestState.RUNNING]
         for sequence in idle:
             self._free(sequence)
@@ -253,18 +256,18 @@ class DraftModel:
         sequence.forget()
 
     def check(self, request_ids: Collection[str]) -> None:
-        """Raise AssertionError where a row or block is lost, or kept for none of these requests."""
+        """Raise AssertionError if a row or block was leaked, or is kept for any other request."""
         self.pool.check(s.request.table.blocks for s in self._sequences.values())
         owners = {row: one for row, one in enumerate(self._rows.owners) if one is not None}
         if owners != {row: sequence.request for row, sequence in self._sequences.items()}:
             raise AssertionError("the draft model's rows are not those of its sequences")
         gone = {one.request_id for one in owners.values()} - set(request_ids)
         if gone:
-            raise AssertionError(f"the draft model keeps rows of requests that are gone: {gone}")
+            raise AssertionError(f"the draft model keeps rows of finished requests: {gone}")
 
 
 class DraftModelSpeculation(Speculation):
-    """The draft model drafts for all requests that decode, side by side, before each step."""
+    """Drafts with the draft model, as a batch of all decoding requests, before each step."""
 
     def __init__(
         self,
@@ -297,7 +300,7 @@ class DraftModelSpeculation(Speculation):
         start = self.policy.clock()
         try:
             behind = [sequence for sequence in wanted if not sequence.is_near]
-            if self.model.is_head:  # a step in flight may be computing what it reads
+            if self.model.is_head:  # a step in flight may be computing the states that it reads
                 behind = [sequence for sequence in behind if not sequence.target.num_in_flight]
             if behind:
                 self.model.catch_up(behind)
@@ -306,7 +309,7 @@ class DraftModelSpeculation(Speculation):
             self.num_failures += 1
             is_last = self.num_failures == _MAX_FAILURES
             logger.exception(
-                "the draft model failed; %s", "it is switched off" if is_last else "it starts over"
+                "the draft model failed; %s", "switching it off" if is_last else "restarting it"
             )
             self.is_on = False
             self.model.reset()
@@ -314,7 +317,7 @@ class DraftModelSpeculation(Speculation):
         self.draft_seconds += self.policy.clock() - start
 
     def _num_wanted(self, sequence: DraftSequence) -> int:
-        """Draft tokens for a request: none unless it decodes."""
+        """Number of draft tokens for a request: 0 unless it decodes."""
         request = sequence.target
         is_decode = request.num_tokens - request.num_computed == 1
         if not is_decode or sequence.is_verifying(request) or request.needs_scores:

@@ -1,4 +1,4 @@
-"""DraftSequence: how far the draft model is with one request, and what its runner is told of it."""
+"""DraftSequence: the draft model's progress on one request, and the work to send to its runner."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from llmc.engine.spec_decode.speculation import Drafter, Speculation
 if TYPE_CHECKING:
     from llmc.engine.spec_decode.draft_model import DraftModel
 
-NEAR = 8  # tokens: a sequence that is behind by no more catches up in its first draft step
+NEAR = 8  # tokens: sequences no further behind catch up in their first draft step
 
 
 class DraftSequence(Drafter):
-    """How far the draft model is with one request, and the draft tokens that it proposed last.
+    """The draft model's progress on one request, and the draft tokens that it proposed last.
 
-    tokens known   a b c            computed a b c, then d e without knowing; proposed d e f
+    tokens known   a b c            computed a b c, then d e speculatively; proposed d e f
     known later    a b c d x        settled: computed a b c d, and x is to be entered in place of e
 
-    `target` is the request that is served. `request` is its twin here, with the row, the blocks and
-    the number of computed tokens; it shares the target's list of tokens, but for a head, which has
-    one of its own.
+    `target` is the request being served. `request` is its counterpart here, with its own row,
+    blocks and number of computed tokens. It shares the target's list of tokens, except that a head
+    has its own.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class DraftSequence(Drafter):
         self.target = target
         self.request = request
         self.num_wanted = 0  # draft tokens in the step that is being planned
-        self.num_entered = 0  # tokens that its row in the runner holds correctly
-        self.num_sent_blocks = 0  # blocks that the runner knows of; 0: it knows no row either
+        self.num_entered = 0  # leading tokens of its row that are correct in the runner
+        self.num_sent_blocks = 0  # blocks that the runner knows of; 0: the row is not sent either
         self.num_known = 0  # tokens that the draft tokens follow
         self.tokens: list[int] = []  # the draft tokens
         self.is_at_end = False  # no draft token can follow these
         self._model = model
         self._their_table: BlockTable | None = None  # the target's
-        self._sent_theirs = 0  # its blocks that the runner knows of
+        self._sent_theirs = 0  # the target's blocks that the runner knows of
 
     def expects_draft(self, request: Request) -> bool:
         return self.num_wanted > 0 and (self.is_near or self._model.is_head)
@@ -59,7 +59,7 @@ class DraftSequence(Drafter):
 
     @property
     def num_target_tokens(self) -> int:
-        """Tokens of the target that have a place here."""
+        """Number of the target's tokens that have a position here."""
         return len(self.target.token_ids) - self._model.is_head
 
     @property
@@ -67,7 +67,7 @@ class DraftSequence(Drafter):
         return self.num_behind <= NEAR
 
     def settle(self) -> None:
-        """Accepted draft tokens stay computed, but for a head's; the others are overwritten."""
+        """Keep accepted draft tokens as computed, except a head's; the others are overwritten."""
         tokens, place = self.request.token_ids, self.num_known
         if self._model.is_head:
             tokens += self.target.token_ids[len(tokens) + 1 :]
@@ -81,10 +81,10 @@ class DraftSequence(Drafter):
         self._drop_tokens()
 
     def begin_draft(self, budget: int) -> int:
-        """Tokens to compute for the first draft token; 0 if they exceed the budget.
+        """Number of tokens to compute for the first draft token; 0 if they exceed the budget.
 
-        The newest token, if no other, is computed and entered again: another one may have been
-        drawn in its place.
+        At least the newest token is computed and entered again, because the draft model may have
+        drawn another one in its place.
         """
         num_known = len(self.request.token_ids)
         start = min(self.request.num_computed, num_known - 1)
@@ -95,7 +95,7 @@ class DraftSequence(Drafter):
         return num_known - start
 
     def plan(self, num_tokens: int, *, sample: bool) -> RowWork:
-        """Work on the next tokens, with those tokens and blocks that the runner does not know."""
+        """Plan work on the next tokens, including tokens and blocks unknown to the runner."""
         request = self.request
         assert request.row is not None
         start = request.num_computed
@@ -112,8 +112,9 @@ class DraftSequence(Drafter):
         return work
 
     def _send_blocks(self, work: RowWork) -> None:
-        """Blocks that the runner does not know. Behind each of a head's own is the target's, 0
-        where that has none yet: they are sent again once it has, and where it was preempted."""
+        """Add the blocks that the runner does not know. For a head, each block is followed by the
+        target's, or 0 if the target has none yet. They are sent again when the target has it, or
+        after the target was preempted."""
         own, theirs = self.request.table.blocks, self.target.table
         if not self._model.is_head:
             work.new_blocks = own[self.num_sent_blocks :]
@@ -129,7 +130,7 @@ class DraftSequence(Drafter):
         self.num_sent_blocks = len(own)
 
     def forget(self) -> None:
-        """The row is gone, and all that was computed in it."""
+        """Discard all progress after the row was freed."""
         self._drop_tokens()
         self.request.num_computed = self.num_entered = 0
         self.num_sent_blocks = self._sent_theirs = 0

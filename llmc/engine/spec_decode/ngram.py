@@ -1,10 +1,11 @@
-r"""N-gram speculation: what followed the last tokens where they stood before in the same request.
+r"""N-gram speculation: proposes what followed an earlier occurrence of the last tokens.
 
     tokens   ... the cat sat on the mat . then the cat | sat on the
                  \_____/                       \_____/   \________/
                  found                     looked up    draft tokens
 
-Works for text that repeats itself or its prompt: code edits, quotes, summaries.
+Looks within the same request only. Works for output that repeats itself or its prompt: code edits,
+quotes, summaries.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from collections.abc import Sequence
 from llmc.engine.request import Request
 from llmc.engine.spec_decode.speculation import Drafter, Speculation
 
-MAX_INDEXED = 512  # tokens a call: a long prompt is indexed over several steps
+MAX_INDEXED = 512  # tokens per call: a long prompt is indexed over several steps
 
 
 class NgramSpeculation(Speculation):
-    """Each request has its own index over its text."""
+    """N-gram speculation with one index per request."""
 
     def drafter(self, request: Request) -> Drafter:
         return NgramDrafter(self, NgramIndex(request.token_ids, *self.config.lengths))
@@ -37,21 +38,21 @@ class NgramDrafter(Drafter):
 
 
 class NgramIndex:
-    """An index over a list of tokens that only grows, updated when asked.
+    """An index over a list of tokens that only grows, updated lazily.
 
-    Each token costs one entry for each length from `shortest` to `longest`, about 100 bytes each.
+    Each token adds one entry, about 100 bytes, for each length from `shortest` to `longest`.
     """
 
     def __init__(self, tokens: Sequence[int], shortest: int, longest: int) -> None:
         self._tokens = tokens
         self._num_indexed = 0
-        # length -> n-gram -> the place after its last occurrence; longest first
+        # length -> n-gram -> the position after its last occurrence; longest first
         self._tables: list[tuple[int, dict[tuple[int, ...], int]]] = [
             (length, {}) for length in range(longest, shortest - 1, -1)
         ]
 
     def find(self) -> int | None:
-        """The place after the last occurrence of the longest n-gram that ends the text."""
+        """The position after the last occurrence of the longest n-gram that ends the sequence."""
         tokens = self._tokens
         if not self._update():
             return None
@@ -62,7 +63,7 @@ class NgramIndex:
         return None
 
     def propose(self, most: int) -> list[int]:
-        """Up to `most` tokens. At the end of the text they go on periodically."""
+        """Up to `most` tokens. Past the end of the sequence they continue periodically."""
         place = self.find()
         if place is None:
             return []
@@ -73,7 +74,7 @@ class NgramIndex:
         return draft
 
     def _update(self) -> bool:
-        """Index all but the end itself, which nothing follows yet. -> whether all is indexed."""
+        """Index all n-grams but the last, which has no successor yet. -> whether it is done."""
         tokens = self._tokens
         num_known = len(tokens) - 1
         last = min(num_known, self._num_indexed + MAX_INDEXED)

@@ -1,14 +1,14 @@
 """SpeculationPolicy: one switch for all requests, on while steps with draft tokens are faster.
 
-Time is what decides. While the switch is off, plain decode steps are timed. While it is on, the
-time of all decode steps, drafting included, is compared with what plain steps would have taken for
-as many tokens:
+The decision is based on time. While the switch is off, plain decode steps are timed. While it is
+on, the time of all decode steps, drafting included, is compared with the time that plain steps
+would have taken for as many tokens:
 
     off --rest is over--> trial: 16 steps --2 % faster--> on --slower--> off
                             '------ slower, or has lost too much ------^
 
-The rest is so long that what was lost is 1 % of the time. A trial may lose the time of 4 plain
-steps, and of twice as many after each trial that failed: a draft model has to compute a long prompt
+The rest is long enough that the time lost is 1 % of the total. A trial can lose the time of 4 plain
+steps, and of twice as many after each failed trial: a draft model has to compute a long prompt
 before it saves anything.
 """
 
@@ -20,21 +20,21 @@ from collections.abc import Callable
 
 Clock = Callable[[], float]
 
-_TRIAL = 16  # steps with draft tokens, after which they are judged
-_MIN_GAIN = 1.02  # by which a trial must be faster; afterwards not being slower is enough
-_MIN_LOSS, _MAX_LOSS = 4.0, 64.0  # plain steps that a trial may lose
+_TRIAL = 16  # steps per evaluation
+_MIN_GAIN = 1.02  # required speedup in a trial; afterwards not being slower is enough
+_MIN_LOSS, _MAX_LOSS = 4.0, 64.0  # plain steps that a trial can lose
 _LOSS_SHARE = 0.01
 _MIN_REST, _MAX_REST = 64, 6400  # plain steps
 _NUM_TIMES, _LEAST_TIMES = 8, 3
-_MAX_AGE = 256  # steps after which plain steps are timed anew
+_MAX_AGE = 256  # steps after which plain steps are timed again
 
 
 class PlainTimes:
-    """Seconds of the last plain steps of about as many rows."""
+    """Durations in seconds of recent plain steps with about the same number of rows."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=_NUM_TIMES)
-        self.mean: float | None = None  # without the slowest; None while too few are known
+        self.mean: float | None = None  # without the slowest; None while there are too few
 
     def add(self, seconds: float) -> None:
         self._times.append(seconds)
@@ -43,26 +43,27 @@ class PlainTimes:
 
 
 class SpeculationPolicy:
-    """Steps are compared with plain ones of about as many rows: as many up to a power of two."""
+    """Decides when to draft. Steps are compared with plain ones in the same power-of-two range of
+    rows."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.clock = clock
         self._plain: dict[int, PlainTimes] = {}
-        self._last: float | None = None  # when the last result came
-        self._num_resting = 0  # plain steps to come
+        self._last: float | None = None  # when the last result arrived
+        self._num_resting = 0  # plain steps still to run
         self._is_trial = True
         self._max_loss = _MIN_LOSS
-        self._num_steps = 0  # in this trial, or since the last verdict
-        self._seconds = 0.0  # that these took
-        self._plain_seconds = 0.0  # that plain steps would have taken for their tokens
-        self._age = 0  # steps since a plain one
+        self._num_steps = 0  # in this trial, or since the last decision
+        self._seconds = 0.0  # time that these took
+        self._plain_seconds = 0.0  # time that plain steps would have taken for their tokens
+        self._age = 0  # steps since the last plain one
 
     def is_on(self, num_rows: int) -> bool:
-        """Whether to draft in a step of so many running requests."""
+        """Whether to draft in a step with this many running requests."""
         return self._num_resting == 0 and self._times(num_rows).mean is not None
 
     def pause(self) -> None:
-        """The engine is idle: the time until the next result is not that of a step."""
+        """Note that the engine is idle: the time until the next result is not that of a step."""
         self._last = None
 
     def on_step(
@@ -75,7 +76,7 @@ class SpeculationPolicy:
         is_plain: bool,
         draft_seconds: float,
     ) -> None:
-        """The result of a step came. Of other steps than decodes only the drafting is counted."""
+        """Record a step when its result arrives. Unless it is a decode, only drafting counts."""
         now, last = self.clock(), self._last
         self._last = now
         if last is None:

@@ -1,13 +1,13 @@
-"""Speculation: draft tokens join a request's next step, so that one step may draw several.
+"""Speculation: adds draft tokens to a request's next step, so that one step can draw several.
 
     tokens known   ... a b c        draft tokens  d e f
     step computes          c d e f                (a plain one: c alone)
     step draws               d e x y              d and e are accepted; x is drawn in place of f
-    taken                    d e x                y follows a wrong token and is dropped
+    output                   d e x                y follows a wrong token and is dropped
 
-What is drawn at a position depends on the tokens before it, the request's seed and the position.
-The tokens taken are therefore those that plain steps would draw, at any temperature and with all
-processors: draft tokens decide how many steps an answer takes, never what it says.
+The token drawn at a position depends on the tokens before it, the request's seed and the position.
+The output is therefore the same as with plain steps, at any temperature and with all processors:
+draft tokens affect the number of steps, never the output.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from llmc.speculative_config import SpeculativeConfig
 
 
 class Speculation(ABC):
-    """Proposes draft tokens for the requests of one scheduler, and counts what became of them."""
+    """Proposes draft tokens for the requests of one scheduler, and counts how many are accepted."""
 
     def __init__(self, config: SpeculativeConfig, policy: SpeculationPolicy | None = None) -> None:
         self.config = config
         self.policy = policy or SpeculationPolicy()
         self.is_on = False  # in the step that is being planned
-        self.num_drafts = 0  # steps of a request that had draft tokens
+        self.num_drafts = 0  # times that a request had draft tokens in a step
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.draft_seconds = 0.0  # spent on drafting since the last result
 
     @abstractmethod
     def drafter(self, request: Request) -> Drafter:
-        """The drafter of a request that arrives."""
+        """Create the drafter of a new request."""
 
     def begin_step(self, running: Collection[Request]) -> None:
-        """A step of these is about to be planned."""
+        """Called before a step with these requests is planned."""
         self.is_on = self.policy.is_on(len(running))
 
     def end_step(
@@ -50,7 +50,7 @@ class Speculation(ABC):
         num_accepted: int,
         is_last: bool,
     ) -> None:
-        """The result of a step came: tokens taken, and draft tokens among them."""
+        """Record a step's result: how many tokens were output, and accepted draft tokens."""
         num_drafts = sum(bool(one.draft_token_ids) for one in work)
         self.num_drafts += num_drafts
         self.num_draft_tokens += sum(len(one.draft_token_ids) for one in work)
@@ -68,7 +68,7 @@ class Speculation(ABC):
             self.policy.pause()
 
     def check(self, request_ids: Collection[str]) -> None:  # noqa: B027 - nothing to check here
-        """Raise AssertionError where something is kept for a request that is not one of these."""
+        """Raise AssertionError if anything is kept for a request that is not one of these."""
 
 
 class Drafter(Extension, ABC):
@@ -79,7 +79,7 @@ class Drafter(Extension, ABC):
         self._has_drafted = False  # in the last step that drew a token
 
     def is_ready(self, request: Request) -> bool:
-        """With a token in flight: not if draft tokens are, or should follow that token."""
+        """Not ready with a token in flight if draft tokens are in flight or should follow it."""
         if not request.num_in_flight:
             return True
         is_expected = self._speculation.is_on and self.expects_draft(request)
@@ -98,15 +98,15 @@ class Drafter(Extension, ABC):
 
     @abstractmethod
     def expects_draft(self, request: Request) -> bool:
-        """Whether there will probably be draft tokens once the token in flight is known."""
+        """Whether draft tokens are likely once the token in flight is known."""
 
     @abstractmethod
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Up to `most` tokens that may follow those of the request, all of which are known."""
+        """Propose up to `most` tokens to follow those of the request, all of which are known."""
 
 
 def count_accepted(draft_tokens: Sequence[int], drawn: Sequence[int | None]) -> int:
-    """How many draft tokens equal what was drawn, up to the first that does not."""
+    """How many draft tokens equal the drawn tokens, up to the first mismatch."""
     for count, (draft, token) in enumerate(zip(draft_tokens, drawn, strict=False)):
         if draft != token:
             return count

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmc.errors import CheckpointError, reason_of
-from llmc.kernels.quantized_linear import Part, Quantization, some_inputs
+from llmc.kernels.quantized_linear import CHANNELS, Part, Quantization, some_inputs
 from llmc.weights.checkpoint import Readable, SomeOf, staging
 from llmc.weights.gguf.blocks import kept_as, to_blocks
 from llmc.weights.gguf.processors import Processor, processor_of
 from llmc.weights.gguf.reader import GgufTensorInfo
 
-_AT_ONCE = 1 << 20  # values dequantized at a time
+_AT_ONCE = 1 << 20  # values dequantized or packed at a time
 _PROBED = 4  # columns: enough to detect a change of their order (two groups of two)
 
 Floats = NDArray[np.float32]
@@ -184,9 +184,22 @@ class GgufTensor:
         for matrices in self._matrices():
             rows = matrices[0] if len(matrices) == 1 else np.concatenate(matrices)
             if inputs is None:
-                yield to_blocks(rows[order], self.parts[0].type, to)
+                yield from self._blocks_of_rows(rows, order, to)
             else:
                 yield self._blocks_of_inputs(rows, inputs, to)
+
+    def _blocks_of_rows(
+        self, rows: NDArray[np.uint8], order: RowOrder, to: Quantization
+    ) -> Iterator[dict[Part, Tensor]]:
+        """Some channels at a time, as unpacking takes several bytes a weight for a moment."""
+        kind = self.parts[0].type
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        depth = rows.shape[1] // block_bytes * block
+        channels = max(1, _AT_ONCE // (CHANNELS * depth)) * CHANNELS
+        chosen = rows[order] if isinstance(order, slice) else order
+        for start in range(0, len(chosen), channels):
+            some = chosen[start : start + channels]
+            yield to_blocks(some if isinstance(order, slice) else rows[some], kind, to)
 
     def _blocks_of_inputs(
         self, rows: NDArray[np.uint8], inputs: Sequence[tuple[int, int]], to: Quantization

@@ -1,0 +1,79 @@
+"""A tokenizer by its Rust backend and a few facts, with its transformers object made on demand.
+
+Importing transformers takes longer than the rest of a warm start, and encoding, decoding and chat
+templates need none of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ChatTemplates = str | dict[str, str] | None  # one, or several by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerFacts:
+    """Plain data about a tokenizer, which the cache keeps as JSON."""
+
+    special_ids: tuple[int, ...]  # named special tokens, and added ones that are marked special
+    size: int  # of the vocabulary with the added tokens
+    added_tokens: dict[str, int]  # added to the vocabulary, special or not
+    special_tokens: dict[str, str]  # by name ("eos_token"): variables of chat templates
+    eos_token_id: int | None
+    bos_token_id: int | None
+    chat_template: ChatTemplates
+    renders_alike: bool = False  # `template.render_template` may render that template
+
+    @classmethod
+    def of(cls, hf: Any, *, renders_alike: bool = False) -> TokenizerFacts:
+        """Of a tokenizer of transformers."""
+        decoder = getattr(hf, "added_tokens_decoder", None) or {}
+        added = {int(i) for i, token in decoder.items() if getattr(token, "special", False)}
+        return cls(
+            special_ids=tuple(sorted(added.union(map(int, hf.all_special_ids)))),
+            size=len(hf),
+            added_tokens={str(text): int(i) for text, i in hf.get_added_vocab().items()},
+            special_tokens={k: str(v) for k, v in hf.special_tokens_map.items()},
+            eos_token_id=_optional_int(hf.eos_token_id),
+            bos_token_id=_optional_int(hf.bos_token_id),
+            chat_template=getattr(hf, "chat_template", None),
+            renders_alike=renders_alike,
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> TokenizerFacts:
+        """Raises ValueError, TypeError or KeyError for text that is no such record."""
+        fields = json.loads(text)
+        return cls(**{**fields, "special_ids": tuple(fields["special_ids"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownTokenizer:
+    """What `Tokenizer` is made from."""
+
+    backend: Any | None  # tokenizers.Tokenizer; None where it is written in Python
+    facts: TokenizerFacts
+    load: Callable[[], Any]  # -> the transformers tokenizer
+
+    @classmethod
+    def of(cls, hf: Any) -> KnownTokenizer:
+        backend = getattr(hf, "backend_tokenizer", None)
+        return cls(backend=backend, facts=TokenizerFacts.of(hf), load=lambda: hf)
+
+
+def without_truncation(backend: Any) -> Any:
+    """The same backend. A tokenizer.json may carry the truncation of its training run, and prompts
+    must not be cut in silence."""
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _optional_int(value: object) -> int | None:
+    return value if isinstance(value, int) else None

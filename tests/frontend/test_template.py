@@ -1,0 +1,161 @@
+"""Chat templates rendered without transformers: the same text, and as safe."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+from scripted_engine import make_hf_tokenizer
+from tool_templates import STYLES
+
+from llmc.text.known_tokenizer import KnownTokenizer
+from llmc.text.template import is_plain, render_template, renders_alike
+from llmc.text.tokenizer import Tokenizer
+
+FRAGMENTS = {
+    "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}{{ '<\u00e9>' | tojson }}",
+    "json options": "{{ {'b': 1, 'a': [1, 2]} | tojson(sort_keys=true, separators=(',', ':')) }}",
+    "loop controls": "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+    "{{ m.role }}{% continue %}never{% endfor %}",
+    "namespace": "{% set ns = namespace(a=1, self=2) %}{% set ns.a = ns.a + 1 %}{{ ns.a }}",
+    "dict": "{{ dict(a=1).a }}{{ dict.fromkeys(['k'], 2).k }}",
+    "generation": "{% for m in messages %}{% generation %}\n  {% set x = m.content %}{{ x }}\n"
+    "{% endgeneration %}{{ x }}|{% endfor %}",
+    "blocks": "  {% if add_generation_prompt %}\n  yes\n  {% endif %}\n{{ bos_token }}",
+    "refused": "{{ raise_exception('only users: ' ~ messages | length) }}",
+    "undefined": "{{ nothing.at.all }}",
+    "documents": "{{ documents is none }}{{ documents is defined }}{{ tools is none }}",
+    "reasoning": "{% for m in messages %}{{ m.thinking }}{{ m.reasoning_content }}{% endfor %}",
+    "date": "{{ strftime_now('%Y') }}{{ strftime_now is defined }}",
+    "mutation": "{{ messages.append(1) }}",
+    "macro": "{% macro show(m) %}[{{ m.role }}]{% endmacro %}{% for m in messages %}"
+    "{{ show(m) }}{% endfor %}",
+    "tools": "{% if tools %}{% for t in tools %}{{ t.function.parameters | tojson }}{% endfor %}"
+    "{% endif %}{% for m in messages %}{% if m.tool_calls is defined %}"
+    "{{ m.tool_calls[0].function.arguments | items | list }}{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", list(FRAGMENTS))
+def test_gives_what_transformers_gives(name: str) -> None:
+    assert renders_alike(make_hf_tokenizer(), FRAGMENTS[name])
+
+
+@pytest.mark.parametrize("name", list(STYLES))
+def test_gives_what_transformers_gives_for_templates_with_tools(name: str) -> None:
+    style = STYLES[name]
+    assert renders_alike(make_hf_tokenizer(style.template, style.special_tokens), style.template)
+
+
+def test_a_difference_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{{ messages | tojson }}"
+    monkeypatch.setattr("llmc.text.template._with_reasoning", lambda message: {**message, "x": 1})
+    assert not renders_alike(make_hf_tokenizer(), template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ dict.__class__ }}{{ dict.__class__.__mro__[1].__subclasses__() }}",
+        "{% set ns = namespace(__class__=1) %}",
+        "{% set ns = namespace() %}{% set ns.__init__ = 1 %}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__.json }}",
+        "{{ '{0.__class__.__mro__}'.format(1) }}",
+    ],
+)
+def test_a_template_can_not_leave_the_sandbox(template: str) -> None:
+    with pytest.raises((jinja2.TemplateError, TypeError, OverflowError)):
+        render_template(template, [{"role": "user", "content": "a"}])
+
+
+def test_only_plain_data_is_given_to_a_template() -> None:
+    assert is_plain([{"a": [1, 2.5, None, True, "x", ("y",)]}])
+    assert not is_plain([{"a": Path("x")}]) and not is_plain({1: {object()}})
+
+
+@pytest.fixture
+def lazily() -> Callable[[Any], tuple[Tokenizer, list[Any]]]:
+    def make(hf: Any) -> tuple[Tokenizer, list[Any]]:
+        """A tokenizer by its facts, and what was loaded for it."""
+        eager, loads = KnownTokenizer.of(hf), []
+        facts = type(eager.facts).of(hf, renders_alike=True)
+
+        def load() -> Any:
+            loads.append(hf)
+            return hf
+
+        return Tokenizer(KnownTokenizer(backend=eager.backend, facts=facts, load=load)), loads
+
+    return make
+
+
+def test_a_chat_needs_no_transformers_object(lazily: Any) -> None:
+    hf = make_hf_tokenizer()
+    tokenizer, loads = lazily(hf)
+    messages = [{"role": "user", "content": "hello"}]
+    text = tokenizer.render(messages, add_generation_prompt=True)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text and not loads
+    assert tokenizer.tokens(ids) == hf.convert_ids_to_tokens(ids)
+    assert tokenizer.ids_of(hf.convert_ids_to_tokens(ids)) == ids
+    assert tokenizer.vocabulary() == hf.get_vocab() and not loads
+    assert text == hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def test_an_object_in_a_message_goes_to_transformers(lazily: Any) -> None:
+    """Which replaces it: a template could call its methods."""
+    tokenizer, loads = lazily(make_hf_tokenizer("{{ messages[0].file.unlink() }}"))
+    with pytest.raises(jinja2.TemplateError):
+        tokenizer.render([{"role": "user", "content": "a", "file": Path("precious")}])
+    assert len(loads) == 1
+
+
+def test_another_template_is_rendered_by_transformers_too(lazily: Any) -> None:
+    tokenizer, loads = lazily(make_hf_tokenizer())
+    tokenizer.chat_template = "{{ messages[0].content }}!"
+    assert tokenizer.render([{"role": "user", "content": "a"}]) == "a!" and len(loads) == 1
+    assert tokenizer.hf.chat_template == tokenizer.chat_template and len(loads) == 1
+
+
+def test_a_template_for_tools_is_chosen(lazily: Any) -> None:
+    hf = make_hf_tokenizer()
+    hf.chat_template = {"default": "plain", "tool_use": "{{ tools | length }}"}
+    tokenizer, loads = lazily(hf)
+    messages = [{"role": "user", "content": "a"}]
+    assert tokenizer.render(messages) == "plain" and tokenizer.chat_template == "plain"
+    assert tokenizer.render(messages, tools=[{"type": "function"}]) == "1" and not loads
+
+
+def test_a_second_load_imports_no_transformers(tmp_path: Path) -> None:
+    make_hf_tokenizer().save_pretrained(tmp_path / "model")
+    code = """
+import sys
+from llmc.text.chat import render_chat
+from llmc.text.tokenizer import Tokenizer
+tokenizer = Tokenizer.load(sys.argv[1])
+ids = render_chat(tokenizer, [{"role": "user", "content": "h\\u00e9llo"}])
+print(ids, tokenizer.decode(ids), "transformers" in sys.modules)
+"""
+    environment = {"LLMC_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    cold, warm = (
+        subprocess.run(
+            [sys.executable, "-P", "-c", code, str(tmp_path / "model")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+        for _ in range(2)
+    )
+    assert cold.endswith("True\n") and warm.endswith("False\n")
+    assert cold.split("]")[0] == warm.split("]")[0]
