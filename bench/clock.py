@@ -16,7 +16,7 @@ import torch
 
 Call = Callable[[], Any]
 _LEAST_S = 2e-3  # between two events, which have a resolution of half a microsecond
-_MOST_IN_A_GRAPH = 20
+_MAX_IN_A_GRAPH = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ def _wall(run: Call) -> float:
 
 def _on_gpu(run: Call, budget_s: float) -> Timing:
     once = max(between_events(run, 1), 1e-6)
-    copies = max(1, min(_MOST_IN_A_GRAPH, int(_LEAST_S / once)))
+    copies = max(1, min(_MAX_IN_A_GRAPH, int(_LEAST_S / once)))
     replay = _captured(run, copies)
     call, how, per = (run, "launches", 1) if replay is None else (replay, "graph", copies)
     call()

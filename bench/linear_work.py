@@ -19,7 +19,7 @@ from bench.kernel_work import CPU, Work, fast
 from llmc.kernels.quantized_linear import Format, quantization_of, quantize
 
 _COLD_BYTES = 2**28
-_MOST_COPIES = 64
+_MAX_COPIES = 64
 _BF16 = torch.bfloat16
 
 
@@ -83,7 +83,7 @@ def embedding_work(
         raise ValueError(f"a weight of {vocab} x {depth} can't be stored in {format}")
     plain = _weight(vocab, depth, device)
     weight, scale = quantize(plain, to)
-    draws = [torch.randint(0, vocab, (tokens,), device=device) for _ in range(_MOST_COPIES)]
+    draws = [torch.randint(0, vocab, (tokens,), device=device) for _ in range(_MAX_COPIES)]
     case = (weight, scale, None, None, _BF16)
     return Work(
         op="quantized_embedding",
@@ -142,7 +142,7 @@ def _weight(channels: int, depth: int, device: torch.device) -> Tensor:
 def _copies(make: Callable[[], Tensor]) -> list[Tensor]:
     """Enough copies that no cache can hold all of them."""
     first = make()
-    count = min(_MOST_COPIES, max(2, _COLD_BYTES // first.nbytes))
+    count = min(_MAX_COPIES, max(2, _COLD_BYTES // first.nbytes))
     return [first, *(make() for _ in range(count - 1))]
 
 

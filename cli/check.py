@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from llmc.check.tokens import MOST_ADAPTERS
+from llmc.check.tokens import MAX_ADAPTERS
 from llmc.cli.options import engine_options, option
 from llmc.config import EngineConfig
 from llmc.errors import CompileError, ConfigError
@@ -97,9 +97,9 @@ def with_lora(
     """Return the config with a slot for each adapter, and the adapters' requests."""
     if not folders:
         return config, []
-    if len(folders) > MOST_ADAPTERS:
+    if len(folders) > MAX_ADAPTERS:
         raise ConfigError(
-            f"--lora takes at most {MOST_ADAPTERS} adapters at a time, got {len(folders)}"
+            f"--lora takes at most {MAX_ADAPTERS} adapters at a time, got {len(folders)}"
         )
     slots = max(config.max_loras, len(folders))
     in_memory = None if config.max_cpu_loras is None else max(config.max_cpu_loras, slots)

@@ -13,7 +13,7 @@ from typing import Any
 
 from llmc.errors import ConfigError
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 def expand(words: Sequence[str], opposites: Container[str]) -> list[str]:
@@ -48,8 +48,8 @@ def _read(path: Path, opposites: Container[str]) -> tuple[str | None, list[str]]
     import yaml
 
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ConfigError(f"--config {path}: the file is larger than {_MOST_BYTES} bytes")
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"--config {path}: the file is larger than {_MAX_BYTES} bytes")
         found: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: can't be read: {error}") from None

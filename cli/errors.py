@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 
 from llmc.cli import ported_flags
-from llmc.cli.options import say_flag
+from llmc.cli.options import name_flag
 from llmc.errors import ConfigError, EngineDeadError, LlmcError
 from llmc.frontend.ported_options import say_left_out
 
@@ -51,7 +51,7 @@ def describe(error: BaseException, argv: Sequence[str] = ()) -> tuple[str, str |
         return _describe_usage(error, argv)
     hint = getattr(error, "hint", None)
     if isinstance(error, ConfigError):
-        return say_flag(_one_line(str(error))), hint, 2
+        return name_flag(_one_line(str(error))), hint, 2
     if isinstance(error, EngineDeadError):
         return _one_line(str(error)), hint, 1
     if isinstance(error, LlmcError | ValueError):

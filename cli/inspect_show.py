@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmc.cli.console import plain_table, print_table, stdout_console
-from llmc.inspect.units import say_bytes, say_count
+from llmc.inspect.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from llmc.inspect.facts import LayerFacts
@@ -60,24 +60,26 @@ def _head(console: Console, inspection: Inspection) -> None:
     sizes = inspection.sizes
     active = ""
     if inspection.num_active_parameters != inspection.num_parameters:
-        active = f", {say_count(inspection.num_active_parameters)} active per token"
+        active = f", {format_count(inspection.num_active_parameters)} active per token"
     console.print()
     console.print(
         Text(f"  {inspection.model}", style="bold") + Text(f"  {inspection.architecture}")
     )
     table = Table.grid(padding=(0, 2))
-    cache = [f"{say_bytes(sizes.kv_bytes_per_token)} a token"] if sizes.kv_bytes_per_token else []
+    cache = (
+        [f"{format_bytes(sizes.kv_bytes_per_token)} a token"] if sizes.kv_bytes_per_token else []
+    )
     if sizes.state_bytes:
-        cache.append(f"{say_bytes(sizes.state_bytes)} of state per request, at any length")
+        cache.append(f"{format_bytes(sizes.state_bytes)} of state per request, at any length")
     ranks = []
     if inspection.tensor_parallel_size > 1:
         each = f"{inspection.tensor_parallel_size}, each with these weights and this cache"
         ranks = [("ranks", f"{each}; {inspection.num_collectives} collectives per step")]
     for name, value in (
-        ("parameters", f"{say_count(inspection.num_parameters)}{active}"),
+        ("parameters", f"{format_count(inspection.num_parameters)}{active}"),
         (
             "weights",
-            f"{say_bytes(sizes.weight_bytes)} as {inspection.dtype} on {inspection.device}",
+            f"{format_bytes(sizes.weight_bytes)} as {inspection.dtype} on {inspection.device}",
         ),
         ("context", f"{inspection.max_model_len:,} tokens, vocabulary {inspection.vocab_size:,}"),
         ("cache", ", ".join(cache)),
@@ -118,7 +120,7 @@ def _layers(inspection: Inspection) -> Table:
             *_layer_cells(facts, is_layer=0 <= numbers[0] < inspection.num_layers),
         ]
         if has_state:
-            cells.append(say_bytes(facts.state_bytes) if facts.state_bytes else "")
+            cells.append(format_bytes(facts.state_bytes) if facts.state_bytes else "")
         table.add_row(*cells)
     return table
 
@@ -140,8 +142,8 @@ def _layer_cells(facts: LayerFacts, *, is_layer: bool) -> list[str]:
         heads,
         kv_heads,
         head,
-        say_bytes(facts.kv_bytes_per_token) if facts.kv_bytes_per_token else "",
-        say_bytes(facts.weight_bytes),
+        format_bytes(facts.kv_bytes_per_token) if facts.kv_bytes_per_token else "",
+        format_bytes(facts.weight_bytes),
     ]
 
 
@@ -168,7 +170,7 @@ def _fit_title(inspection: Inspection, machine: Machine) -> str:
     said = []
     if machine.memory_bytes is not None:
         whose = "" if machine.memory_is_given else " of this machine"
-        said.append(f"in {say_bytes(machine.memory_bytes)}{whose}")
+        said.append(f"in {format_bytes(machine.memory_bytes)}{whose}")
     if machine.bandwidth is not None:
         whose = "" if machine.bandwidth_is_given else ", measured here"
         said.append(f"at {machine.bandwidth / 1e9:,.0f} GB/s{whose}")
@@ -188,7 +190,7 @@ def _fit(rows: Sequence[Row], machine: Machine) -> Table:
         heads += [f"tokens/s x{n}" for n in BATCHES]
     table = plain_table(*heads)
     for row in rows:
-        cells = [f"{row.context:,}", say_bytes(row.request_bytes)]
+        cells = [f"{row.context:,}", format_bytes(row.request_bytes)]
         if machine.memory_bytes is not None:
             most = row.num_requests
             cells.append("no limit" if most is None else f"{most:,}" if most else "none")

@@ -463,7 +463,7 @@ def build_config(given: Mapping[str, Any]) -> EngineConfig:
     return EngineConfig(**values)
 
 
-def say_flag(message: str) -> str:
+def name_flag(message: str) -> str:
     """Replace a field name at the start of the message with its flag.
 
     Only at the start: later in the message, a user's value could look like a field name.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from llmc.errors import ConfigError
 from llmc.frontend.ported_options import (
-    MOST_GIB,
+    MAX_GIB,
     NOT_NEEDED,
     NOT_NEEDED_WITH_VALUE,
     REFUSED,
@@ -48,7 +48,7 @@ def _kv_cache_dtype(value: str, left_out: dict[str, str]) -> list[str]:
 
 def _swap_space(value: str, left_out: dict[str, str]) -> list[str]:
     """vLLM counts GiB, llmc counts bytes: small numbers must be GiB."""
-    is_gib = re.fullmatch(r"\d+(\.\d+)?", value) and float(value) < MOST_GIB
+    is_gib = re.fullmatch(r"\d+(\.\d+)?", value) and float(value) < MAX_GIB
     return ["--swap-space", f"{value}G" if is_gib else value]
 
 

@@ -24,7 +24,7 @@ def draft_states(hidden: Tensor, place: int) -> Tensor:
     CARRIED: `hidden`, or for a draft token, the state saved by the step that drafted it;
     LEFT: `hidden`, which is also saved for a draft token that is drafted after it.
 
-    passes/feed_head.py replaces it with these; the marker alone is the identity.
+    passes/read_taps.py replaces it with these; the marker alone is the identity.
     """
     return hidden.clone()
 

@@ -31,17 +31,18 @@ def image_attention(
     sinks: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
-    seen_span: Tensor,
+    attended_span: Tensor,
 ) -> Tensor:
     """The output of `paged_attention` [T, H, Dv], with the rows of image tokens recomputed.
 
-    seen_span [2, T] int64: in addition to what `attention.visible` allows, token t sees positions
-    seen_span[0, t] to seen_span[1, t] of its request, all of which are in this step. The two are
-    equal for a token that sees nothing more. The other arguments are those of `paged_attention`.
+    attended_span [2, T] int64: in addition to what `attention.visible` allows, token t sees
+    positions attended_span[0, t] to attended_span[1, t] of its request, all of which are in this
+    step. The two are equal for a token that sees nothing more. The other arguments are those of
+    `paged_attention`.
     """
     out = causal.clone()
     starts = query_start.tolist()
-    sees_more = (seen_span[1] > seen_span[0]).cpu()
+    sees_more = (attended_span[1] > attended_span[0]).cpu()
     for r, length in enumerate(context_len.tolist()):
         first, last = starts[r], starts[r + 1]
         if length == 0 or not bool(sees_more[first:last].any()):
@@ -50,7 +51,7 @@ def image_attention(
         seen = first_visible(first_query, window, 0)
         rows = first + sees_more[first:last].nonzero()[:, 0].to(query.device)
         places = torch.arange(seen, length, device=query.device)
-        span = seen_span[:, rows, None]
+        span = attended_span[:, rows, None]
         out[rows] = attend(
             query[rows],
             cached_rows(key_cache, k_scale, block_table[r], seen, length),
@@ -74,11 +75,11 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         lengths = [(7, 9), (1, 4), (6, 6)]
         case = make_case(lengths, 4, 2, 8, 8, 4, device, dtype, window=window)
         query, key_cache, value_cache, query_start, context_len, block_table = case[:6]
-        seen_span = torch.zeros(2, 14, dtype=torch.int64)
-        seen_span[:, 1:4] = torch.tensor([[3], [6]])
-        seen_span[:, 8:11] = torch.tensor([[0], [3]])
+        attended_span = torch.zeros(2, 14, dtype=torch.int64)
+        attended_span[:, 1:4] = torch.tensor([[3], [6]])
+        attended_span[:, 8:11] = torch.tensor([[0], [3]])
         causal = torch.randn(14, 4, 8).to(device, dtype)
         yield (
             *(causal, query, key_cache, value_cache, query_start, context_len, block_table),
-            *(0.3, window, 0.0, None, None, None, seen_span.to(device)),
+            *(0.3, window, 0.0, None, None, None, attended_span.to(device)),
         )

@@ -23,7 +23,7 @@ from llmc.kernels.paged_attention import cached_rows, make_case
 from llmc.kernels.registry import Case, op
 
 LEAST_NEW = 32  # below this expanding gains nothing, and the step need not read sizes on the host
-MOST_BYTES = 256 << 20  # for a context's latents and their expansion for one head
+MAX_BYTES = 256 << 20  # for a context's latents and their expansion for one head
 
 
 def expands(
@@ -40,7 +40,7 @@ def expands(
     and the smaller number wins. Expanding wins for all new prompts if 2 R > D + Dv, and for later
     chunks with long contexts if they have more than R (D + Dv) / (2 R - D - Dv) tokens (171 for
     R = 512, D = Dv = 128). dim is D, `shared` Dr, v_dim Dv and rank R, as in `latent_attention`. A
-    context's latents and their expansion for one head must fit in MOST_BYTES, with values of
+    context's latents and their expansion for one head must fit in MAX_BYTES, with values of
     `itemsize` bytes. One head is enough, since heads are independent and can be computed a few at a
     time.
     """
@@ -50,7 +50,7 @@ def expands(
     return (
         LEAST_NEW <= new <= context
         and (context - new) * rank * made < pairs * (2 * rank - made)
-        and context * width * itemsize <= MOST_BYTES
+        and context * width * itemsize <= MAX_BYTES
     )
 
 

@@ -26,7 +26,7 @@ def place_rows(
 
     Token t gets columns level * H to (level + 1) * H of row image_row[t] of `image_rows`, or keeps
     its own embedding if that is -1. Without rows it is a marker in a captured graph
-    (passes/take_image_rows.py).
+    (passes/insert_image_rows.py).
     """
     if image_rows is None or image_row is None:
         return embeddings.clone()

@@ -35,14 +35,14 @@ class Prompts:
 
     @staticmethod
     def find(
-        requests: Sequence[tuple[int, int]], least: int = MIN_TOKENS, *, begun: bool = False
+        requests: Sequence[tuple[int, int]], least: int = MIN_TOKENS, *, started: bool = False
     ) -> Prompts:
         """The longest run of requests at the end of a step, given as (new tokens, context after
-        it), that have at least `least` new tokens each and start in this step. With `begun`, they
+        it), that have at least `least` new tokens each and start in this step. With `started`, they
         can also have started in an earlier step."""
         first = len(requests)
         while first and requests[first - 1][0] >= least:
-            if not begun and requests[first - 1][0] != requests[first - 1][1]:
+            if not started and requests[first - 1][0] != requests[first - 1][1]:
                 break
             first -= 1
         return Prompts(

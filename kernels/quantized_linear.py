@@ -80,7 +80,7 @@ def quantized_linear(
     return F.linear(x32, w, None if bias is None else bias.float()).to(x.dtype)
 
 
-def takes_bits(weight: Tensor, scale: Tensor, bits: int) -> int:
+def supports_bits(weight: Tensor, scale: Tensor, bits: int) -> int:
     """The smallest `x_bits`, at least `bits`, that a weight of `quantized_linear` (or experts)
     supports."""
     if weight.dtype == torch.uint8 and scale.dtype != torch.uint8:

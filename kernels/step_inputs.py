@@ -118,7 +118,7 @@ IMAGE_INPUTS: Mapping[str, StepTensor] = {
     "image_row": StepTensor(
         dims=("T",), dtype=_LONG, about="the image row that replaces a token's embedding; -1: none"
     ),
-    "seen_span": StepTensor(
+    "attended_span": StepTensor(
         dims=("2", "T"),
         dtype=_LONG,
         about="start and end of the extra range of its request that a token attends to",

@@ -23,8 +23,8 @@ from llmc.engine.messages import (
     EngineStats,
     GetState,
     Operate,
-    Operated,
     Operation,
+    OperationResult,
     RequestUpdate,
 )
 from llmc.errors import EngineAsleepError, EngineDeadError, InvalidRequestError, QueueFullError
@@ -117,7 +117,7 @@ class AsyncLLM:
         self._link = link
         self._stats = stats
         self._state: asyncio.Future[EngineState | None] | None = None  # pending request for it
-        self._orders: dict[int, asyncio.Future[Operated]] = {}  # not answered yet
+        self._orders: dict[int, asyncio.Future[OperationResult]] = {}  # not answered yet
         self._num_orders = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: str | None = None
@@ -261,7 +261,7 @@ class AsyncLLM:
             await asyncio.sleep(0.02)
         await self.prepare.end_trial()
 
-    async def operate(self, operation: Operation, folder: str = "") -> str:
+    async def run_operation(self, operation: Operation, folder: str = "") -> str:
         """Run an operation in the engine between two steps; returns a description of the result.
 
         "stop_profile" writes into `folder`. Raises InvalidRequestError if it can't be done, and
@@ -271,7 +271,7 @@ class AsyncLLM:
         self.check_health()
         self._num_orders += 1
         number = self._num_orders
-        answer: asyncio.Future[Operated] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[OperationResult] = asyncio.get_running_loop().create_future()
         self._orders[number] = answer
         self._link.send(Operate(number=number, operation=operation, folder=folder))
         try:
@@ -365,7 +365,7 @@ class AsyncLLM:
                 self._apply(event.updates)
             case EngineState():
                 self._answer_state(event)
-            case Operated():
+            case OperationResult():
                 if (answer := self._orders.get(event.number)) is not None and not answer.done():
                     answer.set_result(event)
             case EngineLost():

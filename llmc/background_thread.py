@@ -25,7 +25,7 @@ class BackgroundThread(threading.Thread):
         self, run: Callable[[], None], name: str, *, stop: Callable[[], None] | None = None
     ) -> None:
         super().__init__(target=run, name=name, daemon=True)
-        self.ask_to_end = stop or self._interrupt
+        self.request_stop = stop or self._interrupt
 
     def _interrupt(self) -> None:
         if self.ident is not None:
@@ -37,7 +37,7 @@ class BackgroundThread(threading.Thread):
 def _end_all() -> None:
     threads = [one for one in threading.enumerate() if isinstance(one, BackgroundThread)]
     for thread in threads:  # ask all first: one may be waiting for another
-        thread.ask_to_end()
+        thread.request_stop()
     end = time.monotonic() + _LONGEST_S
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))

@@ -12,7 +12,7 @@ def cache_dir() -> Path:
     return Path(given).expanduser() if given else Path.home() / ".cache" / "llmc"
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a cache file to a temporary file and rename it; create its folder as private.
 
     Raises OSError if the disk is full or not writable.

@@ -10,14 +10,14 @@ from llmc.errors import ConfigError
 from llmc.pooling import POOLINGS, TASKS
 from llmc.speculative_config import SpeculativeConfig
 
-MOST_LORAS, MOST_LORA_RANK = 1024, 512
-MOST_RANKS = 64
-MOST_IMAGES, DEFAULT_IMAGES = 256, 16  # per prompt
+MAX_LORAS, MAX_LORA_RANK = 1024, 512
+MAX_RANKS = 64
+MAX_IMAGES, DEFAULT_IMAGES = 256, 16  # per prompt
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {
     "half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
 }  # fmt: skip
-MOST_SEQS = 16383  # rows that the kernels' planning vectors hold
+MAX_SEQS = 16383  # rows that the kernels' planning vectors hold
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 QUANTIZATIONS = ("int8", "int4", "fp8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
@@ -113,8 +113,8 @@ class EngineConfig:
             raise ConfigError(f"activation_bits must be 8, 16 or 32, got {self.activation_bits!r}")
         _positive("max_model_len", self.max_model_len)
         _positive("max_num_seqs", self.max_num_seqs)
-        if self.max_num_seqs > MOST_SEQS:
-            raise ConfigError(f"max_num_seqs must be at most {MOST_SEQS}, got {self.max_num_seqs}")
+        if self.max_num_seqs > MAX_SEQS:
+            raise ConfigError(f"max_num_seqs must be at most {MAX_SEQS}, got {self.max_num_seqs}")
         _positive("max_num_batched_tokens", self.max_num_batched_tokens)
         _positive("max_num_queued", self.max_num_queued)
         _positive("kv_cache_memory", self.kv_cache_memory, " (bytes)")
@@ -131,8 +131,8 @@ class EngineConfig:
             )
         for name in ("tensor_parallel_size", "data_parallel_size"):
             _positive(name, getattr(self, name))
-            if getattr(self, name) > MOST_RANKS:
-                raise ConfigError(f"{name} must be at most {MOST_RANKS}, got {getattr(self, name)}")
+            if getattr(self, name) > MAX_RANKS:
+                raise ConfigError(f"{name} must be at most {MAX_RANKS}, got {getattr(self, name)}")
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         if isinstance(self.speculative_config, Mapping):
             given = SpeculativeConfig.of(self.speculative_config)
@@ -146,22 +146,22 @@ class EngineConfig:
         if drafting is not None and drafting.quantization is not None:
             _one_of("quantization in speculative_config", drafting.quantization, QUANTIZATIONS)
         for kind, count in (self.limit_mm_per_prompt or {}).items():
-            if kind != "image" or type(count) is not int or not 0 <= count <= MOST_IMAGES:
+            if kind != "image" or type(count) is not int or not 0 <= count <= MAX_IMAGES:
                 raise ConfigError(
                     'limit_mm_per_prompt must be {"image": COUNT} with a count of 0 to '
-                    f"{MOST_IMAGES} (audio and video are not supported), got {kind!r}: {count!r}"
+                    f"{MAX_IMAGES} (audio and video are not supported), got {kind!r}: {count!r}"
                 )
         for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
             _positive(name, getattr(self, name))
-        if self.max_loras > MOST_LORAS or self.max_lora_rank > MOST_LORA_RANK:
+        if self.max_loras > MAX_LORAS or self.max_lora_rank > MAX_LORA_RANK:
             raise ConfigError(
-                f"max_loras must be at most {MOST_LORAS} and max_lora_rank at most "
-                f"{MOST_LORA_RANK}, got {self.max_loras} and {self.max_lora_rank}"
+                f"max_loras must be at most {MAX_LORAS} and max_lora_rank at most "
+                f"{MAX_LORA_RANK}, got {self.max_loras} and {self.max_lora_rank}"
             )
         rank = self.max_lora_expert_rank
-        if type(rank) is not int or not 0 <= rank <= MOST_LORA_RANK:
+        if type(rank) is not int or not 0 <= rank <= MAX_LORA_RANK:
             raise ConfigError(
-                f"max_lora_expert_rank must be 0 to {MOST_LORA_RANK} (0: no adapters on routed "
+                f"max_lora_expert_rank must be 0 to {MAX_LORA_RANK} (0: no adapters on routed "
                 f"experts), got {rank!r}"
             )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:

@@ -46,7 +46,7 @@ def longest(images: Iterable[ImageInput]) -> int:
     return max((image.num_rows for image in images), default=0)
 
 
-def before_cut(images: Iterable[ImageInput], end: int) -> int:
+def start_of_cut_image(images: Iterable[ImageInput], end: int) -> int:
     """`end`, or the start of the image span that `end` would cut."""
     for image in images:
         for first, count in image.spans:
@@ -55,9 +55,9 @@ def before_cut(images: Iterable[ImageInput], end: int) -> int:
     return end
 
 
-def uncut(images: Iterable[ImageInput], start: int, end: int) -> int:
+def end_without_cut(images: Iterable[ImageInput], start: int, end: int) -> int:
     """`end`, moved if needed so that [start, end) is not empty and does not cut an image."""
-    cut = before_cut(images, end)
+    cut = start_of_cut_image(images, end)
     if cut > start:
         return cut
     return next(sum(span) for image in images for span in image.spans if span[0] == cut)

@@ -234,15 +234,15 @@ class LLM(PoolingMethods):
             if engine is None:
                 return
             if level == 1 and self.info.device == "cpu" and self.config.tensor_parallel_size == 1:
-                engine.give_back_caches()
+                engine.release_caches()
                 return
             self._engine = self._upgrade = None
             self._end_ranks()
             self._end_ranks = lambda: None  # the old closure references the engine
             del engine
-            from llmc.startup.start import give_back_freed
+            from llmc.startup.start import release_freed_memory
 
-            give_back_freed()
+            release_freed_memory()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Serve requests again. `tags` are accepted but ignored: everything wakes at once."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from llmc.errors import InvalidRequestError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,199}", re.ASCII)
-_MOST_PATH = 4096  # characters
+_MAX_PATH = 4096  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class LoRARequest:
             raise InvalidRequestError(
                 f"lora_int_id must be an integer from 1, got {number!r:.80}", param="lora_int_id"
             )
-        if not isinstance(path, str) or not 0 < len(path) <= _MOST_PATH or "\0" in path:
+        if not isinstance(path, str) or not 0 < len(path) <= _MAX_PATH or "\0" in path:
             raise InvalidRequestError(
                 f"lora_path must be the path of a directory, got {path!r:.80}", param="lora_path"
             )

@@ -7,6 +7,7 @@ notes on what it did not rewrite and why; what it did change is determined by co
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,12 +18,11 @@ import torch
 from torch import fx
 
 from llmc.errors import ConfigError
-from llmc.passes.edit import remembered_values
+from llmc.passes.edit import cached_values
 
-try:
+_GraphModule: type[fx.GraphModule] = fx.GraphModule
+with contextlib.suppress(ImportError):  # private, so another torch may not have it
     from torch.fx._lazy_graph_module import _LazyGraphModule as _GraphModule
-except ImportError:  # private, so another torch may not have it
-    _GraphModule = fx.GraphModule
 
 # Switched on and off like a pass, although it runs before them: it captures repeated layers once
 # (llmc/compiler/layer_dedup/outline.py).
@@ -166,7 +166,7 @@ def run_passes(
             )
             continue
         start = time.perf_counter()
-        with remembered_values():
+        with cached_values():
             notes = p.run(current)
         remove_dead_code(current.graph)
         current.graph.lint()

@@ -23,7 +23,7 @@ _worked_out: ContextVar[dict[Any, Any] | None] = ContextVar("worked_out", defaul
 
 
 @contextmanager
-def remembered_values() -> Iterator[None]:
+def cached_values() -> Iterator[None]:
     """Cache inferred values: an identical call emitted within this context reuses the result."""
     token = _worked_out.set({})
     try:

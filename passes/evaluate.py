@@ -18,7 +18,7 @@ from llmc.passes.inputs import ConstantInput, StepInput, WeightInput, input_of, 
 _CPU = torch.device("cpu")
 
 
-class Unknown(Exception):
+class NotEvaluable(Exception):
     """The part reads a value that is not known here, or does not compute what was expected."""
 
 
@@ -35,7 +35,7 @@ def evaluate(
 
     `given` has the values of nodes that are not to be computed: tensors, or functions that receive
     a callable which computes another node. `exact`: use float64 in place of the graph's float
-    dtypes. Raises Unknown if a weight or a state is needed.
+    dtypes. Raises NotEvaluable if a weight or a state is needed.
     """
     prepared = _on_cpu_exactly if exact else _on_cpu
     env: dict[fx.Node, Any] = {}
@@ -51,7 +51,7 @@ def evaluate(
         if node.op == "placeholder":
             return prepared(_input(node, tokens, seed))
         if node.target is aten.sym_size.int and not isinstance(value(node.args[0]), Tensor):
-            raise Unknown(f"{node.name} is not the size of a tensor")
+            raise NotEvaluable(f"{node.name} is not the size of a tensor")
         args = fx.node.map_aggregate(fx.node.map_arg(node.args, value), prepared)
         kwargs = fx.node.map_aggregate(fx.node.map_arg(node.kwargs, value), prepared)
         return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -59,7 +59,7 @@ def evaluate(
     with torch.no_grad():
         result = value(target)
     if not isinstance(result, Tensor):
-        raise Unknown(f"{target} is not a tensor")
+        raise NotEvaluable(f"{target} is not a tensor")
     return result
 
 
@@ -82,7 +82,7 @@ def _input(node: fx.Node, tokens: int, seed: int) -> Any:
         return torch.randint(0, 7, (tokens,), generator=torch.Generator().manual_seed(seed))
     if isinstance(role, ConstantInput):
         return role.tensor.to(_CPU)
-    raise Unknown(f"it reads {role.parts[0] if isinstance(role, WeightInput) else node.name}")
+    raise NotEvaluable(f"it reads {role.parts[0] if isinstance(role, WeightInput) else node.name}")
 
 
 def _on_cpu(arg: Any) -> Any:

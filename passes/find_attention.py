@@ -20,7 +20,7 @@ from llmc.errors import CompileError
 from llmc.kernels.attention import attention, visible
 from llmc.passes.base import Notes, graph_pass, writes
 from llmc.passes.edit import arguments, aten, calls, emit, is_call, replace, val
-from llmc.passes.evaluate import Unknown, evaluate
+from llmc.passes.evaluate import NotEvaluable, evaluate
 from llmc.passes.inputs import CacheInput, ConstantInput, add_input, input_of
 
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
@@ -180,7 +180,7 @@ def _measure(
         n = _PROBE_TOKENS
         zero = run(torch.zeros(full(n)), n, 0)
         if not torch.equal(zero, run(torch.zeros(full(n)), n, 1)):
-            raise Unknown("the mask depends on the tokens")
+            raise NotEvaluable("the mask depends on the tokens")
         gen = torch.Generator().manual_seed(0)
         scores = torch.randn(full(n), generator=gen)
         shown = zero > _HIDDEN
@@ -188,17 +188,17 @@ def _measure(
         wanted = scores.reshape(-1, n, n)[shown.expand(heads, n, n)]
         scale = float((change * wanted).sum() / (wanted * wanted).sum())
         if not torch.allclose(change, scale * wanted, rtol=1e-2, atol=1e-2):
-            raise Unknown("the scores are not only scaled")
+            raise NotEvaluable("the scores are not only scaled")
         slopes = _slopes(zero.expand(heads, n, n), shown.expand(heads, n, n))
         tokens = max(n, min(max_positions, _MAX_PROBE))
         seen = _seen(run, full(tokens), tokens, slopes)
         causal = not (encoder and bool(seen.all()))
         window, chunk = _limits(seen[0]) if causal else (0, 0)
         if not bool((seen == seen[:1]).all()):
-            raise Unknown("heads see different keys")
+            raise NotEvaluable("heads see different keys")
         if not causal and not torch.equal(zero, zero[:, :, :1].expand_as(zero)):
-            raise Unknown("it has a bias, and later tokens are visible")
-    except (Unknown, RuntimeError, IndexError) as e:
+            raise NotEvaluable("it has a bias, and later tokens are visible")
+    except (NotEvaluable, RuntimeError, IndexError) as e:
         raise CompileError(
             f"{softmax.name} looks like attention, but its scores are modified by something other "
             "than a scale, a causal window and a slope per head "
@@ -234,7 +234,7 @@ def _slopes(bias: Tensor, shown: Tensor) -> Tensor | None:
     position = torch.arange(tokens)
     distance = (position[None, :] - position[:, None]).float()
     if not shown.diagonal(dim1=1, dim2=2).all():
-        raise Unknown("a token does not see itself")
+        raise NotEvaluable("a token does not see itself")
     inside = shown & (distance < 0)
     slopes = torch.stack(
         [
@@ -244,12 +244,12 @@ def _slopes(bias: Tensor, shown: Tensor) -> Tensor | None:
     )
     expected = slopes[:, None, None] * distance
     if not torch.allclose(relative[inside], expected[inside], rtol=2e-2, atol=1e-3):
-        raise Unknown("the bias is not linear in the distance")
+        raise NotEvaluable("the bias is not linear in the distance")
     return None if bool((slopes == 0).all()) else slopes
 
 
 def _limits(seen: Tensor) -> tuple[int, int]:
-    """[T, T] bool -> (window, chunk), 0 for none. Raises Unknown for any other mask."""
+    """[T, T] bool -> (window, chunk), 0 for none. Raises NotEvaluable for any other mask."""
     tokens = seen.shape[0]
     position = torch.arange(tokens)
     window = int(seen[-1].sum())
@@ -258,7 +258,7 @@ def _limits(seen: Tensor) -> tuple[int, int]:
     for limits in ((0, 0), (window, 0), (0, chunk)):
         if torch.equal(visible(position, position, *limits), seen):
             return limits
-    raise Unknown("the mask is neither causal, nor a window, nor chunks")
+    raise NotEvaluable("the mask is neither causal, nor a window, nor chunks")
 
 
 def _replace(graph: fx.Graph, product: fx.Node, mixed: fx.Node, s: Scoring) -> None:

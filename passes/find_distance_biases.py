@@ -17,7 +17,7 @@ from llmc.errors import CompileError
 from llmc.kernels.attention import attention
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, calls, emit, is_call, operands, set_arguments, val
-from llmc.passes.evaluate import Unknown, evaluate, token_counts
+from llmc.passes.evaluate import NotEvaluable, evaluate, token_counts
 from llmc.passes.find_indexers import num_tokens
 
 _CASTS = (aten.to.dtype, aten._to_copy.default)
@@ -56,7 +56,7 @@ def find_distance_biases(gm: fx.GraphModule) -> Notes:
         try:
             found = _find(bias)
             _prove(graph, found, arguments(marker).window)
-        except (Unknown, RuntimeError, IndexError) as e:
+        except (NotEvaluable, RuntimeError, IndexError) as e:
             raise CompileError(
                 f"the model adds a bias to the scores of {marker.name} that its tokens do not look "
                 f"up by distance ({' '.join(str(e).split())[:200]}), which llmc can't page"
@@ -72,7 +72,7 @@ def _extent(found: _Lookup) -> int:
 
 
 def _find(bias: fx.Node) -> _Lookup:
-    """Trace a bias back to the numbers it is looked up in; raises Unknown if that fails."""
+    """Trace a bias back to the numbers it is looked up in; raises NotEvaluable if that fails."""
     after: list[fx.Node] = []
     hidden: fx.Node | None = None
     node = bias
@@ -82,15 +82,15 @@ def _find(bias: fx.Node) -> _Lookup:
         elif is_call(node, *_CASTS) or (is_call(node, aten.mul.Tensor) and _factor(node)):
             after.insert(0, node)
         else:
-            raise Unknown(f"it is computed by {node.target}")
+            raise NotEvaluable(f"it is computed by {node.target}")
         node = _scaled(node) if is_call(node, aten.mul.Tensor) else node.args[0]  # type: ignore
     lookup = arguments(node)
     shape = val(lookup.self).shape
     sizes = [str(size) for size in val(bias).shape]
     if lookup.dim not in (-1, 3) or [str(n) for n in shape[:3]] != sizes[:3]:
-        raise Unknown("it is not looked up in numbers of each token and head")
+        raise NotEvaluable("it is not looked up in numbers of each token and head")
     if not isinstance(shape[3], int):
-        raise Unknown("the number of its distances depends on the number of tokens")
+        raise NotEvaluable("the number of its distances depends on the number of tokens")
     return _Lookup(numbers=lookup.self, index=lookup.index, hidden=hidden, after=tuple(after))
 
 
@@ -111,8 +111,8 @@ def _scaled(product: fx.Node) -> fx.Node:
 
 
 def _prove(graph: fx.Graph, found: _Lookup, window: int) -> None:
-    """Raise Unknown unless each visible key gets the number of its distance, and keys beyond the
-    last distance get none."""
+    """Raise NotEvaluable unless each visible key gets the number of its distance, and keys beyond
+    the last distance get none."""
     extent = _extent(found)
     # the code was traced for this many tokens, and can depend on their number
     tokens = max(extent + _MORE, int(num_tokens(found.index).node.hint))
@@ -127,9 +127,9 @@ def _prove(graph: fx.Graph, found: _Lookup, window: int) -> None:
         hidden = evaluate(graph, found.hidden, tokens, counts)
     hidden = hidden.expand(1, 1, tokens, tokens)
     if not torch.where(shown & near, (index == distance) & ~hidden, True).all():
-        raise Unknown("other numbers are looked up")
+        raise NotEvaluable("other numbers are looked up")
     if not torch.where(shown & ~near, hidden, True).all():
-        raise Unknown("keys beyond the last distance get a number too")
+        raise NotEvaluable("keys beyond the last distance get a number too")
 
 
 def _of_numbers(graph: fx.Graph, found: _Lookup) -> fx.Node:

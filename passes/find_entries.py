@@ -30,7 +30,7 @@ def find_entries(gm: fx.GraphModule) -> Notes:
     graph = gm.graph
     for marker in calls(graph, attention.overload):
         given = arguments(marker)
-        parts = entries_behind(given.key)
+        parts = split_entries(given.key)
         if parts is None:
             continue
         key, found = parts
@@ -59,7 +59,7 @@ def find_entries(gm: fx.GraphModule) -> Notes:
     return []
 
 
-def entries_behind(key: Any) -> tuple[fx.Node, fx.Node] | None:
+def split_entries(key: Any) -> tuple[fx.Node, fx.Node] | None:
     """(keys of the tokens, call of `entries`) if `key` is the concatenation of these two."""
     if not is_call(key, aten.cat.default):
         return None

@@ -30,7 +30,7 @@ from llmc.passes.edit import (
     through,
     val,
 )
-from llmc.passes.evaluate import Unknown, evaluate, token_counts
+from llmc.passes.evaluate import NotEvaluable, evaluate, token_counts
 from llmc.passes.inputs import CacheInput, add_input, input_of, step_input, token_input
 
 _CASTS = (aten.to.dtype, aten._to_copy.default)
@@ -203,7 +203,7 @@ def _replace(graph: fx.Graph, topk: fx.Node, budget: int, block_size: int) -> fx
     try:
         indexer = _find(arguments(topk).self)
         _prove(graph, indexer)
-    except (Unknown, RuntimeError, IndexError) as e:
+    except (NotEvaluable, RuntimeError, IndexError) as e:
         raise CompileError(
             f"{topk.name} chooses the keys of attention, but not by weighted sums of products "
             f"between queries and keys ({' '.join(str(e).split())[:200]}); it chooses all of up to "
@@ -250,7 +250,7 @@ def _replace_blocks(
     try:
         query, key = _factors(_product(chosen))
         recent = _recent_blocks(graph, chosen, query, key, top_k, size)
-    except (Unknown, RuntimeError, IndexError) as e:
+    except (NotEvaluable, RuntimeError, IndexError) as e:
         raise CompileError(
             f"{chosen.name} chooses blocks of keys for attention, but not those whose keys have "
             f"the greatest products with its query ({' '.join(str(e).split())[:200]}); it chooses "
@@ -274,7 +274,7 @@ def _product(chosen: fx.Node) -> fx.Node:
             seen.add(node)
             stack += node.all_input_nodes
     if len(products) != 1:
-        raise Unknown(f"they come from {len(products)} products")
+        raise NotEvaluable(f"they come from {len(products)} products")
     return products.pop()
 
 
@@ -282,7 +282,7 @@ def _recent_blocks(
     graph: fx.Graph, chosen: fx.Node, query: fx.Node, key: fx.Node, top_k: int, size: int
 ) -> int:
     """The number of most recent blocks, including a token's own, that are always chosen. Raises
-    Unknown if the choices for random numbers differ from those of `choose_blocks`."""
+    NotEvaluable if the choices for random numbers differ from those of `choose_blocks`."""
     recent = None
     for seed, tokens in enumerate(((top_k + 4) * size + size // 2, (top_k + 2) * size)):
         gen = torch.Generator().manual_seed(seed)
@@ -296,13 +296,13 @@ def _recent_blocks(
         }
         got = evaluate(graph, chosen, tokens, given)
         if got.shape[:3] != (1, heads, tokens):
-            raise Unknown(f"they are {list(got.shape)}")
+            raise NotEvaluable(f"they are {list(got.shape)}")
         got = got[0].transpose(0, 1).sort(dim=2).values
         candidates = range(top_k + 1) if recent is None else (recent,)
         fits = (r for r in candidates if _is_as_chosen(got, q, k, top_k, size, r))
         recent = next(fits, None)
         if recent is None:
-            raise Unknown("random numbers give other blocks")
+            raise NotEvaluable("random numbers give other blocks")
     assert recent is not None, "there are probes"
     return recent
 
@@ -344,7 +344,7 @@ def index_cache(graph: fx.Graph, key: fx.Node, block_size: int) -> fx.Node:
 
 
 def _find(scores: fx.Node) -> _Indexer:
-    """What the scores are computed from; raises Unknown if they do not look like an indexer's."""
+    """What the scores are computed from; NotEvaluable if they do not look like an indexer's."""
     products, others = [], []
     seen = set()
     stack = [scores]
@@ -364,17 +364,17 @@ def _find(scores: fx.Node) -> _Indexer:
         else:
             stack += node.all_input_nodes
     if len(products) != 1:
-        raise Unknown(f"its scores come from {len(products)} products")
+        raise NotEvaluable(f"its scores come from {len(products)} products")
     masks = {m for node in others for m in mask_markers(node)}
     weights = [n for n in others if not mask_markers(n)]
     if len(weights) != 1:
-        raise Unknown(f"its scores are computed from {len(weights)} other tensors")
+        raise NotEvaluable(f"its scores are computed from {len(weights)} other tensors")
     [product] = products
     query, key = _factors(product)
     tokens, heads = str(num_tokens(scores)), _heads(query)
     sizes = [s for s in map(str, val(weights[0]).shape) if s != "1"]
     if sorted(sizes) != sorted([tokens, *([str(heads)] if heads > 1 else [])]):
-        raise Unknown(f"its weights are {sizes}")
+        raise NotEvaluable(f"its weights are {sizes}")
     return _Indexer(
         scores=scores,
         query=query,
@@ -390,10 +390,10 @@ def _factors(product: fx.Node) -> tuple[fx.Node, fx.Node]:
     query, key = arguments(product).self, _right(product)
     tokens, shape = str(num_tokens(product)), [str(s) for s in val(query).shape]
     if len(shape) != 4 or shape[0] != "1" or tokens not in shape[1:3]:
-        raise Unknown(f"its queries are {shape}")
+        raise NotEvaluable(f"its queries are {shape}")
     dim, sizes = shape[3], [str(s) for s in val(key).shape]
     if sizes[-2:] != [dim, tokens] or set(sizes[:-2]) > {"1"}:
-        raise Unknown(f"its keys are {sizes}: not shared by all heads")
+        raise NotEvaluable(f"its keys are {sizes}: not shared by all heads")
     return query, key
 
 
@@ -423,7 +423,7 @@ def mask_markers(node: fx.Node) -> list[fx.Node]:
 def _prove(graph: fx.Graph, indexer: _Indexer) -> None:
     """Check that scores for random numbers are those of `choose_keys` times a positive scale."""
     if any(tuple(val(mask).shape) != (0, 1, 1, 1) for mask in indexer.masks):
-        raise Unknown("it is limited to a window")
+        raise NotEvaluable("it is limited to a window")
     for seed, tokens in enumerate(_PROBE_TOKENS):
         gen = torch.Generator().manual_seed(seed)
         dim = int(val(indexer.query).shape[3])
@@ -441,11 +441,11 @@ def _prove(graph: fx.Graph, indexer: _Indexer) -> None:
         products = torch.einsum("qhd,kd->qhk", q, k).relu()
         want = (w[:, :, None] * products).sum(1)
         if bool((got[~causal] > _HIDDEN).any()):
-            raise Unknown("it sees later tokens")
+            raise NotEvaluable("it sees later tokens")
         got, want = got[causal], want[causal]
         scale = float((got * want).sum() / (want * want).sum())
         if not scale > 0 or not torch.allclose(got, scale * want, rtol=1e-3, atol=1e-4 * scale):
-            raise Unknown("random numbers give other scores")
+            raise NotEvaluable("random numbers give other scores")
 
 
 def _shaped(x: Tensor, like: fx.Node, tokens: int) -> Tensor:

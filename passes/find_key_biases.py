@@ -20,7 +20,7 @@ from llmc.kernels.attention import attention
 from llmc.kernels.choose_blocks import choose_blocks
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, calls, emit, is_call, set_arguments, val
-from llmc.passes.evaluate import Unknown, evaluate, token_counts
+from llmc.passes.evaluate import NotEvaluable, evaluate, token_counts
 from llmc.passes.find_indexers import (
     budget_of,
     check_plain,
@@ -73,7 +73,7 @@ def find_key_biases(gm: fx.GraphModule, *, max_positions: int, block_size: int) 
         try:
             found = _find(bias, int(val(arguments(marker).key).shape[1]))
             budget = _prove(graph, bias, found)
-        except (Unknown, RuntimeError, IndexError) as e:
+        except (NotEvaluable, RuntimeError, IndexError) as e:
             raise CompileError(
                 f"the model's code changed the attention mask of {marker.name}, but not by a "
                 f"number for each key ({' '.join(str(e).split())[:200]}), which llmc can't page"
@@ -90,7 +90,7 @@ def find_key_biases(gm: fx.GraphModule, *, max_positions: int, block_size: int) 
 
 
 def _find(bias: fx.Node, kv_heads: int) -> _Bias:
-    """What a bias is computed from; raises Unknown if it does not have the expected form."""
+    """What a bias is computed from; raises NotEvaluable if it does not have the expected form."""
     sources, masks, topks = [], set(), []
     seen, stack = set(), [bias]
     while stack:
@@ -110,13 +110,15 @@ def _find(bias: fx.Node, kv_heads: int) -> _Bias:
         elif str(num_tokens(node)) in [str(s) for s in val(node).shape]:
             sources.append(node)
     if len(sources) != 1 or len(topks) > 1:
-        raise Unknown(f"it is computed from {len(sources)} tensors and {len(topks)} topk calls")
+        raise NotEvaluable(
+            f"it is computed from {len(sources)} tensors and {len(topks)} topk calls"
+        )
     if masks != {_CAUSAL}:
-        raise Unknown("it is computed from a mask that is not causal")
+        raise NotEvaluable("it is computed from a mask that is not causal")
     shape = [str(s) for s in val(sources[0]).shape]
     groups = [int(s) for s in shape if s not in ("1", str(num_tokens(bias)))] or [1]
     if shape[-1] != str(num_tokens(bias)) or groups not in ([1], [kv_heads]):
-        raise Unknown(f"its numbers are {shape}: not one for each KV head, nor one for all")
+        raise NotEvaluable(f"its numbers are {shape}: not one for each KV head, nor one for all")
     return _Bias(
         source=sources[0],
         groups=groups[0],
@@ -126,8 +128,8 @@ def _find(bias: fx.Node, kv_heads: int) -> _Bias:
 
 
 def _prove(graph: fx.Graph, bias: fx.Node, found: _Bias) -> int:
-    """The number of keys that are chosen, 0 for all. Raises Unknown if random numbers give another
-    bias."""
+    """The number of keys that are chosen, 0 for all. Raises NotEvaluable if random numbers give
+    another bias."""
     budget = 0 if found.topk is None else budget_of(graph, found.topk)
     # the code was traced for this many tokens, and can depend on their number
     tokens = int(num_tokens(bias).node.hint)
@@ -152,7 +154,7 @@ def _prove(graph: fx.Graph, bias: fx.Node, found: _Bias) -> int:
     is_seen = want > _HIDDEN
     alike = got.shape == want.shape and torch.equal(got > _HIDDEN, is_seen)
     if not alike or not torch.allclose(got[is_seen], want[is_seen], rtol=1e-5, atol=1e-5):
-        raise Unknown("random numbers give another result")
+        raise NotEvaluable("random numbers give another result")
     return budget
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from llmc.kernels.selective_scan import selective_scan
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, calls, emit, is_call, replace, update_below, val
-from llmc.passes.evaluate import Unknown, evaluate, token_counts
+from llmc.passes.evaluate import NotEvaluable, evaluate, token_counts
 from llmc.passes.inputs import ConstantInput, add_constant, input_of, token_input
 
 _TOKENS = 2  # the dimension of tokens in [1, H, T, D]
@@ -53,7 +53,7 @@ def find_linear_attention(gm: fx.GraphModule) -> Notes:
             continue
         try:
             (query, key, value), decay = _measure(graph, joined, sequences)
-        except (Unknown, RuntimeError) as e:
+        except (NotEvaluable, RuntimeError) as e:
             notes.append(f"{joined.name}: not linear attention: {' '.join(str(e).split())[:200]}")
         else:
             _replace(graph, joined, query, key, value, decay)
@@ -118,16 +118,16 @@ def _measure(
     graph: fx.Graph, joined: fx.Node, sequences: list[fx.Node]
 ) -> tuple[tuple[fx.Node, fx.Node, fx.Node], Tensor]:
     """Which of the sequences are queries, keys and values, and the logarithm of each head's decay
-    per token [H]. Raises Unknown if random numbers do not give the corresponding result."""
+    per token [H]. Raises NotEvaluable if random numbers do not give the corresponding result."""
     # the loop is unrolled for this many tokens, or any number that fills as many blocks
     tokens = int(_num_tokens(joined).node.hint)
-    reason = Unknown("there is only one token")
+    reason = NotEvaluable("there is only one token")
     for query, key, value in permutations(sequences) if tokens > 1 else ():
         nodes = (query, key, value)
         try:
             decay = _decay(graph, joined, nodes, tokens)
             _prove(graph, joined, nodes, decay, tokens)
-        except Unknown as e:
+        except NotEvaluable as e:
             reason = e
         else:
             return (query, key, value), decay.float()
@@ -142,11 +142,11 @@ def _decay(graph: fx.Graph, joined: fx.Node, nodes: tuple[fx.Node, ...], tokens:
         seen[:, :, 0, 0] = 1
     left = _run(graph, joined, nodes, given, tokens)[0, :, :, 0]  # [H, T]
     if not bool(((left[:, 0] - 1).abs() < _TOLERANCE).all()):
-        raise Unknown("a token's own value is scaled")
+        raise NotEvaluable("a token's own value is scaled")
     last, next_one = left[:, -1].clamp(min=0), left[:, 1].clamp(min=0)
     decay = torch.where(last > _LEAST, last.log() / (tokens - 1), next_one.log())
     if not bool(decay.isfinite().all()):
-        raise Unknown("the first token is forgotten at once")
+        raise NotEvaluable("the first token is forgotten at once")
     return decay
 
 
@@ -158,14 +158,14 @@ def _prove(
     got = _run(graph, joined, nodes, given, tokens)[0]
     q, k, v = (x[0] for x in given)
     if got.shape != (*q.shape[:2], v.shape[2]) or q.shape != k.shape:
-        raise Unknown(f"its result has shape {list(got.shape)}")
+        raise NotEvaluable(f"its result has shape {list(got.shape)}")
     position = torch.arange(tokens)
     distance = (position[:, None] - position[None, :]).double()
     for h, rate in enumerate(decay):
         kept = torch.exp(rate * distance.clamp(min=0)).tril()
         want = (q[h] @ k[h].T * kept) @ v[h]
         if not bool(((got[h] - want).abs() <= _TOLERANCE * want.abs().max()).all()):
-            raise Unknown("random numbers give another result")
+            raise NotEvaluable("random numbers give another result")
 
 
 def _shape(node: fx.Node, tokens: int) -> list[int]:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from llmc.errors import CompileError
 from llmc.passes.base import Notes, graph_pass, writes
 from llmc.passes.edit import aten, calls, emit, is_call, replace, through, update_val, val
-from llmc.passes.evaluate import Unknown, evaluate
+from llmc.passes.evaluate import NotEvaluable, evaluate
 from llmc.passes.find_attention import spells_attention
 from llmc.passes.inputs import ConstantInput, StepInput, input_of, step_input
 
@@ -315,7 +315,7 @@ def _run(
             break
     try:
         return evaluate(graph, target, length, given | (known or {}))
-    except (Unknown, RuntimeError, IndexError) as e:
+    except (NotEvaluable, RuntimeError, IndexError) as e:
         raise _refused(target, f"can't be computed ({' '.join(str(e).split())[:200]})") from e
 
 

@@ -10,9 +10,9 @@ from llmc.kernels.quantized_linear import Format, Quantization
 from llmc.passes.absorb_mla import absorb_mla
 from llmc.passes.append_sampler import append_sampler
 from llmc.passes.apply_lora import apply_lora
+from llmc.passes.attend_whole_images import Where, attend_whole_images
 from llmc.passes.base import Pass
 from llmc.passes.canonicalize import canonicalize
-from llmc.passes.feed_head import feed_head
 from llmc.passes.find_attention import find_attention
 from llmc.passes.find_convolutions import find_convolutions
 from llmc.passes.find_distance_biases import find_distance_biases
@@ -27,6 +27,7 @@ from llmc.passes.fuse_linears import fuse_linears
 from llmc.passes.fuse_rms_norm import fuse_rms_norm
 from llmc.passes.fuse_rope_write import fuse_rope_write
 from llmc.passes.group_caches import group_caches
+from llmc.passes.insert_image_rows import insert_image_rows
 from llmc.passes.last_token_logits import last_token_logits
 from llmc.passes.logits_processors import LogitsProcessor, processor_passes
 from llmc.passes.merge_linears import merge_linears
@@ -34,13 +35,12 @@ from llmc.passes.page_attention import page_attention
 from llmc.passes.page_entries import page_entries
 from llmc.passes.pool import pool, running_pool
 from llmc.passes.quantize_linears import quantize_linears
+from llmc.passes.read_taps import read_taps
 from llmc.passes.round_activations import round_activations
-from llmc.passes.see_whole_images import Where, see_whole_images
 from llmc.passes.shard_linears import shard_linears
 from llmc.passes.share_rotary import share_rotary
 from llmc.passes.slot_state import slot_state
 from llmc.passes.split_prompts import split_prompts
-from llmc.passes.take_image_rows import take_image_rows
 from llmc.passes.tap_states import tap_states
 from llmc.passes.widen_logits import widen_logits
 from llmc.pooling import DraftHead, Method
@@ -53,7 +53,9 @@ class PipelineOptions:
     block_size: int
     max_positions: int
     device_type: str  # "cpu" or "cuda"
-    long_text_from: int = 0  # first position of long sequences, if they have their own frequencies
+    long_context_from: int = (
+        0  # first position of long sequences, if they have their own frequencies
+    )
     kv_cache_dtype: str = "auto"  # a key of fp8.CACHE_DTYPES; "auto": the model's own dtype
     quantization: Format | None = None
     kept: tuple[tuple[str, Quantization], ...] = ()  # weights that keep their stored format
@@ -82,7 +84,7 @@ def pipeline(
     return (
         canonicalize(),  # first: the other passes match the canonical form
         *(p for p in extra if p.place == "early"),  # they see the model's own ops; we fuse theirs
-        take_image_rows(),
+        insert_image_rows(),
         *_taps(options),  # early: fusions absorb the outputs of layers
         find_attention(  # page_attention pages what it finds
             max_positions=options.max_positions, encoder=options.encoder
@@ -96,7 +98,7 @@ def pipeline(
             block_size=options.block_size,
             max_positions=options.max_positions,
             cache_dtype=CACHE_DTYPES[options.kv_cache_dtype],
-            long_texts=options.long_text_from > 0,
+            long_texts=options.long_context_from > 0,
         ),
         find_distance_biases(),
         # after find_indexers: layers with a sparse indexer are not rewritten
@@ -131,12 +133,12 @@ def pipeline(
             rank=options.max_lora_rank,
             expert_rank=options.max_lora_expert_rank,
         ),
-        share_rotary(max_positions=options.max_positions + options.long_text_from),
+        share_rotary(max_positions=options.max_positions + options.long_context_from),
         fuse_rms_norm(),
         fuse_act_mul(),  # after merge_linears: reads the two halves of its output
         fuse_rope_write(),  # after share_rotary and fuse_rms_norm: it uses the table and the norm
         group_caches(max_positions=options.max_positions),  # after passes that match by cache
-        see_whole_images(where=options.whole_images),  # before passes for causal attention only
+        attend_whole_images(where=options.whole_images),  # before passes for causal attention only
         split_prompts(
             unwanted=None if options.device_type == "cuda" else "FlashAttention is for GPUs only"
         ),
@@ -167,7 +169,7 @@ def _taps(options: PipelineOptions) -> tuple[Pass, ...]:
 
 
 def _fed(options: PipelineOptions) -> tuple[Pass, ...]:
-    return () if options.draft_head is None else (feed_head(block_size=options.block_size),)
+    return () if options.draft_head is None else (read_taps(block_size=options.block_size),)
 
 
 def _widened(head: DraftHead | None) -> tuple[Pass, ...]:

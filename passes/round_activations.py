@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from llmc.kernels.quantized_expert_linear import quantized_expert_linear
-from llmc.kernels.quantized_linear import EXACT_BITS, quantized_linear, takes_bits
+from llmc.kernels.quantized_linear import EXACT_BITS, quantized_linear, supports_bits
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, calls, val
 
@@ -30,7 +30,7 @@ def round_activations(gm: fx.GraphModule, *, bits: int | None) -> Notes:
     for op in (quantized_linear, quantized_expert_linear):
         for node in calls(gm.graph, op.overload):
             given = arguments(node)
-            own = takes_bits(val(given.weight), val(given.scale), bits)
+            own = supports_bits(val(given.weight), val(given.scale), bits)
             if own < EXACT_BITS:
                 node.kwargs = {**node.kwargs, "x_bits": own}
             else:

@@ -9,7 +9,7 @@ from torch import fx
 
 from llmc.passes.sharding import Cut, Sections, Unprovable
 
-_MOST_SECTIONS = 64
+_MAX_SECTIONS = 64
 
 
 def through_reshape(
@@ -76,7 +76,7 @@ def _flat(sizes: Sequence[int], at: int, cut: Cut) -> Sections:
     for n in sizes[at + 1 :]:
         inner *= n
     sections = tuple((length * inner, parts) for length, parts in cut.sections) * outer
-    if len(sections) > _MOST_SECTIONS:
+    if len(sections) > _MAX_SECTIONS:
         raise Unprovable("the parts lie in too many pieces")
     return sections
 

@@ -15,7 +15,7 @@ from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, emit, is_call, val
 from llmc.passes.inputs import ConstantInput, StepInput, add_input, input_of
 
-_MOST_BYTES = 512 << 20  # per table: 2**20 positions of 128 float32 values
+_MAX_BYTES = 512 << 20  # per table: 2**20 positions of 128 float32 values
 # Ops that treat every position on its own; anything else could mix tokens.
 _PER_TOKEN = {
     aten.unsqueeze.default,
@@ -71,7 +71,7 @@ def share_rotary(gm: fx.GraphModule, *, max_positions: int) -> Notes:
         text = _text(node, inside, texts)
         if text not in rows:
             num_bytes = _row_bytes(graph, node, inside) * max_positions
-            if num_bytes > _MOST_BYTES:
+            if num_bytes > _MAX_BYTES:
                 notes.append(
                     f"{node.name}: a table of {max_positions} positions would take "
                     f"{num_bytes >> 20} MiB; set a smaller max_model_len to allow it"

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-MOST_WORKERS = 8  # each has torch and small models in memory: 1 to 2 GB
+MAX_WORKERS = 8  # each has torch and small models in memory: 1 to 2 GB
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 # Only its own tests run the architecture check next to a server; elsewhere it would take cores.
 os.environ.setdefault("LLMC_CERTIFICATE", "0")
@@ -40,7 +40,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     if config.option.numprocesses is None:
         are_files = all(".py" in argument for argument in config.args)
-        config.option.numprocesses = 0 if are_files else min(MOST_WORKERS, _num_cores())
+        config.option.numprocesses = 0 if are_files else min(MAX_WORKERS, _num_cores())
         config.option.dist = "loadgroup"
         config.option.loadscopereorder = False  # the hook below determines the order
 

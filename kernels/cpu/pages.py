@@ -52,7 +52,7 @@ def advise_huge_pages(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def give_back(tensors: Sequence[Tensor]) -> int:
+def release_memory(tensors: Sequence[Tensor]) -> int:
     """Return the memory of CPU tensors to the system. Returns bytes, 0 if that is not possible.
 
     The tensors keep their addresses, with undefined contents; pages that are written again use

@@ -9,7 +9,7 @@ from torch import Tensor
 from llmc.kernels.act_mul import ACTIVATIONS, act_mul
 from llmc.kernels.triton.attention_kernel import tanh
 from llmc.kernels.triton.configs import POINTWISE_BLOCK
-from llmc.kernels.triton.define import define, takes
+from llmc.kernels.triton.define import define, supports_tensors
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
 
@@ -46,7 +46,7 @@ def plan(gate_up: Tensor, act: str) -> Plan[Tensor]:
 
 
 def _supports(*, gate_up: Tensor, act: str) -> bool:
-    return takes(gate_up) and act in ACTIVATIONS
+    return supports_tensors(gate_up) and act in ACTIVATIONS
 
 
 define(act_mul, plan=plan, supports=_supports)

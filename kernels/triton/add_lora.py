@@ -14,11 +14,11 @@ from torch import Tensor
 
 from llmc.kernels.add_lora import add_lora, experts_as_slots
 from llmc.kernels.triton.attention_plan import at, locate
-from llmc.kernels.triton.define import define, needs_upcast, on_device, same_dtype, takes
+from llmc.kernels.triton.define import define, needs_upcast, on_device, same_dtype, supports_tensors
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
 _BLOCK_M, _BLOCK_N, _BLOCK_K = 16, 64, 64
-_MOST_SLOTS = 8192  # limited because every program counts the rows of all slots
+_MAX_SLOTS = 8192  # limited because every program counts the rows of all slots
 
 
 @triton.jit
@@ -170,12 +170,12 @@ def _supports(
     expert: Tensor | None,
 ) -> bool:
     return (
-        takes(out, x, a, b)
+        supports_tensors(out, x, a, b)
         and same_dtype(out, x, a, b)
         and out.is_contiguous()
         and on_device(bounds, adapter)
         and a.shape[2] <= 256  # B's tile for all ranks is kept in registers
-        and (expert is None or (on_device(expert) and a.shape[0] * a.shape[1] <= _MOST_SLOTS))
+        and (expert is None or (on_device(expert) and a.shape[0] * a.shape[1] <= _MAX_SLOTS))
     )
 
 

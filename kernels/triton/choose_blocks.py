@@ -23,7 +23,7 @@ from llmc.kernels.triton.configs import rows_capacity
 from llmc.kernels.triton.define import define, needs_upcast
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
-_MOST_KEYS = 64  # per tile
+_MAX_KEYS = 64  # per tile
 
 
 @triton.jit(do_not_specialize=["first_token", "num_rows", "num_blocks", "table_row"])
@@ -106,7 +106,7 @@ def plan_ranks(
             "HEADS": heads, "HEADS_PAD": power_of_2(heads, 16),
             "DIM": dim, "DIM_PAD": power_of_2(dim, 16), "BLOCK_SIZE": block_size,
             "SPARSE_BLOCK": sparse_block_size, "RECENT": recent,
-            "BLOCK_N": min(_MOST_KEYS, power_of_2(sparse_block_size, 16)),
+            "BLOCK_N": min(_MAX_KEYS, power_of_2(sparse_block_size, 16)),
             "ROWS": rows_capacity(rows),
             "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
             "UPCAST": needs_upcast(query.dtype),

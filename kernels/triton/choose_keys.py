@@ -18,7 +18,7 @@ from llmc.kernels.choose_keys import choose_keys
 from llmc.kernels.triton import write_kv
 from llmc.kernels.triton.attention_plan import request_of
 from llmc.kernels.triton.configs import rows_capacity
-from llmc.kernels.triton.define import define, needs_upcast, same_dtype, takes
+from llmc.kernels.triton.define import define, needs_upcast, same_dtype, supports_tensors
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
 _MAX_HEAD_DIM = 256
@@ -167,7 +167,7 @@ def _run(
 
 
 def _supports(*, weights: Tensor, **others: Any) -> bool:
-    return takes(weights) and weights.dtype == torch.float32 and takes_indexer(**others)
+    return supports_tensors(weights) and weights.dtype == torch.float32 and takes_indexer(**others)
 
 
 def takes_indexer(
@@ -181,7 +181,7 @@ def takes_indexer(
 ) -> bool:
     rows = context_len.shape[0]
     return (
-        takes(query, key, key_cache)
+        supports_tensors(query, key, key_cache)
         and same_dtype(query, key, key_cache)
         and slot_mapping.is_contiguous()
         and query.shape[1] <= _MAX_HEADS

@@ -35,7 +35,7 @@ def on_device(*tensors: Tensor) -> bool:
     return all(t.device.type == kind for t in tensors)
 
 
-def takes(*tensors: Tensor | None) -> bool:
+def supports_tensors(*tensors: Tensor | None) -> bool:
     """Whether all are on Triton's device type, with supported dtypes and contiguous last
     dimensions."""
     return all(

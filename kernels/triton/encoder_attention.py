@@ -13,10 +13,10 @@ from torch import Tensor
 from llmc.kernels.encoder_attention import encoder_attention
 from llmc.kernels.triton.attention_kernel import LOG2E, MINUS_INF
 from llmc.kernels.triton.attention_plan import locate
-from llmc.kernels.triton.define import define, needs_upcast, same_dtype, takes
+from llmc.kernels.triton.define import define, needs_upcast, same_dtype, supports_tensors
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
-_MOST_CHANNELS = 256  # per head: one tile each of query, key and value is kept at a time
+_MAX_CHANNELS = 256  # per head: one tile each of query, key and value is kept at a time
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
@@ -122,9 +122,9 @@ def plan(
 
 def _supports(*, query: Tensor, key: Tensor, value: Tensor, **others: object) -> bool:
     return (
-        takes(query, key, value)
+        supports_tensors(query, key, value)
         and same_dtype(query, key, value)
-        and max(query.shape[2], value.shape[2]) <= _MOST_CHANNELS
+        and max(query.shape[2], value.shape[2]) <= _MAX_CHANNELS
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.triton.attention_plan import at, locate
 from llmc.kernels.triton.configs import expert_config
-from llmc.kernels.triton.define import define, needs_upcast, same_dtype, takes
+from llmc.kernels.triton.define import define, needs_upcast, same_dtype, supports_tensors
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
 
@@ -115,7 +115,7 @@ def plan(
 
 
 def _supports(*, x: Tensor, weight: Tensor, bias: Tensor | None, **others: object) -> bool:
-    return takes(x, weight, bias) and same_dtype(x, weight, bias)
+    return supports_tensors(x, weight, bias) and same_dtype(x, weight, bias)
 
 
 define(expert_linear, plan=plan, supports=_supports)

@@ -16,7 +16,13 @@ from torch import Tensor
 from llmc.kernels.fused_linear import fused_linear
 from llmc.kernels.linear import linear
 from llmc.kernels.triton import act_mul, dependent_launch, norm
-from llmc.kernels.triton.define import define, interpreted, needs_upcast, same_dtype, takes
+from llmc.kernels.triton.define import (
+    define,
+    interpreted,
+    needs_upcast,
+    same_dtype,
+    supports_tensors,
+)
 from llmc.kernels.triton.dependent_launch import prefetch
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors
 from llmc.kernels.triton.linear_configs import FEW_ROWS, few_rows_config, prefers_library
@@ -198,7 +204,7 @@ def _supports(
     **others: object,
 ) -> bool:
     tensors = (x, weight, bias, norm_weight, residual)
-    return takes(*tensors) and same_dtype(x, weight, bias, residual)
+    return supports_tensors(*tensors) and same_dtype(x, weight, bias, residual)
 
 
 define(fused_linear, run=_run, supports=_supports)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from llmc.kernels.attention import expanded_dim
 from llmc.kernels.fp8 import caches_fit, from_cache, indexable
-from llmc.kernels.latent_attention import MOST_BYTES, expands, latent_attention
+from llmc.kernels.latent_attention import MAX_BYTES, expands, latent_attention
 from llmc.kernels.prompts import Prompts
-from llmc.kernels.triton.define import define, same_dtype, takes
+from llmc.kernels.triton.define import define, same_dtype, supports_tensors
 from llmc.kernels.triton.launch import cdiv
 from llmc.kernels.triton.paged_attention import MAX_HEAD_DIM, MAX_REQUESTS, attend
 from llmc.kernels.triton.prompt_attention import part_of
@@ -63,7 +63,7 @@ def _groups(step: Step, prompts: Prompts) -> list[Prompts]:
     shared = width - rank
     dim, v_dim = step["query"].shape[2] - shared, _value_dim(step)
     size = step["query"].element_size()
-    most = MOST_BYTES // (size * (width + 2 * dim + v_dim + shared))  # tokens
+    most = MAX_BYTES // (size * (width + 2 * dim + v_dim + shared))  # tokens
     groups: list[Prompts] = []
     token = prompts.first_token
     for i, (new, context) in enumerate(zip(prompts.lengths, prompts.contexts, strict=True)):
@@ -131,7 +131,7 @@ def _expanded(step: Step, contexts: tuple[int, ...]) -> Tensor:
     table = starts[:, None] + torch.arange(max(counts), device=query.device)
     out: Tensor = query.new_empty(*query.shape[:2], v_dim)
     values = weight.shape[1] + query.shape[2]  # per token and head
-    room = MOST_BYTES // query.element_size() - cached.numel()
+    room = MAX_BYTES // query.element_size() - cached.numel()
     most = min(max(room // (len(blocks) * size * values), 1), heads)
     for first in range(0, heads, most):
         some = slice(first, min(first + most, heads))
@@ -161,7 +161,7 @@ def _supports(
     value_dim = expanded_dim(query.shape[2], query.shape[1], weight, width)
     rows = context_len.shape[0]  # symbolic while a graph is lowered: checked only if it is known
     return (
-        takes(query, weight)
+        supports_tensors(query, weight)
         and same_dtype(query, weight)
         and caches_fit(query, key_cache, key_cache, k_scale, k_scale)
         and max(rank, width - rank, query.shape[2], value_dim) <= MAX_HEAD_DIM

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.kernels.triton.configs import row_warps
-from llmc.kernels.triton.define import define, same_dtype, takes
+from llmc.kernels.triton.define import define, same_dtype, supports_tensors
 from llmc.kernels.triton.launch import Launch, Plan, power_of_2
 
 _MAX_WIDTH = 65536
@@ -75,12 +75,12 @@ def add_plan(
 
 
 def _supports(*, x: Tensor, weight: Tensor | None, **others: object) -> bool:
-    return takes(x, weight) and x.shape[-1] <= _MAX_WIDTH
+    return supports_tensors(x, weight) and x.shape[-1] <= _MAX_WIDTH
 
 
 def _add_supports(*, x: Tensor, residual: Tensor, weight: Tensor | None, **others: object) -> bool:
     fits = x.shape == residual.shape and same_dtype(x, residual)
-    return fits and takes(residual) and _supports(x=x, weight=weight)
+    return fits and supports_tensors(residual) and _supports(x=x, weight=weight)
 
 
 define(rms_norm, plan=plan, supports=_supports)

@@ -19,7 +19,7 @@ from llmc.kernels.triton import chosen_attention, prompt_attention
 from llmc.kernels.triton.attention_combine import combine_kernel
 from llmc.kernels.triton.attention_kernel import attention_kernel
 from llmc.kernels.triton.configs import attention_config, rows_capacity
-from llmc.kernels.triton.define import define, needs_upcast, takes, token_stride
+from llmc.kernels.triton.define import define, needs_upcast, supports_tensors, token_stride
 from llmc.kernels.triton.fp8 import as_bytes, converts, format_constants
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors, power_of_2
 from llmc.kernels.triton.write_kv import cache_strides
@@ -164,7 +164,7 @@ def _supports(
     # the number of requests is symbolic while a graph is lowered: checked only if it is known
     rows = context_len.shape[0]
     return (
-        takes(query, sinks, bias)
+        supports_tensors(query, sinks, bias)
         and caches_fit(query, key_cache, value_cache, k_scale, v_scale)
         and max(query.shape[2] - v_dim, v_dim, value_cache.shape[3]) <= MAX_HEAD_DIM
         and v_dim < query.shape[2]

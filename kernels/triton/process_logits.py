@@ -7,7 +7,7 @@ from torch import Tensor
 
 from llmc.kernels.process_logits import process_logits
 from llmc.kernels.triton.configs import HISTORY_BLOCK, LOGITS_BLOCK
-from llmc.kernels.triton.define import define, takes
+from llmc.kernels.triton.define import define, supports_tensors
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.process_logits_kernels import (
     apply_kernel,
@@ -73,7 +73,7 @@ def plan(
 
 
 def _supports(*, logits: Tensor, **tables: Tensor) -> bool:
-    return takes(logits) and all(t.is_contiguous() for t in tables.values())
+    return supports_tensors(logits) and all(t.is_contiguous() for t in tables.values())
 
 
 define(process_logits, plan=plan, supports=_supports)

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from llmc.kernels.quantized_linear import CHANNELS, EXACT_BITS, quantized_linear
 from llmc.kernels.triton import dependent_launch
-from llmc.kernels.triton.define import define, interpreted, needs_upcast, same_dtype, takes
+from llmc.kernels.triton.define import (
+    define,
+    interpreted,
+    needs_upcast,
+    same_dtype,
+    supports_tensors,
+)
 from llmc.kernels.triton.dependent_launch import prefetch
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors
 from llmc.kernels.triton.linear_configs import LinearConfig, low_bit_config
@@ -194,7 +200,7 @@ def supports(
     *, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, x_bits: int, **others: object
 ) -> bool:
     return (
-        takes(x, bias)
+        supports_tensors(x, bias)
         and x_bits == EXACT_BITS
         and same_dtype(x, bias)
         and format_of(weight, scale) is not None

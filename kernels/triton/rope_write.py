@@ -14,7 +14,7 @@ from torch import Tensor
 from llmc.kernels.fp8 import caches_fit
 from llmc.kernels.rope_write import rope_write
 from llmc.kernels.triton.configs import ROPE_ELEMENTS
-from llmc.kernels.triton.define import define, same_dtype, takes
+from llmc.kernels.triton.define import define, same_dtype, supports_tensors
 from llmc.kernels.triton.fp8 import as_bytes, format_constants, scales_of, store_cached
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.write_kv import cache_strides, copy_heads
@@ -172,7 +172,7 @@ def _supports(
     **others: object,
 ) -> bool:
     return (
-        takes(query, key, value, query_norm, key_norm, cos_table, sin_table)
+        supports_tensors(query, key, value, query_norm, key_norm, cos_table, sin_table)
         and caches_fit(query, key_cache, value_cache, k_scale, v_scale)
         and same_dtype(query, key, value)
         and same_dtype(cos_table, sin_table)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from llmc.kernels.sample import GREEDY_BELOW, sample
 from llmc.kernels.triton.configs import LOGITS_BLOCK
-from llmc.kernels.triton.define import define, takes
+from llmc.kernels.triton.define import define, supports_tensors
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.sample_draw import draw_kernel
 from llmc.kernels.triton.sample_stats import stats_kernel
@@ -52,7 +52,7 @@ def plan(
 
 
 def _supports(*, logits: Tensor, **parameters: Tensor) -> bool:
-    return takes(logits) and all(t.is_contiguous() for t in parameters.values())
+    return supports_tensors(logits) and all(t.is_contiguous() for t in parameters.values())
 
 
 define(sample, plan=plan, supports=_supports)

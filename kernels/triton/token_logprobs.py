@@ -7,7 +7,7 @@ from torch import Tensor
 
 from llmc.kernels.token_logprobs import shape, token_logprobs
 from llmc.kernels.triton.configs import LOGITS_BLOCK
-from llmc.kernels.triton.define import define, takes
+from llmc.kernels.triton.define import define, supports_tensors
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.token_logprobs_kernels import chunk_kernel, report_kernel
 
@@ -43,7 +43,7 @@ def plan(logits: Tensor, token: Tensor, k: int) -> Plan[Reports]:
 
 
 def _supports(*, logits: Tensor, token: Tensor, **others: object) -> bool:
-    return takes(logits) and token.is_contiguous()
+    return supports_tensors(logits) and token.is_contiguous()
 
 
 define(token_logprobs, plan=plan, supports=_supports)

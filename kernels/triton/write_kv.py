@@ -8,7 +8,7 @@ from torch import Tensor
 
 from llmc.kernels.fp8 import caches_fit
 from llmc.kernels.triton.configs import WRITE_ELEMENTS
-from llmc.kernels.triton.define import define, takes
+from llmc.kernels.triton.define import define, supports_tensors
 from llmc.kernels.triton.fp8 import as_bytes, format_constants, scales_of, store_cached
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.write_kv import write_kv
@@ -107,7 +107,7 @@ def _supports(
     v_scale: Tensor | None,
 ) -> bool:
     return (
-        takes(key, value)
+        supports_tensors(key, value)
         and caches_fit(key, key_cache, value_cache, k_scale, v_scale)
         and slot_mapping.is_contiguous()
     )

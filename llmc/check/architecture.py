@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 
 Depth = Literal["one of each", "to last kind", "whole"]
 _DEPTHS: tuple[Depth, ...] = ("one of each", "to last kind", "whole")
-_MOST_PARAMETERS = 400_000_000
-_MOST_ROUNDING = 1e-3  # of the logits, relative
+_MAX_PARAMETERS = 400_000_000
+_MAX_ROUNDING = 1e-3  # of the logits, relative
 _STEADY = 4  # maximum factor from one layer's error to the next
 _BUILD_ERRORS = (  # raised by transformers for a config that shrinking made inconsistent
     ArithmeticError,
@@ -116,7 +116,7 @@ def _shrunken(hf_config: Any, head: Head, *, narrow: bool, depth: Depth) -> Shru
         shrunken = _cut(hf_config, shrunken, text, module, to_last_kind=depth == "to last kind")
         module = _on_meta(make_config(hf_config, shrunken.config), head)
     size = sum(p.numel() for p in module.parameters())
-    if size > _MOST_PARAMETERS:
+    if size > _MAX_PARAMETERS:
         raise CheckpointError(f"it has {size / 1e6:.0f}M parameters even when shrunk")
     return shrunken
 
@@ -180,7 +180,7 @@ def is_rounding(found: Certificate) -> bool:
     is_same = (
         found.logits.kl_max <= found.limit.kl
         and found.logits.top1 >= found.limit.top1
-        and found.logits.relative < _MOST_ROUNDING
+        and found.logits.relative < _MAX_ROUNDING
     )
     is_steady = all(b <= _STEADY * max(a, found.limit.relative / 10) for a, b in pairwise(steps))
     return is_same and len(steps) > 1 and steps[0] <= found.limit.relative and is_steady

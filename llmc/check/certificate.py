@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import llmc.kernels
-from llmc.cache_dir import write_whole
+from llmc.cache_dir import write_atomically
 from llmc.check.bisect import Culprit
 from llmc.check.compare import LogitsDeviation, Tolerance
 from llmc.kernels.cpu.levels import cpu_model, pick_level
@@ -158,7 +158,7 @@ class CertificateStore:
         """Save a certificate; returns its path, or None (with a warning) if it can't be written."""
         path = self.path(certificate.key)
         try:
-            write_whole(path, certificate.to_json())
+            write_atomically(path, certificate.to_json())
         except OSError as e:
             log.warning("the certificate can't be saved: %s", e)
             return None

@@ -38,14 +38,14 @@ class Geometry:
     blocks_each: int
     num_sequences: int
     num_groups: int
-    long_text_from: int = 0  # longer sequences use different positions; 0: none do
+    long_context_from: int = 0  # longer sequences use different positions; 0: none do
 
     @staticmethod
     def of(
         sequences: Sequence[TokenSequence],
         block_size: int,
         num_groups: int = 1,
-        long_text_from: int = 0,
+        long_context_from: int = 0,
     ) -> Geometry:
         longest = max(len(s.token_ids) for s in sequences)
         # compiled steps do not support a block table of width 1
@@ -55,12 +55,12 @@ class Geometry:
             blocks_each=blocks,
             num_sequences=len(sequences),
             num_groups=num_groups,
-            long_text_from=long_text_from,
+            long_context_from=long_context_from,
         )
 
     def position_offset(self, sequence: TokenSequence) -> int:
         """The offset added to its positions."""
-        return self.long_text_from if len(sequence.token_ids) > self.long_text_from else 0
+        return self.long_context_from if len(sequence.token_ids) > self.long_context_from else 0
 
     @property
     def num_blocks(self) -> int:
@@ -156,7 +156,7 @@ def _packed(
     lengths = [(chunk.count, chunk.start + chunk.count) for chunk in chunks]
     hints = {
         "prompts": Prompts.find(lengths, least=2).words(),
-        "long_prompts": Prompts.find(lengths, least=2, begun=True).words(),
+        "long_prompts": Prompts.find(lengths, least=2, started=True).words(),
     }
     return {**buffers.prepare(work.to(device), tokens, tokens), **hints}
 

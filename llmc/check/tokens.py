@@ -22,7 +22,7 @@ _TEXTS = (
 )
 _DECODES = 6
 _PROMPTS = (1, 13, 37, 64)
-MOST_ADAPTERS = len(_PROMPTS) - 1  # in addition to the model without adapters
+MAX_ADAPTERS = len(_PROMPTS) - 1  # in addition to the model without adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,7 +144,9 @@ class Subject:
 
     def _geometry(self, num_groups: int) -> Geometry:
         options = self.options.pipeline
-        return Geometry.of(self.sequences, options.block_size, num_groups, options.long_text_from)
+        return Geometry.of(
+            self.sequences, options.block_size, num_groups, options.long_context_from
+        )
 
     def _bind(self, graph: fx.GraphModule, geometry: Geometry) -> dict[str, Tensor]:
         captured = self.captured
@@ -192,6 +194,7 @@ class RoundedWeights:
     def __init__(
         self, source: WeightSource, dtype: torch.dtype, own: Mapping[str, torch.dtype]
     ) -> None:
+        self.is_thread_safe = source.is_thread_safe
         self._source = source
         self._dtype = dtype
         self._own = own

@@ -71,7 +71,7 @@ class ProgramCache:
                 device=device,
                 reports=[PassReport(**r) for r in data["reports"]],
             )
-            return replace(program, one_text=bool(data["one_text"]), from_cache=True)
+            return replace(program, single_sequence=bool(data["single_sequence"]), from_cache=True)
         except (
             OSError,
             SafetensorError,
@@ -104,7 +104,7 @@ class ProgramCache:
                 "reports": [asdict(r) for r in program.reports],
                 "vocab_size": program.vocab_size,
                 "dtype": str(program.dtype).removeprefix("torch."),
-                "one_text": program.one_text,
+                "single_sequence": program.single_sequence,
                 "parameters": asdict(program.parameters),
             }
             save_file(constants, aside / _CONSTANTS)

@@ -22,7 +22,7 @@ from llmc.errors import CompileError
 from llmc.kernels.expert_linear import expert_linear
 
 _PARAMETERS = ["hidden_states", "top_k_index", "top_k_weights"]
-_MOST_EXPERTS = 1 << 14
+_MAX_EXPERTS = 1 << 14
 _SHAPING = ("view", "reshape")
 _TURNING = ("t", "transpose")
 
@@ -111,7 +111,7 @@ def _count(module: nn.Module) -> int:
     few, many = 0, 1
     while known(many):
         few, many = many, many * 2
-        if many > _MOST_EXPERTS:
+        if many > _MAX_EXPERTS:
             raise CompileError(f"{type(module).__name__} accepts any number as an expert")
     while many - few > 1:
         middle = (few + many) // 2

@@ -99,7 +99,9 @@ class Program:
     states: tuple[StateSpec, ...]
     reports: tuple[PassReport, ...]
     processors: tuple[LogitsProcessor, ...] = ()  # users', already part of the graph
-    one_text: bool = False  # some attention was not found, and attends to all tokens of a step
+    single_sequence: bool = (
+        False  # some attention was not found, and attends to all tokens of a step
+    )
     capture_note: str = ""  # how the layers were captured, if this start captured them
     from_cache: bool = False
 
@@ -207,7 +209,7 @@ def rewrite(
     return replace(
         program,
         processors=options.processors,
-        one_text=spells_attention(graph),
+        single_sequence=spells_attention(graph),
         capture_note=captured.note,
     )
 

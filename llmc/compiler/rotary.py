@@ -2,10 +2,10 @@
 
 transformers chooses the frequencies of `longrope` by the number of tokens, and recomputes all keys
 once a sequence exceeds the length that the model was trained on. In a batched step, each request is
-a short or a long sequence by itself. A token of a long one has its index plus `long_text_from` as
-its position, so that its row is found after those of short sequences:
+a short or a long sequence by itself. A token of a long one has its index plus `long_context_from`
+as its position, so that its row is found after those of short sequences:
 
-    rows [0, long_text_from)   short sequences, which have no later position
+    rows [0, long_context_from)   short sequences, which have no later position
     rows from there on         long sequences, from position 0
 
 LongRoPE: arXiv 2402.13753.
@@ -26,7 +26,7 @@ _KIND = "longrope"
 _PARTS = {1: ("polar",), 2: ("cos", "sin")}
 
 
-def long_text_from(text_config: Any) -> int | None:
+def long_context_from(text_config: Any) -> int | None:
     """The number of tokens beyond which a sequence is long; None if the model has no such limit."""
     found = {
         int(rope["original_max_position_embeddings"])
@@ -55,7 +55,7 @@ def use_tables(module: nn.Module, buffers: dict[str, Tensor], context: int) -> b
         if _KIND not in (kinds.values() if isinstance(kinds, dict) else [kinds]):
             continue
         config: Any = rotary.config
-        trained = long_text_from(config)
+        trained = long_context_from(config)
         if trained is None:
             continue
         try:

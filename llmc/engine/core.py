@@ -26,7 +26,7 @@ from llmc.engine.messages import (
     EngineState,
     EngineStats,
     Operate,
-    Operated,
+    OperationResult,
     RequestUpdate,
 )
 from llmc.engine.options import EngineFeatures, EngineLimits
@@ -111,11 +111,11 @@ class EngineCore:
         """Set which parts of the prompt must be computed in one step."""
         request.whole_images = self._features.whole_images and bool(request.images)
         if request.whole_images:
-            request.least_tokens = max(1, longest(request.images))
+            request.min_step_tokens = max(1, longest(request.images))
         if self._features.whole_prompts:
-            request.least_tokens = request.num_prompt_tokens
+            request.min_step_tokens = request.num_prompt_tokens
         if self._features.one_prompt:
-            request.least_tokens = self._limits.max_num_batched_tokens
+            request.min_step_tokens = self._limits.max_num_batched_tokens
 
     def _check_adapter(self, request: Request) -> None:
         if request.adapter is None:
@@ -242,31 +242,31 @@ class EngineCore:
             step_sizes=tuple(scheduler.step_sizes),
         )
 
-    def operate(self, order: Operate) -> Operated:
+    def run_operation(self, order: Operate) -> OperationResult:
         """Carry out an operator's order. A failure is reported and has no other effect."""
         try:
             match order.operation:
                 case "reset_prefix_cache":
                     result = f"dropped {self.scheduler.pool.forget_all()} cached blocks"
-                case "give_back_caches":
-                    result = f"released {self.give_back_caches()} bytes of caches"
+                case "release_caches":
+                    result = f"released {self.release_caches()} bytes of caches"
                 case "start_profile":
                     self.runner.start_profile()
                     result = "profiling started"
                 case "stop_profile":
                     result = self.runner.stop_profile(order.folder)
         except (LlmcError, OSError, RuntimeError) as error:
-            return Operated(number=order.number, error=str(error))
-        return Operated(number=order.number, result=result)
+            return OperationResult(number=order.number, error=str(error))
+        return OperationResult(number=order.number, result=result)
 
-    def give_back_caches(self) -> int:
+    def release_caches(self) -> int:
         """Release the caches' memory to the system until a request needs it. -> bytes released.
 
         Raises RuntimeError while there are requests, or if the runner does not support it.
         """
         if self.scheduler.requests:
             raise RuntimeError(f"{len(self.scheduler.requests)} requests are using the caches")
-        given = self.runner.give_back_caches()
+        given = self.runner.release_caches()
         self.scheduler.pool.forget_all()
         return given
 

@@ -16,7 +16,7 @@ from llmc.lora_request import LoRARequest
 from llmc.outputs import FinishReason
 from llmc.sampling_params import SamplingParams
 
-Operation = Literal["reset_prefix_cache", "give_back_caches", "start_profile", "stop_profile"]
+Operation = Literal["reset_prefix_cache", "release_caches", "start_profile", "stop_profile"]
 # Upper bounds of the buckets in EngineStats.step_sizes, in tokens; a final bucket has all above.
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
@@ -53,7 +53,7 @@ class GetState:
 class Operate:
     """An operator's order, carried out between two steps. It does not affect requests' outputs.
 
-    `folder` is where "stop_profile" writes. The answer is one Operated with the same `number`.
+    `folder` is where "stop_profile" writes. The answer is an OperationResult with that `number`.
     """
 
     number: int  # chosen by the frontend
@@ -62,7 +62,7 @@ class Operate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operated:
+class OperationResult:
     """The outcome of an Operate: a human-readable `result`, or the `error` that prevented it."""
 
     number: int

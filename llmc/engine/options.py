@@ -62,7 +62,7 @@ class EngineFeatures:
     scheduling_policy: SchedulingPolicy = "fcfs"
     enable_prefix_caching: bool = True
     share_prompts: bool = True
-    long_text_from: int | None = None  # tokens; longer sequences are computed at other positions
+    long_context_from: int | None = None  # tokens; longer sequences are computed at other positions
     windows: Sequence[AttentionWindow] = (WHOLE,)  # one per group of layers (kv/layout.py)
     num_snapshots: int = 0  # of state outside the blocks; 0: such models can't use prefix caching
     swap_room: SwapRoom | None = None  # None: preempted requests are recomputed

@@ -202,7 +202,7 @@ class Runner(Protocol):
     def stop_profile(self, folder: str) -> str:
         """Write the profile to a file in `folder`. -> its path. RuntimeError if there is none."""
 
-    def give_back_caches(self) -> int:
+    def release_caches(self) -> int:
         """Release the memory of the caches, whose contents are not needed, until the next write.
         -> bytes released. Raises RuntimeError if that is not possible."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from llmc.engine.kv.snapshots import StateSnapshots
 from llmc.engine.plan import NewRow, RowMask, RowWork, StepPlan
 from llmc.engine.request import Request
-from llmc.image_input import before_cut, uncut
+from llmc.image_input import end_without_cut, start_of_cut_image
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class PlanBuilder:
         """Whether the request can compute a token in this step."""
         if request.needs_scores and self.num_scored >= self.score_budget:
             return False
-        return self.budget >= request.least_tokens
+        return self.budget >= request.min_step_tokens
 
     def num_computed_before(self, request: Request) -> int | None:
         """Tokens of a running request computed by earlier steps; None if this step admits it."""
@@ -60,7 +60,7 @@ class PlanBuilder:
         if is_scored:
             num_tokens = min(num_tokens, self.score_budget - self.num_scored)
         if request.whole_images:
-            num_tokens = uncut(request.images, start, start + num_tokens) - start
+            num_tokens = end_without_cut(request.images, start, start + num_tokens) - start
         stop = self._stop_at(request, start + num_tokens)
         if stop is not None:
             num_tokens = stop - start
@@ -90,7 +90,11 @@ class PlanBuilder:
     def _stop_at(self, request: Request, end: int) -> int | None:
         """Where to keep the request's state, at or before `end`; None: nowhere."""
         stop = None if self.snapshots is None else self.snapshots.stop_at(request, end)
-        if stop is not None and request.whole_images and before_cut(request.images, stop) != stop:
+        if (
+            stop is not None
+            and request.whole_images
+            and start_of_cut_image(request.images, stop) != stop
+        ):
             return None
         return stop
 

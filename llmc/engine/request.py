@@ -70,7 +70,7 @@ class Request:
     adapter: LoRARequest | None = None
     images: Sequence[ImageInput] = ()
     whole_images: bool = False  # the tokens of each are computed in one step
-    least_tokens: int = 1  # token budget that a step must have left to compute this request
+    min_step_tokens: int = 1  # token budget that a step must have left to compute this request
     priority: int = 0
     row_state: Mapping[str, bytes] = field(default_factory=dict)  # see plan.NewRow
     extension: Extension | None = None  # None: plain sampling

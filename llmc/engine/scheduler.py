@@ -33,7 +33,7 @@ from llmc.engine.plan_builder import PlanBuilder
 from llmc.engine.queues import Queues
 from llmc.engine.request import NOT_FINITE, Request, RequestState
 from llmc.engine.spec_decode.speculation import count_accepted
-from llmc.image_input import before_cut
+from llmc.image_input import start_of_cut_image
 
 Drawn = tuple[int | None, TokenLogprobs | None]
 MAX_FINISHED = 64  # finished requests remembered for monitoring
@@ -68,7 +68,7 @@ class Scheduler:
             self.layout,
             room,
             self.adapters,
-            features.long_text_from,
+            features.long_context_from,
         )
         self.requests: dict[str, Request] = {}  # all unfinished ones
         self.speculation = features.speculation
@@ -210,7 +210,7 @@ class Scheduler:
         """
         prefills: list[Request] = []
         running = self.running
-        if self.rows.long_text_from is not None:
+        if self.rows.long_context_from is not None:
             for request in [r for r in running if self._needs_recompute(r)]:
                 self._queues.requeue(request)
         index = 0
@@ -251,8 +251,8 @@ class Scheduler:
             builder.budget - num_after - 1,
             request.table.capacity + num_spare * block_size - num_tokens,
         )
-        if self.rows.long_text_from is not None and not request.position_offset:
-            num_drafts = min(num_drafts, self.rows.long_text_from - num_tokens)
+        if self.rows.long_context_from is not None and not request.position_offset:
+            num_drafts = min(num_drafts, self.rows.long_context_from - num_tokens)
         num_drafts = max(num_drafts, 0)
         blocks: list[int] = []
         while request.table.capacity < num_tokens + num_drafts:
@@ -275,7 +275,7 @@ class Scheduler:
             blocks += self.rows.grow(request)
         if request.whole_images:  # has_room has checked the budget, but blocks may be short
             end = request.num_computed + num_wanted
-            if before_cut(request.images, end) <= request.num_computed:
+            if start_of_cut_image(request.images, end) <= request.num_computed:
                 num_wanted = 0
         if request.state is RUNNING and num_wanted > 0:
             builder.add(request, num_wanted, blocks)
@@ -409,7 +409,7 @@ class Scheduler:
                         if update.finish_reason is not None:
                             self.finish(request)
             if work.snapshot is not None:
-                self.rows.give_back_snapshots([work])
+                self.rows.release_snapshots([work])
             if request.state is not RUNNING and not request.num_in_flight:
                 self._queues.release(request)
         if result.vectors:
@@ -462,7 +462,7 @@ class Scheduler:
             assert void.plan is not None
             for request in void.requests:
                 self._queues.reset(request)
-            self.rows.give_back_snapshots(void.work)
+            self.rows.release_snapshots(void.work)
             for request in void.saved:  # the copies may not have been made
                 self.rows.swap.drop(request)
             # The runner may not have released these rows and filled these adapter slots.

@@ -28,7 +28,7 @@ from llmc.engine.messages import (
     EngineStats,
     GetState,
     Operate,
-    Operated,
+    OperationResult,
 )
 from llmc.frontend.engine_link import (
     EngineEvent,
@@ -54,7 +54,7 @@ class _Order:
     """An Operate that was forwarded, and the answers so far."""
 
     waiting: set[str]
-    answers: dict[str, Operated] = field(default_factory=dict)
+    answers: dict[str, OperationResult] = field(default_factory=dict)
 
 
 class DataParallelLink:
@@ -117,7 +117,7 @@ class DataParallelLink:
             case Operate():
                 self._orders[message.number] = _Order(waiting=set(up))
                 for name in up:
-                    if message.operation in ("reset_prefix_cache", "give_back_caches"):
+                    if message.operation in ("reset_prefix_cache", "release_caches"):
                         self._loads[name].sent.clear()
                     self._links[name].send(message)
 
@@ -160,8 +160,8 @@ class DataParallelLink:
             case EngineState():
                 if name == self._asked:
                     self._publish(event)
-            case Operated():
-                self._operated(name, event)
+            case OperationResult():
+                self._on_operation_result(name, event)
             case EngineStarted():
                 self._started(name, event)
             case EngineLost():
@@ -180,7 +180,7 @@ class DataParallelLink:
             self._sum = self._stats()
         self._publish(EngineOutputs(updates=event.updates, stats=self._sum))
 
-    def _operated(self, name: str, answer: Operated) -> None:
+    def _on_operation_result(self, name: str, answer: OperationResult) -> None:
         order = self._orders.get(answer.number)
         if order is None:
             return
@@ -192,7 +192,7 @@ class DataParallelLink:
         failed = [f"{n}: {a.error}" for n, a in order.answers.items() if a.error is not None]
         results = dict.fromkeys(a.result for a in order.answers.values())
         self._publish(
-            Operated(
+            OperationResult(
                 number=answer.number,
                 result="; ".join(results),
                 error="; ".join(failed) or None,
@@ -243,7 +243,7 @@ class DataParallelLink:
         for number, order in list(self._orders.items()):
             if name in order.waiting:
                 lost = f"the engine has stopped: {event.reason}"
-                self._operated(name, Operated(number=number, error=lost))
+                self._on_operation_result(name, OperationResult(number=number, error=lost))
 
     # ---- numbers ----
 

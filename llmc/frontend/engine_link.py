@@ -1,7 +1,8 @@
 """How `AsyncLLM` communicates with its engine, wherever that runs.
 
     AsyncLLM --AddRequest, AbortRequest, GetState, Operate--> EngineLink --> the engine
-             <-- EngineOutputs, EngineState, Operated, EngineStarted, EngineLost, RequestsLost --
+             <-- EngineOutputs, EngineState, OperationResult,
+                 EngineStarted, EngineLost, RequestsLost --
 
 `engine_thread.EngineThread`: an engine in a thread of this process.
 `processes.remote_engine.RemoteEngine`: one in another process, which may die and be restarted.
@@ -22,7 +23,7 @@ from llmc.engine.messages import (
     EngineStats,
     GetState,
     Operate,
-    Operated,
+    OperationResult,
 )
 
 if TYPE_CHECKING:
@@ -59,7 +60,9 @@ class RequestsLost:
     reason: str
 
 
-EngineEvent = EngineOutputs | EngineState | Operated | EngineStarted | EngineLost | RequestsLost
+EngineEvent = (
+    EngineOutputs | EngineState | OperationResult | EngineStarted | EngineLost | RequestsLost
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The engine in a separate thread, reached by messages only.
 
     event loop --AddRequest, AbortRequest, GetState, Operate--> inbox --> engine.add / abort / ...
-               <---------- EngineOutputs, EngineState, Operated ---------- publish
+               <---------- EngineOutputs, EngineState, OperationResult ---------- publish
 
 Nothing else is shared. processes/remote_engine.py and engine_host.py do the same across process
 boundaries.
@@ -104,7 +104,7 @@ class EngineThread:
             elif isinstance(message, GetState):
                 self._publish(self._engine.state())
             elif isinstance(message, Operate):
-                self._publish(self._engine.operate(message))
+                self._publish(self._engine.run_operation(message))
             else:
                 refused.extend(add_or_refuse(self._engine, message))
         updates = self._engine.step() if self._engine.has_work else ()

@@ -127,8 +127,10 @@ def _token_rows(vector: bytes, info: PoolingInfo, params: PoolingParams) -> NDAr
     """[tokens, size]"""
     import numpy as np
 
+    rows: NDArray[np.float32]
     rows = np.frombuffer(vector, np.float32).reshape(-1, info.size)[:, : params.dimensions]
     if info.normalize if params.use_activation is None else params.use_activation:
-        lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-        rows = rows / np.where(lengths == 0, 1, lengths)
+        lengths = np.sqrt((rows * rows).sum(axis=1, keepdims=True))
+        lengths[lengths == 0] = 1
+        rows = rows / lengths
     return rows

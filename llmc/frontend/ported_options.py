@@ -105,7 +105,7 @@ RUNNERS: Mapping[str, Mapping[str, str | None]] = {
         "reward": "reward",
     },
 }
-MOST_GIB = 1024  # of swap space; a larger number is bytes
+MAX_GIB = 1024  # of swap space; a larger number is bytes
 # Formats of quantized checkpoints, which are served in their stored format.
 STORED = frozenset(
     [
@@ -154,7 +154,7 @@ def port_keywords(options: Mapping[str, Any], known: frozenset[str]) -> dict[str
             left_out[name] = "a quantized checkpoint is served in its stored format"
         elif name == "kv_cache_dtype" and value == "fp8":
             out[name] = "fp8_e4m3"
-        elif name == "swap_space" and isinstance(value, int | float) and 0 < value < MOST_GIB:
+        elif name == "swap_space" and isinstance(value, int | float) and 0 < value < MAX_GIB:
             out[name] = int(value * 2**30)
         elif flag in RUNNERS:
             out |= {} if (task := task_of(flag, value)) is None else {"task": task}

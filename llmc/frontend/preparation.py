@@ -20,7 +20,7 @@ from llmc.frontend.pooling import Scoring
 from llmc.pooling import PoolingParams
 from llmc.sampling_params import SamplingParams
 from llmc.text.chat import Message, Tool, check_tools, reasoning_format
-from llmc.text.infill import infill_prompt, need_marks
+from llmc.text.infill import infill_prompt, need_infill_tokens
 from llmc.text.reasoning import find_reasoning
 from llmc.text.tokenizer import Tokenizer
 from llmc.text.tools.tool_format import ToolFormat
@@ -68,7 +68,7 @@ class Preparation:
         """Prompts for infilling between each of the texts and `after`, and the tokens that end an
         answer. InvalidRequestError if the model has no infilling tokens."""
         tokenizer = self.inputs.need_tokenizer("suffix")
-        marks = need_marks(tokenizer, self._name)
+        marks = need_infill_tokens(tokenizer, self._name)
         make_one = functools.partial(
             infill_prompt, tokenizer, marks, add_special_tokens=add_special_tokens
         )

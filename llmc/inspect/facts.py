@@ -15,7 +15,7 @@ from llmc.inspect.stages import Stage
 from llmc.kernels.attention import attention
 from llmc.kernels.expert_linear import expert_linear
 from llmc.passes.edit import arguments
-from llmc.passes.find_entries import entries_behind
+from llmc.passes.find_entries import split_entries
 from llmc.passes.group_caches import is_attention
 from llmc.passes.inputs import CacheInput, StateInput, WeightInput, input_of, token_input
 
@@ -147,7 +147,7 @@ def _attention(node: fx.Node) -> AttentionFacts:
         extras.append("bias by distance")
     if given.chosen is not None:
         extras.append("sparse indexer")
-    behind = entries_behind(given.key)
+    behind = split_entries(given.key)
     beside = None if behind is None else arguments(behind[1])
     if beside is not None and beside.index_query is not None:
         extras.append("sparse indexer")

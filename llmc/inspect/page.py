@@ -8,7 +8,7 @@ from importlib.resources import files
 
 from llmc.inspect.inspect import Inspection
 from llmc.inspect.records import page_data
-from llmc.inspect.units import say_bytes, say_count
+from llmc.inspect.units import format_bytes, format_count
 from llmc.inspect.words import GROUPS
 
 
@@ -34,14 +34,14 @@ def write_page(inspection: Inspection) -> str:
 def _facts(inspection: Inspection) -> str:
     sizes = inspection.sizes
     facts = [
-        (say_count(inspection.num_parameters), "parameters"),
+        (format_count(inspection.num_parameters), "parameters"),
         (f"{inspection.num_layers}", "layers"),
-        (say_bytes(sizes.weight_bytes), f"of weights, {inspection.dtype}"),
-        (say_bytes(sizes.kv_bytes_per_token), "of KV cache per token"),
+        (format_bytes(sizes.weight_bytes), f"of weights, {inspection.dtype}"),
+        (format_bytes(sizes.kv_bytes_per_token), "of KV cache per token"),
         (f"{inspection.stages[0].num_ops} \u2192 {inspection.stages[-1].num_ops}", "ops"),
     ]
     if inspection.num_active_parameters != inspection.num_parameters:
-        facts.insert(1, (say_count(inspection.num_active_parameters), "active per token"))
+        facts.insert(1, (format_count(inspection.num_active_parameters), "active per token"))
     return "".join(
         f"<div class=fact><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>"
         for value, name in facts

@@ -6,7 +6,7 @@ _BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _COUNTS = ((10**9, "billion"), (10**6, "million"))
 
 
-def say_bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
     for factor, unit in _BYTES:
         if count >= factor:
             value = count / factor
@@ -14,7 +14,7 @@ def say_bytes(count: float) -> str:
     return f"{count:,.0f} B"
 
 
-def say_count(number: int) -> str:
+def format_count(number: int) -> str:
     for factor, unit in _COUNTS:
         if number >= 0.9995 * factor:
             return f"{number / factor:.3g} {unit}"

@@ -1,7 +1,7 @@
 """The engine's side of the process boundary: one engine, any number of frontends.
 
     frontends --AddRequest, AbortRequest, GetState, Operate--> ROUTER --> engine.add / abort / ...
-              <------- EngineOutputs, EngineState, Operated -- ROUTER <--
+              <------- EngineOutputs, EngineState, OperationResult -- ROUTER <--
 
 A single thread does everything: while a step runs, messages wait in ZeroMQ's own thread. A frontend
 only gets the updates of its own requests. If it reads nothing for a long time, its requests are
@@ -25,7 +25,7 @@ from llmc.engine.messages import (
     EngineStats,
     GetState,
     Operate,
-    Operated,
+    OperationResult,
     RequestUpdate,
 )
 from llmc.frontend.engine_options import Engine
@@ -49,7 +49,7 @@ IDLE_STATS_S = 0.5  # between two reports of changed statistics to a frontend wi
 
 ToEngine = Hello | AddRequest | AbortRequest | GetState | Operate | FrontendGone
 
-FromEngine = EngineOutputs | EngineState | Operated | Disconnected
+FromEngine = EngineOutputs | EngineState | OperationResult | Disconnected
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class EngineHost:
                 if not self._send(identity, self._engine.state()):
                     self._disconnect(identity, UNREAD)
             case Operate():
-                if not self._send(identity, self._engine.operate(message)):
+                if not self._send(identity, self._engine.run_operation(message)):
                     self._disconnect(identity, UNREAD)
             case AddRequest():
                 self._add(frontend, message)

@@ -1,7 +1,7 @@
 """The frontend's side of the process boundary: a link to the current engine process.
 
     AsyncLLM --send--> DEALER --AddRequest, AbortRequest, GetState, Operate--> engine process
-             <--publish-- DEALER <--- EngineOutputs, EngineState, Operated ---
+             <--publish-- DEALER <--- EngineOutputs, EngineState, OperationResult ---
 
 Everything runs in the event loop. The process watch reports which engine is running. Each engine
 gets a new socket, so that nothing sent to a dead engine reaches the next one.
@@ -15,7 +15,7 @@ import logging
 
 import zmq
 
-from llmc.engine.messages import EngineOutputs, EngineState, Operated
+from llmc.engine.messages import EngineOutputs, EngineState, OperationResult
 from llmc.frontend.engine_link import (
     EngineLost,
     EngineStarted,
@@ -46,8 +46,8 @@ class RemoteEngine:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._engine: EngineUp | None = None
-        self._read: Unpacker[EngineOutputs | EngineState | Operated | Disconnected] = Unpacker(
-            TO_FRONTEND
+        self._read: Unpacker[EngineOutputs | EngineState | OperationResult | Disconnected] = (
+            Unpacker(TO_FRONTEND)
         )
         self._num_gone = 0
         self._is_closed = False

@@ -1,7 +1,7 @@
 """How messages cross process boundaries: msgpack over ZeroMQ, lines of JSON over pipes.
 
     frontend --Hello, AddRequest, AbortRequest, GetState, Operate, FrontendGone--> engine (ZeroMQ)
-             <--------- EngineOutputs, EngineState, Operated, Disconnected ---------
+             <--------- EngineOutputs, EngineState, OperationResult, Disconnected ---------
     engine   --Phase, Ready, Failed--> main process                        (its report pipe)
 
 A message has three parts: the version, the name of its type, and the dataclass itself. Types are
@@ -30,7 +30,7 @@ from llmc.engine.messages import (
     EngineStats,
     GetState,
     Operate,
-    Operated,
+    OperationResult,
 )
 from llmc.errors import ConfigError, LlmcError
 from llmc.model_info import ModelInfo, Phase
@@ -92,7 +92,7 @@ class EngineOrder:
 
 
 TO_ENGINE = (Hello, AddRequest, AbortRequest, GetState, Operate, FrontendGone)
-TO_FRONTEND = (EngineOutputs, EngineState, Operated, Disconnected)
+TO_FRONTEND = (EngineOutputs, EngineState, OperationResult, Disconnected)
 REPORTS = (Phase, Ready, Failed)
 
 

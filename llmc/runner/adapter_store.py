@@ -37,7 +37,7 @@ from llmc.weights.lora import (
 from llmc.weights.lora_places import LoraPlace, LoraSize
 from llmc.weights.parameters import Parameters
 
-_MOST_CHECKED = 256  # adapters whose headers are cached
+_MAX_CHECKED = 256  # adapters whose headers are cached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +229,7 @@ class AdapterStore:
         if stored is None:
             stored = open_adapter(adapter, self._sizes, self._parameters)
             self._checked[adapter] = stored
-            if len(self._checked) > _MOST_CHECKED:
+            if len(self._checked) > _MAX_CHECKED:
                 self._checked.popitem(last=False)
         return stored
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 _WINDOW = 512  # decode steps between two evaluations
 _WASTE = 0.10  # fraction of dummies among computed rows, above which a size is added
-_MOST_MIXED_TOKENS = 2048
-_MOST_ADDED = 8  # each size is one more graph to keep
+_MAX_MIXED_TOKENS = 2048
+_MAX_ADDED = 8  # each size is one more graph to keep
 
 
 def default_buckets(max_rows: int) -> tuple[int, ...]:
@@ -25,7 +25,7 @@ def default_buckets(max_rows: int) -> tuple[int, ...]:
 def mixed_tokens(tokens: int) -> int | None:
     """Packed tokens that a step with prompts is padded to: four sizes per doubling, so at most a
     quarter more. None above 2048, where the host stays ahead of the device without graphs."""
-    if tokens > _MOST_MIXED_TOKENS:
+    if tokens > _MAX_MIXED_TOKENS:
         return None
     step = max(8, 1 << max((tokens - 1).bit_length() - 3, 0))
     return -(-tokens // step) * step
@@ -62,7 +62,7 @@ class Buckets:
         """Add the size that would have saved most of the window's padding, if it was too much."""
         wasted = {rows: (self.choose(rows) - rows) * times for rows, times in seen.items()}
         computed = sum(self.choose(rows) * times for rows, times in seen.items())
-        if self._added == _MOST_ADDED or sum(wasted.values()) <= _WASTE * computed:
+        if self._added == _MAX_ADDED or sum(wasted.values()) <= _WASTE * computed:
             return None
         size = max(wasted, key=lambda rows: wasted[rows])
         insort(self.sizes, size)

@@ -110,7 +110,7 @@ def encode(
         num_loads=len(loads),
         num_saves=len(saves),
         prompts=prompts_of(plan, *dummies),
-        long_prompts=prompts_of(plan, *dummies, begun=True),
+        long_prompts=prompts_of(plan, *dummies, started=True),
     )
 
 
@@ -119,16 +119,16 @@ NO_HINTS = {"prompts": NO_PROMPTS, "long_prompts": NO_PROMPTS}
 
 
 def prompts_of(
-    plan: StepPlan, padding: int = 0, dummy_tokens: int = 1, *, begun: bool = False
+    plan: StepPlan, padding: int = 0, dummy_tokens: int = 1, *, started: bool = False
 ) -> Prompts:
-    """The prompts that start in this step and, with `begun`, also those partly computed. Dummies
+    """The prompts that start in this step and, with `started`, also those partly computed. Dummies
     count like requests, so that a dummy run uses the same kernels."""
     if dummy_tokens == 1 and not (plan.work and plan.work[-1].num_tokens >= MIN_TOKENS):
         return NO_PROMPTS
     lengths = [(work.num_tokens, work.start + work.num_tokens) for work in plan.work]
     if dummy_tokens > 1:
         lengths += [(dummy_tokens, dummy_tokens)] * padding
-    return Prompts.find(lengths, begun=begun)
+    return Prompts.find(lengths, started=started)
 
 
 def _aligned(words: int) -> int:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 StepOutputs = tuple[Tensor, Tensor]  # next_token, logits
 
-_MOST_MIXED = 64  # graphs of steps that are not pure decodes
+_MAX_MIXED = 64  # graphs of steps that are not pure decodes
 _WANTED_AFTER = 2  # steps of one shape, after which a graph for it is worth its memory
 
 
@@ -144,7 +144,7 @@ class StepGraphs:
             return None
         least = 1 if step.small is not None else step.min_size
         missing = {StepShape.decode(max(size, least)) for size in sizes} - self._captured.keys()
-        room = _MOST_MIXED - sum(not shape.is_decode for shape in self._captured)
+        room = _MAX_MIXED - sum(not shape.is_decode for shape in self._captured)
         for shape, times in self._seen.most_common():
             is_mixed = not shape.is_decode and shape not in self._captured and room > 0
             if shape in missing or (is_mixed and times >= _WANTED_AFTER):

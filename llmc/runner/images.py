@@ -150,8 +150,8 @@ class RowImages:
             offsets = np.zeros((self._axes, tokens), np.int64)
             self._add_offsets(plan, offsets)
             inputs["axis_positions"] = positions + self._sent(offsets)
-        if "seen_span" in self.step.inputs:
-            inputs["seen_span"] = self._sent(self._spans(plan, tokens))
+        if "attended_span" in self.step.inputs:
+            inputs["attended_span"] = self._sent(self._spans(plan, tokens))
         return inputs
 
     def _spans(self, plan: StepPlan, tokens: int) -> npt.NDArray[np.int64]:

@@ -23,7 +23,7 @@ from llmc.compiler.lower import StepFunction
 from llmc.engine.plan import PendingStep, StepPlan, StepResult
 from llmc.errors import EngineDeadError
 from llmc.kernels.collectives import ranks as ranks_of
-from llmc.kernels.cpu.pages import give_back
+from llmc.kernels.cpu.pages import release_memory
 from llmc.kernels.prepare_step import WORK_WORDS
 from llmc.kernels.prompts import Prompts
 from llmc.kernels.record_tokens import record_tokens
@@ -39,7 +39,7 @@ from llmc.runner.images import RowImages
 from llmc.runner.kv_cache import copy_blocks
 from llmc.runner.logprobs import chosen_tokens, gather_logprobs, read_result, read_vectors
 from llmc.runner.profiler import StepProfiler
-from llmc.runner.ranks import Kind, Order, Ranks, ToldStep, step_order
+from llmc.runner.ranks import Kind, Order, Ranks, ReceivedStep, step_order
 from llmc.runner.rows import RowTables
 from llmc.runner.step_buffers import StepBuffers, StepInputs
 from llmc.runner.step_recordings import StepRecordings
@@ -139,13 +139,13 @@ class ModelRunner:
         """Write the profile into `folder`. -> the file's path, for chrome://tracing or Perfetto."""
         return self._on_step_thread(functools.partial(self._profiler.stop, folder))
 
-    def give_back_caches(self) -> int:
+    def release_caches(self) -> int:
         """Release the caches' memory to the system until the next write. -> bytes released."""
         if self.rows.device.type != "cpu" or self._ranks is not None:
             raise RuntimeError(
                 "only a CPU engine with a single rank can release its caches in place; use level 2"
             )
-        return give_back((*self.caches, *self._states))
+        return release_memory((*self.caches, *self._states))
 
     def _on_step_thread(self, do: Callable[[], T]) -> T:
         """Run `do` in the thread that runs steps: torch profiles the thread that starts it."""
@@ -253,16 +253,16 @@ class ModelRunner:
             with torch.inference_mode():
                 self._adapters.follow(order)
         else:
-            self._follow_step(ToldStep.of(order))
+            self._follow_step(ReceivedStep.of(order))
 
-    def _follow_step(self, told: ToldStep) -> None:
+    def _follow_step(self, received: ReceivedStep) -> None:
         with torch.inference_mode(), self._watch.launching(), ranks_of(self._group):
-            step, delta = self.step, told.delta
+            step, delta = self.step, received.delta
             sent = self._device.upload(delta.words)
-            self._swap(told.out_slots, told.back_slots, sent[delta.swaps :])
+            self._swap(received.out_slots, received.back_slots, sent[delta.swaps :])
             self._apply(delta, sent)
             if delta.num_requests:
-                self._compute(step, told.shape, self._prepare(delta, sent))
+                self._compute(step, received.shape, self._prepare(delta, sent))
                 self._save_states(delta, sent)
 
     def warm_up(self) -> None:
@@ -381,7 +381,7 @@ class ModelRunner:
         if rows == 0:
             return StepShape(0, 0, 0)
         padded = self._padded(tokens, rows, samples)
-        if any(prompts_of(plan, begun=name == "long_prompts").lengths for name in self._hints):
+        if any(prompts_of(plan, started=name == "long_prompts").lengths for name in self._hints):
             padded = None  # these kernels read lengths on the host, which a graph can't do
         if padded is not None and self._graphs is not None:
             if self._graphs.has(step, padded):

@@ -25,7 +25,7 @@ from llmc.runner.delta import Delta
 from llmc.runner.graphs import StepShape
 from llmc.runner.rows import Words
 
-_MOST_BYTES = 1 << 30  # maximum size of an order; a larger one is corrupt
+_MAX_BYTES = 1 << 30  # maximum size of an order; a larger one is corrupt
 
 
 class Kind(IntEnum):
@@ -84,7 +84,7 @@ def step_order(plan: StepPlan, shape: StepShape, delta: Delta) -> Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldStep:
+class ReceivedStep:
     """The contents of a `step_order`. The delta lacks what only rank 0 needs to read results."""
 
     shape: StepShape
@@ -93,7 +93,7 @@ class ToldStep:
     back_slots: Sequence[int]
 
     @staticmethod
-    def of(order: Order) -> ToldStep:
+    def of(order: Order) -> ReceivedStep:
         n = [int(number) for number in order.numbers]
         rest = n[18:]
         out, back, lengths = (
@@ -120,7 +120,7 @@ class ToldStep:
             prompts=Prompts(first_request=n[14], first_token=n[15], lengths=tuple(lengths)),
             long_prompts=Prompts(),  # for attention over latents, which several ranks don't use
         )
-        return ToldStep(
+        return ReceivedStep(
             shape=StepShape(n[0], n[1], n[2]), delta=delta, out_slots=out, back_slots=back
         )
 
@@ -131,7 +131,7 @@ def receive(channel: socket.socket) -> Order | None:
     if head is None:
         return None
     kind, numbers, words = np.frombuffer(head, np.int64).tolist()
-    if min(numbers, words) < 0 or 8 * numbers + 4 * words > _MOST_BYTES:
+    if min(numbers, words) < 0 or 8 * numbers + 4 * words > _MAX_BYTES:
         raise ValueError(f"an order of {numbers} numbers and {words} words is corrupt")
     body = read_exactly(channel, 8 * numbers + 4 * words)
     if body is None:

@@ -18,7 +18,7 @@ from llmc.runner.graphs import StepOutputs, StepShape
 
 logger = logging.getLogger(__name__)
 
-_MOST_ROWS = 8  # with more rows the call overhead does not matter
+_MAX_ROWS = 8  # with more rows the call overhead does not matter
 _RECORDED_AT = 2  # the step of a shape to record: the first one may still load something
 
 
@@ -43,7 +43,7 @@ class StepRecordings:
             self.num_replays += 1
             outputs: StepOutputs = recorded.replay()
             return outputs
-        if self._is_off or not shape.is_decode or shape.requests > _MOST_ROWS:
+        if self._is_off or not shape.is_decode or shape.requests > _MAX_ROWS:
             return run()
         self._seen[shape] = self._seen.get(shape, 0) + 1
         return run() if self._seen[shape] < _RECORDED_AT else self._record(shape, run)

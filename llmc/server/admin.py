@@ -75,27 +75,27 @@ def public_settings(settings: ServerSettings) -> Any:
 
 async def start_profile(request: Request) -> Response:
     """Profile the engine's steps until /stop_profile."""
-    return await _operated(request, "start_profile")
+    return await _on_operation_result(request, "start_profile")
 
 
 async def stop_profile(request: Request) -> Response:
     """Write the profile to a file on the server and return its path."""
-    return await _operated(request, "stop_profile")
+    return await _on_operation_result(request, "stop_profile")
 
 
 async def reset_prefix_cache(request: Request) -> Response:
     """Clear the prefix cache. Running requests keep their blocks."""
-    return await _operated(request, "reset_prefix_cache")
+    return await _on_operation_result(request, "reset_prefix_cache")
 
 
-async def _operated(request: Request, operation: Any) -> Response:
+async def _on_operation_result(request: Request, operation: Any) -> Response:
     state = request.app.state
     return json_response({"message": await operated(state.llm, operation, state.settings)})
 
 
 async def operated(llm: AsyncLLM, operation: Any, settings: ServerSettings) -> str:
     try:
-        return await llm.operate(operation, settings.profile_dir)
+        return await llm.run_operation(operation, settings.profile_dir)
     except InvalidRequestError as exc:  # a profile is already being recorded, or none is
         raise ApiError(409, str(exc)) from exc
 

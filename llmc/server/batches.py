@@ -14,7 +14,7 @@ from llmc.server.batch_runner import BatchRunner
 from llmc.server.batch_store import Batch, new_batch
 from llmc.server.body import read_body
 from llmc.server.errors import ApiError, json_response
-from llmc.server.files import LEAST_KEEP_S, MOST_KEEP_S, caller, page, store
+from llmc.server.files import LEAST_KEEP_S, MAX_KEEP_S, caller, page, store
 from llmc.server.protocol import Body
 
 MAX_PAGE = 100
@@ -28,7 +28,7 @@ class ExpiresAfter(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=LEAST_KEEP_S, le=MOST_KEEP_S)]
+    seconds: Annotated[int, Field(ge=LEAST_KEEP_S, le=MAX_KEEP_S)]
 
 
 class BatchBody(Body):

@@ -102,7 +102,7 @@ class EngineEventsResponse:
             ends = {
                 work := asyncio.create_task(self._send(events, listener)),
                 asyncio.create_task(disconnected(receive)),
-                asyncio.create_task(events.tend(self._settings)),
+                asyncio.create_task(events.keep_alive(self._settings)),
             }
             try:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

@@ -16,7 +16,7 @@ from llmc.server.multipart import Part, boundary_of, read_parts
 UPLOAD_TIMEOUT_S = 600.0
 MAX_FIELD_BYTES = 1024  # of a non-file field
 MAX_PAGE = 10_000
-LEAST_KEEP_S, MOST_KEEP_S = 3600, 30 * 24 * 3600
+LEAST_KEEP_S, MAX_KEEP_S = 3600, 30 * 24 * 3600
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FIELDS = ("file", "purpose", _ANCHOR, _SECONDS)
 
@@ -80,10 +80,10 @@ def _keep_s(given: Mapping[str, str]) -> int | None:
     if anchor != "created_at":
         raise ApiError(400, f"{_ANCHOR} must be created_at, got {anchor[:80]!r}", param=_ANCHOR)
     is_number = seconds.isascii() and seconds.isdigit() and len(seconds) < 8
-    if not is_number or not LEAST_KEEP_S <= int(seconds) <= MOST_KEEP_S:
+    if not is_number or not LEAST_KEEP_S <= int(seconds) <= MAX_KEEP_S:
         raise ApiError(
             400,
-            f"{_SECONDS} must be from {LEAST_KEEP_S} to {MOST_KEEP_S}, got {seconds[:80]!r}",
+            f"{_SECONDS} must be from {LEAST_KEEP_S} to {MAX_KEEP_S}, got {seconds[:80]!r}",
             param=_SECONDS,
         )
     return int(seconds)

@@ -39,7 +39,7 @@ from llmc.server.sampling import cache_salt, sampling_params
 from llmc.server.structured import blaming
 from llmc.server.turn import Turn, naming, prepare_turn
 from llmc.text.chat import reasoning_format, tool_format
-from llmc.text.infill import has_marks
+from llmc.text.infill import has_infill_tokens
 from llmc.text.tools.arguments import decoded
 from llmc.text.tools.parse import Delta
 
@@ -165,7 +165,7 @@ def _capabilities(llm: AsyncLLM) -> list[str]:
     tokenizer = llm.tokenizer
     found = {"completion": True, "vision": llm.info.images is not None}
     if tokenizer is not None:
-        found["insert"] = has_marks(tokenizer)
+        found["insert"] = has_infill_tokens(tokenizer)
         found["tools"] = tool_format(tokenizer) is not None
         found["thinking"] = reasoning_format(tokenizer) is not None
     return [name for name, is_there in found.items() if is_there]

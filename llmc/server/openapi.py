@@ -14,7 +14,7 @@ from llmc.server.admin import AbortBody
 from llmc.server.anthropic_protocol import CountTokensBody, MessagesBody
 from llmc.server.batches import BatchBody
 from llmc.server.errors import json_response
-from llmc.server.files import LEAST_KEEP_S, MOST_KEEP_S
+from llmc.server.files import LEAST_KEEP_S, MAX_KEEP_S
 from llmc.server.guard import ADMIN_PATHS, PUBLIC_PATHS
 from llmc.server.ollama_protocol import (
     EmbedBody,
@@ -40,7 +40,7 @@ from llmc.server.protocol import (
 )
 from llmc.server.responses_protocol import ResponsesBody
 from llmc.server.schema_rules import Served, refine
-from llmc.text.infill import has_marks
+from llmc.text.infill import has_infill_tokens
 
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
@@ -92,7 +92,7 @@ FILE_FORM = {
         "expires_after[seconds]": {
             "type": "integer",
             "minimum": LEAST_KEEP_S,
-            "maximum": MOST_KEEP_S,
+            "maximum": MAX_KEEP_S,
         },
     },
     "additionalProperties": False,
@@ -155,7 +155,7 @@ async def openapi(request: Request) -> Response:
         by_priority=config.scheduling_policy == "priority",
         pooling=info.pooling,
         reads_nothing=state.llm.tokenizer is not None and bool(state.llm.tokenizer.encode("")),
-        infills=state.llm.tokenizer is not None and has_marks(state.llm.tokenizer),
+        infills=state.llm.tokenizer is not None and has_infill_tokens(state.llm.tokenizer),
         reads_images=info.images is not None,
         has_batches=state.settings.batch_dir is not None,
         extra_args=info.extra_args,

@@ -97,7 +97,7 @@ class GenerationResponse:
             work = asyncio.create_task(self._answer(scope, receive, send))
         ends = {work, asyncio.create_task(disconnected(receive))}
         if self._call.stream:
-            ends.add(asyncio.create_task(events.tend(self._settings)))
+            ends.add(asyncio.create_task(events.keep_alive(self._settings)))
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():  # the client disconnected
@@ -158,7 +158,7 @@ class GenerationResponse:
 class EventSender:
     """Sends events to one reader, which may be slow or disconnect after a long silence.
 
-    A separate timer handles both (`tend`): a timeout around every event would cost more than
+    A separate timer handles both (`keep_alive`): a timeout around every event would cost more than
     the event itself.
     """
 
@@ -180,7 +180,7 @@ class EventSender:
     async def done(self) -> None:
         await self._write(self._wire.done, more=False)
 
-    async def tend(self, settings: ServerSettings) -> None:
+    async def keep_alive(self, settings: ServerSettings) -> None:
         """Send a comment after a long silence; return when the reader has stalled."""
         pause = min(settings.keep_alive_s, settings.stalled_reader_s) / 4
         while True:

@@ -59,7 +59,7 @@ class Sleeper:
         if ends and self._engines is not None:
             await asyncio.to_thread(self._engines.suspend)
         elif self._llm.is_alive:
-            await self._llm.operate("give_back_caches")
+            await self._llm.run_operation("release_caches")
 
     async def wake_up(self) -> None:
         """Return once requests are accepted again. If the engine fails to start, raises ApiError

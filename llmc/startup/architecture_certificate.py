@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmc.cache_dir import cache_dir, write_whole
+from llmc.cache_dir import cache_dir, write_atomically
 from llmc.model_info import ModelInfo
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class ArchitectureCertificates:
     def save(self, key: str, certificate: ArchitectureCertificate) -> None:
         """Write atomically; a full or read-only disk only logs a warning."""
         try:
-            write_whole(self._root / f"{key}.json", certificate.to_json())
+            write_atomically(self._root / f"{key}.json", certificate.to_json())
         except OSError as e:
             log.warning("the certificate of this architecture can't be saved: %s", e)
 
@@ -124,7 +124,7 @@ def architecture_key(source: ModelSource) -> str:
     )
 
 
-def without_culprits(
+def disable_faulty_passes(
     source: ModelSource, known: ArchitectureCertificate | None
 ) -> tuple[ModelSource, tuple[str, ...]]:
     """Switch off the passes that make this architecture's output wrong. -> the source, their names.

@@ -27,10 +27,10 @@ from llmc.compiler.program import (
 )
 from llmc.errors import CompileError
 from llmc.kernels.cpu import levels
+from llmc.passes.attend_whole_images import Where
 from llmc.passes.inputs import WeightInput
 from llmc.passes.logits_processors import user_processors
 from llmc.passes.pipeline import PipelineOptions
-from llmc.passes.see_whole_images import Where
 from llmc.passes.user import user_passes
 from llmc.pooling import Head, Method
 from llmc.runner import kv_cache
@@ -41,7 +41,7 @@ from llmc.weights.quantized.kept_quantized import (
     KeptWeights,
     kept_parameters,
     kept_weights,
-    tell_widened,
+    log_dequantized,
 )
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def rewrite_options(source: ModelSource, kept: KeptWeights | None = None) -> Rew
         pipeline=PipelineOptions(
             block_size=config.block_size,
             max_positions=source.model_len,
-            long_text_from=source.long_text_from or 0,
+            long_context_from=source.long_context_from or 0,
             kv_cache_dtype=config.kv_cache_dtype,
             quantization=None if config.quantization == "none" else config.quantization,
             kept=_kept(source) if kept is None else kept,
@@ -291,5 +291,5 @@ def open_source(
     if source.stored is not None and source.config.quantization is None:
         roles = (role for _, role in program.weight_inputs())
         kept = {p for r in roles if r.quantized and r.quantized.kept for p in r.parts}
-        tell_widened(tensors, (t for name in kept for t in opened.stored(name)))
+        log_dequantized(tensors, (t for name in kept for t in opened.stored(name)))
     return opened

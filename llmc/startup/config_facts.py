@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llmc.cache_dir import write_whole
+from llmc.cache_dir import write_atomically
 from llmc.config import EngineConfig
 from llmc.startup.model_files import ModelFiles
 
@@ -37,7 +37,7 @@ class ConfigFacts:
     dtype: str | None  # as stored, such as "bfloat16"
     context: int | None  # the longest context that the config allows, in tokens
     dense_context: int | None  # see `dense_context`
-    long_text_from: (
+    long_context_from: (
         int | None
     )  # longest sequence, in tokens, that uses the rotary embedding's short factors
     vocab_size: int  # 0 if the config does not say
@@ -50,7 +50,7 @@ class ConfigFacts:
 
 def describe(hf_config: Any) -> ConfigFacts:
     from llmc.compiler.cache import config_digest
-    from llmc.compiler.rotary import long_text_from
+    from llmc.compiler.rotary import long_context_from
 
     text = _text_part(hf_config)
     dtype = getattr(hf_config, "dtype", None)
@@ -59,7 +59,7 @@ def describe(hf_config: Any) -> ConfigFacts:
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         context=model_context(hf_config),
         dense_context=dense_context(hf_config),
-        long_text_from=long_text_from(text),
+        long_context_from=long_context_from(text),
         vocab_size=getattr(text, "vocab_size", None) or 0,
         eos_token_ids=eos_token_ids(hf_config),
         unused_parts=unused_parts(hf_config),
@@ -102,7 +102,7 @@ class FactsCache:
         if path is None or path.exists() or not is_of_transformers(type(hf_config)):
             return
         try:
-            write_whole(path, json.dumps(asdict(facts)))
+            write_atomically(path, json.dumps(asdict(facts)))
         except OSError as e:
             log.warning("the facts read from config.json can't be cached: %s", e)
 

@@ -40,7 +40,7 @@ _KNOWN = (
 _UNUSED = re.compile(r"t2d|.*rotary_emb\.inv_freq|verifier_.*")
 _NESTED = ("transformer_layer_config", "eagle_config")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-_MOST_TAPS = 16
+_MAX_TAPS = 16
 
 
 def resolve_head(
@@ -108,7 +108,7 @@ def _layers(name: str, stated: Mapping[str, Any]) -> tuple[int, ...]:
     given = stated.get(_LAYER_IDS) or []
     if (
         not isinstance(given, list)
-        or len(given) > _MOST_TAPS
+        or len(given) > _MAX_TAPS
         or not all(type(layer) is int and layer >= 0 for layer in given)
     ):
         raise CheckpointError(f"config.json of {name!r}: {_LAYER_IDS} is {given!r:.80}")

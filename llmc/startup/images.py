@@ -29,8 +29,8 @@ from llmc.compiler.lower import lower
 from llmc.compiler.program import Program, bind, lowered
 from llmc.errors import CheckpointError, CompileError, LlmcError
 from llmc.model_info import ImageInfo
+from llmc.passes.attend_whole_images import Where
 from llmc.passes.inputs import AdapterInput
-from llmc.passes.see_whole_images import Where
 from llmc.pooling import Head
 from llmc.runner.images import CACHE_BYTES, RowImages, tensors_of
 from llmc.startup.compile import CompiledModel, LoadedModel, compile_model
@@ -68,7 +68,7 @@ class ImageModel:
     axes: int
 
     @property
-    def bytes_beside(self) -> int:
+    def overhead_bytes(self) -> int:
         """Device memory besides the tower's weights: cached rows, and as much for activations."""
         return 2 * CACHE_BYTES
 
@@ -133,8 +133,8 @@ def _load(model: LoadedModel, cache: ProgramCache) -> ImageModel:
     tower = build_tower(config, source.dtype, source.device)
     _fill(tower, source)
     hidden = int(config.get_text_config().hidden_size)
-    head, whole = prove(tower, processor, preparer, hidden)
-    if head.position_axes and source.long_text_from is not None:
+    head, whole = verify_images(tower, processor, preparer, hidden)
+    if head.position_axes and source.long_context_from is not None:
         raise CheckpointError(
             "its tokens have positions on several axes, and its rotary frequencies depend on the "
             "sequence length; images are not supported with both"
@@ -220,7 +220,7 @@ def _most_rows(source: ModelSource, program: Program) -> int:
     return most
 
 
-def prove(
+def verify_images(
     tower: ImageTower, processor: Any, preparer: ImagePreparer, hidden: int
 ) -> tuple[Head, Where]:
     """Compare with the model's own forward. -> what to capture of the model, and in which layers

@@ -44,7 +44,7 @@ _MODES = {
     "pooling_mode_max_tokens": "max",
 }
 _LONG = {"lasttoken": "last", "mean_tokens": "mean", "mean_sqrt_len_tokens": "mean_sqrt_len"}
-_MOST_WIDTH = 1 << 20
+_MAX_WIDTH = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +255,7 @@ def _dense(folder: Path) -> Dense:
     stated = parse_json(folder / "config.json")
     sizes = [stated.get(name) for name in ("in_features", "out_features")]
     activation = _DENSE_ACTIVATIONS.get(str(stated.get("activation_function")))
-    is_sized = all(type(n) is int and 0 < n < _MOST_WIDTH for n in sizes)
+    is_sized = all(type(n) is int and 0 < n < _MAX_WIDTH for n in sizes)
     if activation is None or not is_sized or stated.get("use_residual"):
         raise CheckpointError(
             f"{folder.name}/config.json is not a supported Dense module (sizes {sizes}, "

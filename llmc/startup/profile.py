@@ -53,7 +53,7 @@ def profile_model(
     if cache is not None and key and not program.from_cache:
         cache.save(key, program)
     if cache is not None and is_kept:
-        cache.save_figure(key, name, profile.bytes_beside - _kept_bytes(model))
+        cache.save_figure(key, name, profile.overhead_bytes - _kept_bytes(model))
     return profile
 
 
@@ -63,7 +63,7 @@ def _profile(
     return ModelProfile(
         graph=graph,
         layout=cache_layout(model),
-        bytes_beside=activations + _kept_bytes(model),
+        overhead_bytes=activations + _kept_bytes(model),
         bytes_per_token=kv_cache.bytes_per_token(model.program.caches),
         prefill_seconds_per_token=prefill_seconds,
     )
@@ -103,7 +103,7 @@ def _measured(
         start = time.perf_counter()
         probe.execute(plan)
         prefill_seconds = time.perf_counter() - start
-    if not program.from_cache and not program.one_text:
+    if not program.from_cache and not program.single_sequence:
         verify_packing(
             probe,
             program.dtype,

@@ -75,8 +75,8 @@ def run(channel: socket.socket) -> int:
         return 0
     worker = RankWorker(model, Ranks(group=_join(order, model.program.device, channel)))
     try:
-        while (told := receive(channel)) is not None:
-            worker.execute(told)
+        while (received := receive(channel)) is not None:
+            worker.execute(received)
     except Exception as error:
         if _has_ended(channel):
             return 0  # the collective failed because rank 0 exited

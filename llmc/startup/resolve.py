@@ -76,10 +76,10 @@ class ModelSource:
         return self.config.max_model_len or min(own, most or own)
 
     @property
-    def long_text_from(self) -> int | None:
+    def long_context_from(self) -> int | None:
         """Sequences of more tokens use the model's long-context rotary factors. None if there are
         none, or if no sequence can be that long."""
-        trained = self.facts.long_text_from
+        trained = self.facts.long_context_from
         return trained if trained is not None and trained < self.model_len else None
 
     @property

@@ -30,7 +30,7 @@ class ModelProfile:
 
     graph: fx.GraphModule  # with the kernels that were measured and will be used for serving
     layout: CacheLayout
-    bytes_beside: int  # activations, CUDA graphs, recurrent states, slots of LoRA adapters
+    overhead_bytes: int  # activations, CUDA graphs, recurrent states, slots of LoRA adapters
     bytes_per_token: int  # of KV cache, in one group of layers
     prefill_seconds_per_token: float  # 0 if not measured
 
@@ -114,7 +114,7 @@ def size_pools(
     `config` and `model_len` are those of the first model, which is the one that is served. All
     ranks get the same number of blocks.
     """
-    beside = sum(model.bytes_beside for model in models)
+    beside = sum(model.overhead_bytes for model in models)
     return size_pool(
         config,
         models[0].layout,

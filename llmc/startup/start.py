@@ -104,18 +104,18 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         raise
 
 
-def give_back_freed() -> None:
+def release_freed_memory() -> None:
     """Return the memory of unreferenced engines to the system."""
     import gc
 
     import torch
 
-    from llmc.kernels.cpu.pages import give_back
+    from llmc.kernels.cpu.pages import release_memory
 
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    give_back(())
+    release_memory(())
 
 
 def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | None) -> Started:
@@ -133,7 +133,7 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         from llmc.startup.architecture_certificate import (
             ArchitectureCertificates,
             architecture_key,
-            without_culprits,
+            disable_faulty_passes,
         )
         from llmc.startup.background import (
             compile_in_background,
@@ -160,7 +160,7 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         source = resolve(config, device, files=files, facts_cache=facts)
         certificate_key = architecture_key(source)
         known = ArchitectureCertificates(cache_dir()).load(certificate_key)
-        source, disabled = without_culprits(source, known)
+        source, disabled = disable_faulty_passes(source, known)
         draft_source = draft_model.resolve_draft(source, facts)
         source = draft_model.tapped(source, draft_source)
         detail += [source.files.name, source.dtype_name, str(device)]
@@ -234,8 +234,8 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
             keep(images.compiled, programs)
     with clock.phase("size cache") as detail:
         if isinstance(images, ImageModel) and device.type == "cuda":
-            beside = profiles[0].bytes_beside + images.bytes_beside
-            profiles[0] = replace(profiles[0], bytes_beside=beside)
+            beside = profiles[0].overhead_bytes + images.overhead_bytes
+            profiles[0] = replace(profiles[0], overhead_bytes=beside)
         caches = _caches_prefixes(model)
         state_bytes = model.state_bytes if caches else 0
         pool = size_pools(config, device, profiles, source.model_len, ranks, state_bytes)
@@ -379,14 +379,14 @@ def _make_engine(
             scheduling_policy=config.scheduling_policy,
             speculation=speculation,
             windows=profile.layout.windows,
-            long_text_from=model.source.long_text_from,
+            long_context_from=model.source.long_context_from,
             grammars=GrammarStarter(
                 model.source.tokenizer_path, vocab_size=program.vocab_size, eos_token_ids=eos
             ),
             adapters=bound.adapters,
             whole_images=whole_images,
             whole_prompts=is_encoder,
-            one_prompt=program.one_text,
+            one_prompt=program.single_sequence,
             row_states=RowStates(program.processors, program.vocab_size),
         ),
     )

@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from llmc.compiler.cache import ProgramCache
 from llmc.compiler.program import Program
-from llmc.config import MOST_RANKS, EngineConfig
+from llmc.config import MAX_RANKS, EngineConfig
 from llmc.errors import CompileError, ConfigError, EngineDeadError, reason_of
 from llmc.kernels.collectives import Group
 from llmc.runner.ranks import Order, Ranks
@@ -86,7 +86,7 @@ def check_source(source: ModelSource) -> None:
             f"models yet (task {config.task!r}); serve it on one rank"
         )
     is_here = config.distributed_executor_backend != "ray"
-    num_gpus = torch.cuda.device_count() if source.device.type == "cuda" and is_here else MOST_RANKS
+    num_gpus = torch.cuda.device_count() if source.device.type == "cuda" and is_here else MAX_RANKS
     if num_gpus < config.tensor_parallel_size:
         raise ConfigError(
             f"tensor_parallel_size {config.tensor_parallel_size} needs a GPU for each rank, but "

@@ -64,11 +64,11 @@ def _marks_of(tokenizer: Tokenizer) -> InfillMarks | None:
     return find_marks(tokenizer.added_tokens)
 
 
-def has_marks(tokenizer: Tokenizer) -> bool:
+def has_infill_tokens(tokenizer: Tokenizer) -> bool:
     return _marks_of(tokenizer) is not None
 
 
-def need_marks(tokenizer: Tokenizer, name: str) -> InfillMarks:
+def need_infill_tokens(tokenizer: Tokenizer, name: str) -> InfillMarks:
     """The tokens of a model called `name`; raises InvalidRequestError if it has none."""
     marks = _marks_of(tokenizer)
     if marks is None:

@@ -1,7 +1,7 @@
-"""A tokenizer by its Rust backend and a few facts, with its transformers object made on demand.
+"""A tokenizer as its Rust backend and a few facts; its transformers object is loaded on demand.
 
-Importing transformers takes longer than the rest of a warm start, and encoding, decoding and chat
-templates need none of it.
+Importing transformers takes as long as the rest of a warm start, and encoding, decoding and chat
+templates do not need it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ ChatTemplates = str | dict[str, str] | None  # one, or several by name
 class TokenizerFacts:
     """Plain data about a tokenizer, which the cache keeps as JSON."""
 
-    special_ids: tuple[int, ...]  # named special tokens, and added ones that are marked special
-    size: int  # of the vocabulary with the added tokens
-    added_tokens: dict[str, int]  # added to the vocabulary, special or not
-    special_tokens: dict[str, str]  # by name ("eos_token"): variables of chat templates
+    special_ids: tuple[int, ...]  # named special tokens, and added tokens marked as special
+    size: int  # vocabulary size, including added tokens
+    added_tokens: dict[str, int]  # ids of tokens added to the vocabulary, special or not
+    special_tokens: dict[str, str]  # by name ("eos_token"); chat templates see them as variables
     eos_token_id: int | None
     bos_token_id: int | None
     chat_template: ChatTemplates
@@ -29,7 +29,7 @@ class TokenizerFacts:
 
     @classmethod
     def of(cls, hf: Any, *, renders_alike: bool = False) -> TokenizerFacts:
-        """Of a tokenizer of transformers."""
+        """The facts of a transformers tokenizer."""
         decoder = getattr(hf, "added_tokens_decoder", None) or {}
         added = {int(i) for i, token in decoder.items() if getattr(token, "special", False)}
         return cls(
@@ -48,16 +48,16 @@ class TokenizerFacts:
 
     @classmethod
     def from_json(cls, text: str) -> TokenizerFacts:
-        """Raises ValueError, TypeError or KeyError for text that is no such record."""
+        """Raises ValueError, TypeError or KeyError if the text is not such a record."""
         fields = json.loads(text)
         return cls(**{**fields, "special_ids": tuple(fields["special_ids"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownTokenizer:
-    """What `Tokenizer` is made from."""
+    """What a `Tokenizer` is built from."""
 
-    backend: Any | None  # tokenizers.Tokenizer; None where it is written in Python
+    backend: Any | None  # tokenizers.Tokenizer; None if the tokenizer is written in Python
     facts: TokenizerFacts
     load: Callable[[], Any]  # -> the transformers tokenizer
 
@@ -68,8 +68,8 @@ class KnownTokenizer:
 
 
 def without_truncation(backend: Any) -> Any:
-    """The same backend. A tokenizer.json may carry the truncation of its training run, and prompts
-    must not be cut in silence."""
+    """Disable truncation and padding of a backend, and return it. A tokenizer.json may contain the
+    truncation of its training run, and prompts must not be cut silently."""
     backend.no_truncation()
     backend.no_padding()
     return backend

@@ -1,9 +1,9 @@
-"""Chat templates rendered without transformers, whose import takes longer than a warm start.
+"""Render chat templates without transformers, whose import takes as long as the rest of a start.
 
-The environment follows the one that transformers documents for chat templates: an immutable
-sandbox, trimmed blocks, `break` and `continue`, `tojson` without HTML escapes, `raise_exception`,
-`strftime_now`, and `{% generation %}` blocks, which mark the assistant's turns for training and
-change no text. `renders_alike` compares both, so any difference between versions is noticed.
+The environment is the one that transformers documents for chat templates: an immutable sandbox,
+trimmed blocks, `break` and `continue`, `tojson` without HTML escapes, `raise_exception`,
+`strftime_now`, and `{% generation %}` blocks, which mark assistant turns for training and do not
+change the text. `renders_alike` compares the two, so a difference between versions is detected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Conversation = Sequence[Mapping[str, Any]]
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # in the order in which they count
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # the first one that is set wins
 
 
 def render_template(
@@ -31,10 +31,10 @@ def render_template(
     add_generation_prompt: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of a conversation. `variables` are the special tokens and what the caller adds.
+    """Render a conversation. `variables` are the special tokens and the caller's own variables.
 
-    Raises what the template raises: jinja2.TemplateError, TypeError and the like. Everything given
-    must be plain data (`is_plain`): a template is untrusted code and could call methods of objects.
+    Raises whatever the template raises (jinja2.TemplateError, TypeError ...). All arguments must be
+    plain data (`is_plain`): a template is untrusted code, and could call methods of objects.
     """
     return _compiled(template).render(
         messages=[_with_reasoning(message) for message in conversation],
@@ -46,7 +46,7 @@ def render_template(
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value consists of the types of JSON alone."""
+    """Whether a value consists only of JSON types."""
     if isinstance(value, dict):
         return all(is_plain(key) and is_plain(item) for key, item in value.items())
     if isinstance(value, list | tuple):
@@ -55,9 +55,9 @@ def is_plain(value: Any) -> bool:
 
 
 def renders_alike(hf: Any, template: str) -> bool:
-    """Whether `render_template` gives what transformers gives, or refuses what it refuses.
+    """Whether `render_template` returns what transformers returns, and raises where it raises.
 
-    Tried on a few conversations, with and without tools, calls and reasoning.
+    Both render a few conversations, with and without tools, tool calls and reasoning.
     """
     return all(
         _outcome(lambda options=options: _by_transformers(hf, template, options))
@@ -85,7 +85,8 @@ def _outcome(render: Any) -> str:
 
 
 def _probes() -> Iterator[dict[str, Any]]:
-    ask = {"role": "user", "content": " How far is <it>?\n"}
+    """Arguments of `render_template`, which transformers' `apply_chat_template` takes too."""
+    ask: dict[str, Any] = {"role": "user", "content": " How far is <it>?\n"}
     answer = {"role": "assistant", "content": "It's 3 & a half 'miles' \u00e9."}
     schema = {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}
     tool = {
@@ -109,7 +110,7 @@ def _probes() -> Iterator[dict[str, Any]]:
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message without nulls, and with its reasoning under the names that templates read."""
+    """The message without nulls, and with its reasoning under the names that templates use."""
     given = {key: value for key, value in message.items() if value is not None}
     reasoning = next((given[key] for key in _REASONING if key in given), None)
     if reasoning is None:
@@ -135,7 +136,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`: its body, in a scope of its own."""
+    """`{% generation %} ... {% endgeneration %}`: the body, in its own scope."""
 
     tags = {"generation"}
 
@@ -146,7 +147,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict` in a template, without the class itself."""
+    """`dict` in a template, without access to the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -156,10 +157,10 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """A namespace that takes no names with an underscore in front, which reach into Python."""
+    """A namespace that rejects names with a leading underscore, which reach into Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args  # so that an attribute may be called `self`
+        self, *rest = args  # an attribute may be called `self`
         attributes = dict(*rest, **kwargs)
         for name in attributes:
             _check_name(name)

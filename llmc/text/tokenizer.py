@@ -1,8 +1,8 @@
-"""The tokenizer as the rest of the front sees it: text -> ids before a request, ids -> text after.
+"""The tokenizer as the frontend uses it: text -> ids before a request, ids -> text after.
 
-Calls the Rust tokenizer below transformers' directly where there is one: that path is free of
-transformers' per-call state (truncation, padding), so any thread may use it. The transformers
-object is made when something needs it. A tokenizer written in Python is used under a lock.
+Calls the Rust tokenizer inside transformers' directly if there is one. That path has none of
+transformers' per-call state (truncation, padding), so any thread can use it. The transformers
+object is loaded when something needs it. A tokenizer written in Python is used under a lock.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from llmc.text.template import is_plain, render_template
 from llmc.text.tokenizer_cache import TokenizerCache
 from llmc.text.tools.tool_format import ToolFormat
 
-# Texts are encoded one at a time, so a thread pool in the tokenizer gains nothing, and it would
-# warn at every fork afterwards (torch.compile forks workers).
+# Texts are encoded one at a time, so a thread pool in the tokenizer would gain nothing, and it
+# would warn at every later fork (torch.compile forks workers).
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Any of these makes a directory a plausible tokenizer; without them transformers' error is long.
+# A directory with any of these may hold a tokenizer; without them, transformers' error is long.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -43,7 +43,7 @@ TOKENIZER_FILES = (
 
 
 def check_tokenizer_files(folder: Path) -> None:
-    """CheckpointError where a directory holds no tokenizer."""
+    """Raise CheckpointError if a directory holds no tokenizer."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(
             f"{folder} has no tokenizer (looked for {', '.join(TOKENIZER_FILES[:3])} ...); "
@@ -55,7 +55,7 @@ class Tokenizer:
     """Encodes prompts and decodes output of one model. Made by `Tokenizer.load`."""
 
     def __init__(self, hf: Any) -> None:
-        """`hf`: a tokenizer of transformers, or a KnownTokenizer, which loads it when needed."""
+        """`hf`: a transformers tokenizer, or a KnownTokenizer, which loads one when needed."""
         known = hf if isinstance(hf, KnownTokenizer) else KnownTokenizer.of(hf)
         self.backend = known.backend
         self._facts, self._load = known.facts, known.load
@@ -91,7 +91,7 @@ class Tokenizer:
 
     @property
     def hf(self) -> Any:
-        """The tokenizer of transformers, which is imported and loaded the first time."""
+        """The transformers tokenizer. It is imported and loaded on first use."""
         with self._load_lock:
             if self._loaded is None:
                 self._loaded = self._load()
@@ -106,10 +106,10 @@ class Tokenizer:
         add_special_tokens: bool = True,
         max_length: int | None = None,
     ) -> list[int]:
-        """Token ids of `text`, with the tokenizer's own BOS or EOS unless asked otherwise.
+        """Token ids of `text`, with the tokenizer's BOS or EOS if `add_special_tokens`.
 
-        `pair` is a second text, which the tokenizer joins to the first in its own way. Beyond
-        `max_length` tokens the texts are cut, as transformers does (its special tokens stay).
+        `pair` is a second text, which the tokenizer joins to the first. Texts longer than
+        `max_length` tokens are truncated as transformers does it (special tokens are kept).
         """
         check_text(text, "prompt")
         if pair is not None:
@@ -119,7 +119,7 @@ class Tokenizer:
                 cut = {"truncation": True, "max_length": max_length}
                 return list(hf(text, pair, add_special_tokens=add_special_tokens, **cut).input_ids)
         if self.backend is not None:
-            # Of the encode methods the one that lets other threads run, and that skips offsets.
+            # The only encode method that releases the GIL and skips offsets.
             [encoding] = self.backend.encode_batch_fast(
                 [text if pair is None else (text, pair)], add_special_tokens=add_special_tokens
             )
@@ -135,7 +135,7 @@ class Tokenizer:
         add_special_tokens: bool = True,
         max_length: int | None = None,
     ) -> tuple[list[int], list[int]]:
-        """Ids as of `encode`, and for each of them 1 if it is of the second text, else 0."""
+        """The ids of `encode`, and for each id 1 if it belongs to the second text, else 0."""
         check_text(text, "prompt")
         check_text(pair, "prompt")
         cut: dict[str, Any] = {} if max_length is None else {"truncation": True}
@@ -147,7 +147,7 @@ class Tokenizer:
         return ids, list(found.get("token_type_ids") or [0] * len(ids))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`. Ids that the tokenizer does not know decode to nothing."""
+        """Text of `token_ids`. Unknown ids decode to nothing."""
         if self.backend is not None:
             text = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
             return str(text)
@@ -157,9 +157,9 @@ class Tokenizer:
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[Any]:
-        """A copy of the transformers tokenizer, for calls that switch settings of their backend.
+        """A copy of the transformers tokenizer, for calls that change settings of its backend.
 
-        On the one in use they would change how other threads' prompts are read meanwhile.
+        On the shared one they would change how other threads' prompts are encoded.
         """
         with self._copy_lock:
             if self._copy is None:
@@ -168,41 +168,41 @@ class Tokenizer:
 
     @functools.cached_property
     def for_callers(self) -> Any:
-        """The transformers tokenizer to hand out: what callers switch in it is theirs alone."""
+        """A copy of the transformers tokenizer that callers may modify."""
         return copy.deepcopy(self.hf)
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """The vocabulary's own spelling of each id, "" for an id that it does not have."""
+        """The vocabulary entry of each id, "" for unknown ids."""
         if self.backend is not None:
             return [self.backend.id_to_token(int(i)) or "" for i in token_ids]
         with self._lock:
             return [self.hf.convert_ids_to_tokens(int(i)) or "" for i in token_ids]
 
     def ids_of(self, tokens: Sequence[str]) -> list[int]:
-        """The ids of tokens that the vocabulary has, by its own spelling."""
+        """Ids of vocabulary entries, all of which must exist."""
         if self.backend is not None:
             return [self.backend.token_to_id(token) for token in tokens]
         return [self.hf.convert_tokens_to_ids(token) for token in tokens]
 
     def vocabulary(self) -> dict[str, int]:
-        """All tokens in the vocabulary's own spelling, added ones too, with their ids."""
+        """Ids by vocabulary entry, including added tokens."""
         if self.backend is not None:
             return dict(self.backend.get_vocab(with_added_tokens=True))
         return dict(self.hf.get_vocab())
 
     @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:
-        """Texts that encode to special tokens wherever they stand."""
+        """Texts that always encode to special tokens."""
         return tuple(filter(None, self.tokens(sorted(self.special_ids))))
 
     @functools.lru_cache(maxsize=65536)  # noqa: B019 - one tokenizer lives as long as its engine
     def token_text(self, token_id: int) -> str:
-        """Text of one token on its own, special or not; U+FFFD where it is part of a character."""
+        """Text of a single token, special or not; U+FFFD if it is part of a character."""
         return self.decode([token_id], skip_special_tokens=False)
 
     @functools.lru_cache(maxsize=65536)  # noqa: B019
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Bytes of one token, also of one that is part of a character; None where unknown."""
+        """Bytes of a single token, even if it is part of a character; None if unknown."""
         text = self.token_text(token_id)
         if "\ufffd" not in text:
             return text.encode("utf-8")
@@ -210,7 +210,7 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """Tokens that were added to the vocabulary, special or not, with their ids."""
+        """Ids of tokens that were added to the vocabulary, special or not."""
         return self._facts.added_tokens
 
     @property
@@ -228,7 +228,7 @@ class Tokenizer:
 
     @chat_template.setter
     def chat_template(self, template: str | None) -> None:
-        """Replaces the one that came with the model."""
+        """Replace the model's own template."""
         with self._load_lock:
             self._templates = template
             self._renders_alike = False
@@ -245,9 +245,9 @@ class Tokenizer:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The text of a conversation by the chat template, or by a given one.
+        """Render a conversation with the chat template, or with the given one.
 
-        Raises what templates raise: jinja2.TemplateError, and errors of their own arithmetic.
+        Raises what templates raise: jinja2.TemplateError, and errors of their arithmetic.
         """
         templates = self._templates
         if chat_template is None and isinstance(templates, dict):
@@ -290,7 +290,7 @@ def _load_anew(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _needs_sentencepiece(folder: Path) -> str:
-    """Why a folder can't be read without that package, "" where it could be."""
+    """Why a folder can't be read without that package; "" if it could be."""
     models = [name for name in ("tokenizer.model", "spiece.model") if (folder / name).is_file()]
     missing = [name for name in ("sentencepiece", "protobuf") if not _is_installed(name)]
     if (folder / "tokenizer.json").is_file() or not models or not missing:
@@ -310,7 +310,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _template_of_processor(folder: Path) -> str | None:
-    """Models that also see or hear may keep their template with the processor, in a file alone."""
+    """Multimodal models may keep their template with the processor, in a separate file."""
     try:
         stored = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -320,12 +320,12 @@ def _template_of_processor(folder: Path) -> str | None:
 
 
 def preload() -> None:
-    """Import now what `Tokenizer.load` needs at a warm start."""
+    """Import transformers' tokenizers, so that the first request that needs them is fast."""
     from transformers import PreTrainedTokenizerFast  # noqa: F401
 
 
 def check_text(text: str, param: str) -> None:
-    """Refuse what is not valid Unicode: a lone surrogate is a str, but no text."""
+    """Reject a str that is not valid Unicode because it has a lone surrogate."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as exc:
@@ -338,7 +338,7 @@ def check_text(text: str, param: str) -> None:
 
 @functools.cache
 def _byte_of_letter() -> dict[str, int]:
-    """The byte-level BPE alphabet: printable bytes spell themselves, others follow from U+0100."""
+    """The byte-level BPE alphabet: printable bytes map to themselves, others to U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)

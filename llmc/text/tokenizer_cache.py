@@ -1,9 +1,9 @@
-"""What transformers makes of a tokenizer's directory, kept for the next start.
+"""Tokenizers as transformers loaded them, cached for the next start.
 
-To choose a tokenizer's class AutoTokenizer reads the model's config, which imports torch and the
-modules of the models: seconds, of which the tokenizer needs nothing. So its backend and the facts
-about it (`known_tokenizer.py`) are kept under a digest of the directory's small files, with the
-class for those who need transformers' own object.
+To choose a tokenizer's class, AutoTokenizer reads the model's config, which imports torch and the
+models' modules. That takes seconds, and the tokenizer needs none of it. So the tokenizer's backend
+and facts (`known_tokenizer.py`) are cached under a digest of the directory's small files. The class
+is cached too, for callers that need the transformers object.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from llmc.text.template import renders_alike
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 2  # of an entry; counted up when its files change
+_FORMAT = 2  # version of the files of an entry
 _RECORD = "class.json"
 _FACTS = "facts.json"
-_BACKEND = "backend.json"  # where it differs from the tokenizer.json that it was made from
+_BACKEND = "backend.json"  # only if it differs from the tokenizer.json that it was loaded from
 _AUTO = "transformers.models.auto.tokenization_auto"
 _CODE = b'"auto_map"'  # the name of code that lies in the directory
-# Files of a checkpoint that no tokenizer reads; what else is in the directory may matter.
+# Files of a checkpoint that no tokenizer reads. Any other file may matter.
 _NOT_READ = (
     ".safetensors",
     ".gguf",
@@ -62,15 +62,15 @@ _PACKAGES = (
 
 
 class TokenizerCache:
-    """Directories under `root`/tokenizers, one a tokenizer."""
+    """One directory per tokenizer, under `root`/tokenizers."""
 
     def __init__(self, root: Path) -> None:
         self._root = root / "tokenizers"
 
     def load(self, folder: Path) -> KnownTokenizer | None:
-        """The tokenizer that AutoTokenizer gives for `folder`; None if it is not in the cache.
+        """The tokenizer that AutoTokenizer would load from `folder`; None if it is not cached.
 
-        Also None in a process that uses AutoTokenizer: classes may have been registered there.
+        Also None in a process that has imported AutoTokenizer: classes may be registered there.
         """
         if _AUTO in sys.modules or (entry := self._entry(folder)) is None:
             return None
@@ -80,14 +80,14 @@ class TokenizerCache:
             return _read(entry, folder)
         except FileNotFoundError:
             return None
-        # A damaged entry: loaders raise whatever their parsers raise.
+        # A damaged entry. Loaders raise whatever their parsers raise.
         except Exception as e:
-            log.warning("%s can't be read (%s) and is made again", entry, e)
+            log.warning("%s can't be read (%s) and is re-created", entry, e)
             shutil.rmtree(entry, ignore_errors=True)
             return None
 
     def save(self, folder: Path, hf: Any) -> None:
-        """Keep what gives `hf` again, if something does. Its entry is tried before it is kept."""
+        """Cache `hf`, if it can be loaded again from the cache. That is tried first."""
         module, name = type(hf).__module__, type(hf).__qualname__
         entry = self._entry(folder)
         if entry is None or entry.exists() or not module.startswith("transformers."):
@@ -107,7 +107,7 @@ class TokenizerCache:
             source = aside if is_converted else folder
             again = _load(module, name, source, hf.chat_template)
             if described(again) != described(hf):
-                log.info("this tokenizer is not cached: its class alone reads it in another way")
+                log.info("this tokenizer is not cached: its class alone loads it differently")
                 return
             backend = hf.backend_tokenizer.to_str()
             if _backend(source / "tokenizer.json").to_str() != backend:
@@ -117,18 +117,18 @@ class TokenizerCache:
             record = {"module": module, "name": name, "is_converted": is_converted}
             (aside / _RECORD).write_text(json.dumps(record), encoding="utf-8")
             if _read(aside, folder).facts != facts:
-                log.info("this tokenizer is not cached: its facts are no plain data")
+                log.info("this tokenizer is not cached: its facts are not plain data")
                 return
             with contextlib.suppress(FileExistsError):  # another process was first
                 os.rename(aside, entry)
-        # As above: not every class can load what it has saved.
+        # Not every class can load what it has saved.
         except Exception as e:
             log.info("this tokenizer is not cached: %s", e)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
     def _entry(self, folder: Path) -> Path | None:
-        """None for a directory that has code of its own, or is none of a tokenizer."""
+        """None for a directory with custom code or without a tokenizer."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(json.dumps([_FORMAT, *_versions()]).encode())
         try:
@@ -143,7 +143,7 @@ class TokenizerCache:
 
 
 def described(hf: Any) -> dict[str, Any]:
-    """All that a tokenizer does, as plain data: two that give the same are interchangeable."""
+    """Everything that a tokenizer does, as plain data: equal ones are interchangeable."""
     names = ("model_max_length", "padding_side", "truncation_side", "model_input_names")
     more = ("clean_up_tokenization_spaces", "split_special_tokens", "chat_template")
     return {
@@ -155,7 +155,7 @@ def described(hf: Any) -> dict[str, Any]:
 
 
 def _read(entry: Path, folder: Path) -> KnownTokenizer:
-    """Raises FileNotFoundError where there is no entry."""
+    """Raises FileNotFoundError if there is no entry."""
     record = json.loads((entry / _RECORD).read_text(encoding="utf-8"))
     facts = TokenizerFacts.from_json((entry / _FACTS).read_text(encoding="utf-8"))
     source = entry if record["is_converted"] else folder
@@ -179,7 +179,7 @@ def _backend(path: Path) -> Any:
 def _load(module: str, name: str, folder: Path, chat_template: ChatTemplates) -> Any:
     cls = getattr(importlib.import_module(module), name)
     hf = cls.from_pretrained(str(folder), local_files_only=True)
-    hf.chat_template = chat_template  # which may come from a file that the class does not read
+    hf.chat_template = chat_template  # may come from a file that the class does not read
     without_truncation(hf.backend_tokenizer)
     return hf
 
@@ -192,7 +192,7 @@ def _renders_alike(hf: Any) -> bool:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Name and content of the directory's files, weights left out. ValueError for a huge one."""
+    """Name and content of the directory's files, except weights. ValueError for a huge file."""
     for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")]):
         if path.name.endswith(_NOT_READ) or not path.is_file():
             continue

@@ -32,7 +32,7 @@ from llmc.weights.quantized.quantized_tensor import QuantizedTensor
 log = logging.getLogger(__name__)
 
 # Drawing random values is slower than loading, so they repeat. A prime, so that no rows are equal.
-_MOST_DRAWN = 262_139
+_MAX_DRAWN = 262_139
 _ROUNDED = 2**-7  # tolerance for a table stored in bfloat16
 
 
@@ -81,7 +81,7 @@ class DummyWeights:
         gen.manual_seed(zlib.crc32(f"{self.seed}/{name}".encode()))
         if out.dim() >= 2:
             width = 0.02 * 3**0.5  # the uniform distribution of standard deviation 0.02
-            drawn = out.view(-1)[:_MOST_DRAWN].uniform_(-width, width, generator=gen)
+            drawn = out.view(-1)[:_MAX_DRAWN].uniform_(-width, width, generator=gen)
             _repeat(drawn, out.view(-1))
         elif name.endswith("bias"):
             out.zero_()

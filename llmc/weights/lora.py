@@ -34,7 +34,7 @@ from llmc.weights.lora_places import AdaptedModule, AdaptedModules, LoraPlace, L
 from llmc.weights.parameters import Parameters
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_MOST_CONFIG_BYTES = 4 << 20
+_MAX_CONFIG_BYTES = 4 << 20
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(.+)\.(?:lora_(A|B)\.weight|lora_embedding_(A|B)|base_layer\.weight)",
     re.ASCII,
@@ -42,7 +42,7 @@ _KEY = re.compile(
 _REPEATED_GROUP = re.compile(r"\)[*+{]")  # matching such a pattern can take forever
 _MOST = 1e6  # the largest rank or alpha
 _SINCE_0_20 = re.compile(r"0\.[2-9]\d|[1-9]")
-_MOST_PARAMETERS = 4096  # named in target_parameters
+_MAX_PARAMETERS = 4096  # named in target_parameters
 # Initializations of A and B; others, such as PiSSA, subtract something from the model's weights.
 _STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 _COMPARED_AT_ONCE = 16 << 20  # bytes
@@ -69,7 +69,7 @@ class LoraPart:
     scale: float
     rank: int
     first_rank: int = 0
-    is_turned: bool = False
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,13 +135,13 @@ def open_adapter(
     modules = AdaptedModules(targets, parameters, config.get("target_parameters") or ())
     found = [(_module(adapter, modules, *key, targets), pair) for key, pair in pairs.items()]
     found.sort(key=lambda one: one[0].expert is not None)
-    is_turned = _is_turned(adapter, config, found, targets)
+    is_transposed = _is_turned(adapter, config, found, targets)
     parts: dict[LoraPlace, list[LoraPart]] = {}
     ranks: Counter[tuple[LoraPlace, int | None]] = Counter()
     for module, pair in found:
         place, expert = module.place, module.expert
         first = ranks[place, None] + (0 if expert is None else ranks[place, expert])
-        part = _part(adapter, config, module, pair, targets[place], first, is_turned)
+        part = _part(adapter, config, module, pair, targets[place], first, is_transposed)
         ranks[place, expert] += part.rank
         parts.setdefault(place, []).append(part)
     if config.get("ensure_weight_tying"):
@@ -192,7 +192,7 @@ def _joined(parts: Sequence[LoraPart], size: LoraSize, dtype: torch.dtype) -> tu
         if part.module.expert is None:
             a = a.unflatten(0, (size.experts, -1))
             b = b.unflatten(1, (-1, size.experts)).permute(2, 0, 1)
-            a, b = (b.mT, a.mT) if part.is_turned else (a, b)
+            a, b = (b.mT, a.mT) if part.is_transposed else (a, b)
             joined_a[:, ranks] = a
             joined_b[:, :, ranks] = part.scale * b
         else:
@@ -257,7 +257,7 @@ def _read_config(adapter: LoRARequest, path: Path) -> dict[str, Any]:
                 f"{adapter.lora_path!r:.200} is not a directory with an {_CONFIG}; pass a local "
                 "directory written by PEFT's save_pretrained",
             )
-        if file.stat().st_size > _MOST_CONFIG_BYTES:
+        if file.stat().st_size > _MAX_CONFIG_BYTES:
             raise _refused(adapter, f"{_CONFIG} has {file.stat().st_size} bytes")
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -277,9 +277,9 @@ def _check_features(adapter: LoRARequest, config: Mapping[str, Any]) -> None:
     asked = config.get("target_parameters") or []
     if not isinstance(asked, list) or not all(isinstance(one, str) for one in asked):
         raise _refused(adapter, f"target_parameters in {_CONFIG} is not a list of names")
-    if len(asked) > _MOST_PARAMETERS:
+    if len(asked) > _MAX_PARAMETERS:
         raise _refused(
-            adapter, f"target_parameters has {len(asked)} names; the limit is {_MOST_PARAMETERS}"
+            adapter, f"target_parameters has {len(asked)} names; the limit is {_MAX_PARAMETERS}"
         )
     start = config.get("init_lora_weights", True)
     if start is not None and start not in _STARTS:
@@ -352,7 +352,7 @@ def _part(
     pair: Mapping[str, StoredTensor],
     size: LoraSize,
     first_rank: int,
-    is_turned: bool,
+    is_transposed: bool,
 ) -> LoraPart:
     name = module.name
     if pair.keys() != {"A", "B"}:
@@ -372,7 +372,7 @@ def _part(
     is_stack = size.experts > 0 and module.expert is None
     count = size.experts if is_stack else 1
     depth, channels = size.depth, size.channels // module.parts
-    if is_stack and is_turned:
+    if is_stack and is_transposed:
         depth, channels = channels, depth
     shapes = (rank * count, depth), (channels, rank * count)
     if a.shape != shapes[0] or b.shape != shapes[1]:
@@ -388,7 +388,7 @@ def _part(
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return LoraPart(
         module=module, a=a, b=b, scale=scale, rank=int(rank), first_rank=first_rank,
-        is_turned=is_turned,
+        is_transposed=is_transposed,
     )  # fmt: skip
 
 

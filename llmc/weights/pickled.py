@@ -18,7 +18,7 @@ from pathlib import Path
 
 from llmc.errors import CheckpointError, reason_of
 
-_MOST_SECONDS = 1800
+_MAX_SECONDS = 1800
 _SPARE_BYTES = 16 << 30  # of address space, for torch itself
 
 
@@ -63,10 +63,10 @@ def _convert(file: Path, out: Path) -> list[str]:
     command = [sys.executable, "-P", "-m", __name__, str(file.resolve()), str(out)]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False
+            command, capture_output=True, text=True, timeout=_MAX_SECONDS, check=False
         )
     except subprocess.TimeoutExpired as e:
-        raise CheckpointError(f"{file.name} took more than {_MOST_SECONDS} s to read") from e
+        raise CheckpointError(f"{file.name} took more than {_MAX_SECONDS} s to read") from e
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
         if done.returncode == 0:
@@ -115,7 +115,7 @@ def _limit(size: int) -> None:
     wanted = (
         (resource.RLIMIT_AS, _SPARE_BYTES + 4 * size),
         (resource.RLIMIT_FSIZE, (64 << 20) + 2 * size),
-        (resource.RLIMIT_CPU, _MOST_SECONDS),
+        (resource.RLIMIT_CPU, _MAX_SECONDS),
     )
     for kind, most in wanted:
         _, hard = resource.getrlimit(kind)

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from llmc.cli.help import HelpCommand
-from llmc.cli.options import ENGINE_OPTIONS, FLAG_OF_FIELD, engine_options, parse_size, say_flag
+from llmc.cli.options import ENGINE_OPTIONS, FLAG_OF_FIELD, engine_options, name_flag, parse_size
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
 from llmc.speculative_config import SpeculativeConfig
@@ -140,13 +140,13 @@ def test_optimization_level_spellings(spelling: list[str]) -> None:
 def test_bad_values_are_reported_by_flag(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(*words)
-    assert say_flag(str(caught.value)).startswith(message)
+    assert name_flag(str(caught.value)).startswith(message)
 
 
 def test_only_the_beginning_of_a_message_is_a_field() -> None:
-    assert say_flag("block_size must be even") == "--block-size must be even"
-    assert say_flag("no model in dtype/seed") == "no model in dtype/seed"
-    assert say_flag("models are many") == "models are many"
+    assert name_flag("block_size must be even") == "--block-size must be even"
+    assert name_flag("no model in dtype/seed") == "no model in dtype/seed"
+    assert name_flag("models are many") == "models are many"
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ class Target:
     def __init__(self, prompt: Sequence[int], **fields: Any) -> None:
         pool = BlockPool(64, SIZE, False)
         for _ in range(17):
-            pool.take()
+            pool.allocate()
         self.rows = RowTable(2, pool)
         self.request = Request(
             request_id="a",
@@ -99,7 +99,7 @@ class Target:
 
     def preempt(self) -> None:
         self.rows.free(self.request)
-        self.rows.pool.take()  # others are at work
+        self.rows.pool.allocate()  # others are at work
         self.admit()
 
 

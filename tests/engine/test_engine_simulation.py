@@ -119,7 +119,7 @@ class Trace:
         )
         self.runner.nan = rng.random() < 0.3
         if self.seed % 4 == 3:
-            self.runner.long_text_from = 1 + self.seed // 4 % (self.context - 1)
+            self.runner.long_context_from = 1 + self.seed // 4 % (self.context - 1)
         if self.has_states:
             self.caching = True
         elif self.seed % 5 < 2:
@@ -147,7 +147,7 @@ class Trace:
                 num_snapshots=rng.choice([1, 2, 4, 30]) if self.has_states else 0,
                 grammars=DigitGrammars(),
                 windows=windows,
-                long_text_from=self.runner.long_text_from,
+                long_context_from=self.runner.long_context_from,
                 speculation=self.speculation,
             ),
         )

@@ -59,7 +59,7 @@ def test_who_comes_back_publishes_its_blocks_anew() -> None:
     assert table.allocate(one, 0)
     table.publish(one, 5)
     table.free(one)
-    pool.give_back([pool.take() for _ in range(4)])  # others come and evict what was cached
+    pool.free([pool.allocate() for _ in range(4)])  # others come and evict what was cached
     assert pool.find_prefix(one.table.digests) == []
     assert table.allocate(one, 0)
     assert one.num_computed == 0

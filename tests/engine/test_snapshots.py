@@ -39,7 +39,7 @@ def test_the_least_recently_used_makes_room_and_none_that_a_step_fills() -> None
     assert snapshots.take() == of_a and snapshots.take() is None
     for snapshot in (0, 1, 2, filled):
         assert snapshot is not None
-        snapshots.give_back(snapshot)  # the second time changes nothing
+        snapshots.free(snapshot)  # the second time changes nothing
     snapshots.check([])
     assert snapshots.num_in_flight == 0
 
@@ -57,7 +57,7 @@ def test_of_two_states_of_one_block_the_first_stays() -> None:
     assert first is not None and second is not None
     for snapshot in (first, second):
         snapshots.publish(snapshot, A)
-        snapshots.give_back(snapshot)
+        snapshots.free(snapshot)
     assert snapshots.use(A) == first and snapshots.take() == second
     with pytest.raises(AssertionError, match="is not in the prefix cache"):
         snapshots.check([B])
@@ -71,14 +71,14 @@ def test_a_snapshot_goes_with_its_block() -> None:
     assert pool.snapshots is not None
     for way in ("evicted", "forgotten", "all forgotten"):
         digest = pool.chain_digest(pool.root_digest(), [1, 2])
-        block = pool.take()
+        block = pool.allocate()
         pool.publish(block, digest)
         put(pool.snapshots, digest)
-        pool.give_back([block])
+        pool.free([block])
         assert pool.snapshots.longest([digest]) == 1
         pool.check()
         if way == "evicted":
-            pool.give_back([pool.take(), pool.take()])
+            pool.free([pool.allocate(), pool.allocate()])
         elif way == "forgotten":
             pool.forget([block])
         else:
@@ -200,9 +200,9 @@ def test_answers_leave_snapshots_to_prompts_where_many_run() -> None:
 def test_resetting_the_prefix_cache_forgets_states() -> None:
     core, _ = engine()
     hits(core, ask("a", PROMPT))
-    assert core.operate(Operate(number=1, operation="reset_prefix_cache")).error is None
+    assert core.run_operation(Operate(number=1, operation="reset_prefix_cache")).error is None
     assert hits(core, ask("b", PROMPT)) == 0
-    core.give_back_caches()
+    core.release_caches()
     assert hits(core, ask("c", PROMPT)) == 0 and hits(core, ask("d", PROMPT)) == 40
 
 

@@ -21,7 +21,7 @@ def test_the_map_of_the_pool_agrees_with_what_was_done_to_it(max_cells: int) -> 
     states = [BLANK] * 40
     for step in range(400):
         if rng.random() < 0.5 and pool.num_free:
-            held.append(pool.take())
+            held.append(pool.allocate())
             if rng.random() < 0.6:
                 digests.append(step.to_bytes(4, "big"))
                 pool.publish(held[-1], digests[-1])
@@ -32,7 +32,7 @@ def test_the_map_of_the_pool_agrees_with_what_was_done_to_it(max_cells: int) -> 
                 held.append(block)
             else:
                 held.remove(block)
-                pool.give_back([block])
+                pool.free([block])
         drawn = pool.draw(max_cells)
         for block in range(40):
             uses = held.count(block)

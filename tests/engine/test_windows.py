@@ -123,7 +123,7 @@ def test_an_evicted_window_shortens_what_is_found() -> None:
     core.add(ask("a", 40, 4))
     finish(core)
     pool = core.scheduler.pool
-    pool.give_back([pool.take() for _ in range(pool.num_free - 8)])  # the oldest go
+    pool.free([pool.allocate() for _ in range(pool.num_free - 8)])  # the oldest go
     message = ask("b", 40, 4)
     core.add(message)
     assert finish(core) == {"b": run_alone(message, 0, 1000).tokens}

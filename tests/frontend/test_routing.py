@@ -16,7 +16,7 @@ from llmc.engine.messages import (
     EngineOutputs,
     EngineStats,
     Operate,
-    Operated,
+    OperationResult,
     RequestUpdate,
 )
 from llmc.frontend import routing
@@ -200,16 +200,16 @@ def test_no_engine_left_is_the_end_of_all_requests() -> None:
 def test_an_operators_order_is_done_when_all_have_done_it() -> None:
     engines = Engines()
     engines.link.send(Operate(number=3, operation="reset_prefix_cache"))
-    engines.links[0].publish(Operated(number=3, result="done"))
-    assert not any(isinstance(event, Operated) for event in engines.events)
-    engines.links[1].publish(Operated(number=3, result="done"))
-    assert engines.events[-1] == Operated(number=3, result="done")
+    engines.links[0].publish(OperationResult(number=3, result="done"))
+    assert not any(isinstance(event, OperationResult) for event in engines.events)
+    engines.links[1].publish(OperationResult(number=3, result="done"))
+    assert engines.events[-1] == OperationResult(number=3, result="done")
 
     engines.link.send(Operate(number=4, operation="start_profile"))
-    engines.links[1].publish(Operated(number=4, result="recording"))
+    engines.links[1].publish(OperationResult(number=4, result="recording"))
     engines.links[0].publish(EngineLost(reason="killed", is_final=False))
     failed = engines.events[-1]
-    assert isinstance(failed, Operated) and "engine-0" in (failed.error or "")
+    assert isinstance(failed, OperationResult) and "engine-0" in (failed.error or "")
 
 
 def test_an_abort_reaches_the_engine_of_its_request() -> None:

@@ -142,7 +142,7 @@ def test_latent_attention_expands_what_the_hint_names(
         return expand(step, contexts)
 
     monkeypatch.setattr(latent_attention, "_expanded", kept)
-    monkeypatch.setattr(latent_attention, "MOST_BYTES", 4 * 112 * 150)  # some heads at a time
+    monkeypatch.setattr(latent_attention, "MAX_BYTES", 4 * 112 * 150)  # some heads at a time
     op = OPS["latent_attention"]
     case = make_latent_case(
         lengths, 5, 24, 8, 16, 32, 16, CPU, torch.float32, cache=cache, sinks=True, softcap=4.0
@@ -167,7 +167,7 @@ def test_what_is_expanded_together_fits_a_bound(monkeypatch: pytest.MonkeyPatch)
     a_token = 4 * (48 + 2 * 16 + 16 + 2 * 8 - 8)
     together = {160: [(40, 50, 60)], 100: [(40, 50), (60,)], 50: [(40,), (50,), (60,)]}
     for tokens, groups in together.items():
-        monkeypatch.setattr(latent_attention, "MOST_BYTES", a_token * tokens)
+        monkeypatch.setattr(latent_attention, "MAX_BYTES", a_token * tokens)
         assert [group.lengths for group in latent_attention._groups(step, hint)] == groups
 
 

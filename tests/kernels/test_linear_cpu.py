@@ -72,15 +72,15 @@ def test_each_sum_is_rounded_once(rows: int, dtype: torch.dtype, threads: int) -
     k=st.integers(1, 150),
     n=st.integers(1, 120),
     has_bias=st.booleans(),
-    is_turned=st.booleans(),
+    is_transposed=st.booleans(),
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 9),
 )
 def test_random_shapes(
-    rows: int, k: int, n: int, has_bias: bool, is_turned: bool, dtype: torch.dtype, seed: int
+    rows: int, k: int, n: int, has_bias: bool, is_transposed: bool, dtype: torch.dtype, seed: int
 ) -> None:
     x, weight, bias = make(rows, k, n, seed, dtype)
-    weight = weight.T.contiguous().T if is_turned else weight
+    weight = weight.T.contiguous().T if is_transposed else weight
     given_bias = bias if has_bias else None
     assert_exact(linear(x, weight, given_bias), x, weight, given_bias)
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from llmc.kernels.cpu.pages import empty_in_huge_pages, give_back, touch_in_background
+from llmc.kernels.cpu.pages import empty_in_huge_pages, release_memory, touch_in_background
 
 _HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23  # madvise(2)
@@ -75,7 +75,7 @@ def _resident_pages(tensor: torch.Tensor) -> int:
 def test_memory_is_given_back_and_can_be_written_again() -> None:
     tensor = torch.full((64 << 20,), 7, dtype=torch.uint8)
     address = tensor.data_ptr()
-    assert give_back([tensor]) > 63 << 20
+    assert release_memory([tensor]) > 63 << 20
     # pages that the system took back are zeros; all but the first and the last are whole
     assert int((tensor != 0).sum()) <= 2 * mmap.PAGESIZE
     assert tensor.data_ptr() == address
@@ -85,5 +85,5 @@ def test_memory_is_given_back_and_can_be_written_again() -> None:
 
 def test_small_tensors_have_nothing_to_give_back() -> None:
     tensor = torch.full((100,), 7, dtype=torch.uint8)
-    assert give_back([tensor]) == 0
+    assert release_memory([tensor]) == 0
     assert bool((tensor == 7).all())

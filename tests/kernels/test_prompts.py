@@ -25,10 +25,10 @@ def test_prompts_are_the_last_requests_of_a_step() -> None:
 
 def test_those_that_have_begun_are_prompts_where_that_is_asked() -> None:
     requests = [(300, 300), (1, 70), (128, 900), (200, 200), (129, 130)]
-    found = Prompts.find(requests, begun=True)
+    found = Prompts.find(requests, started=True)
     assert (found.first_request, found.first_token, found.end_token) == (2, 301, 758)
     assert (found.lengths, found.contexts) == ((128, 200, 129), (900, 200, 130))
-    assert Prompts.find([*requests, (127, 500)], begun=True).lengths == ()
+    assert Prompts.find([*requests, (127, 500)], started=True).lengths == ()
 
 
 @pytest.mark.parametrize("contexts", [(), (8, 7)], ids=["fresh", "begun"])

@@ -15,7 +15,7 @@ from tiny_models import FAMILIES, continue_greedily, load_reference, prompts, sa
 pytestmark = pytest.mark.slow
 LENGTHS = (1, 5, 19, 33)
 NUM_TOKENS = 10
-MOST_SECONDS = 300  # compiling is slow on a busy machine; an error ends the wait at once
+MAX_SECONDS = 300  # compiling is slow on a busy machine; an error ends the wait at once
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, in Inductor
@@ -30,7 +30,7 @@ def test_compiled_step_equals_transformers(family: str, tmp_path: Path) -> None:
     running = tiny_engine.start(path, opt_level=1)
     started = running.started
     assert started.upgrade is not None
-    assert started.upgrade.wait(MOST_SECONDS), started.upgrade.error
+    assert started.upgrade.wait(MAX_SECONDS), started.upgrade.error
     assert started.runner.step.level == 1
     compiled = _compiled_graphs()
     for chunk, num_blocks in ((256, None), (5, None), (9, 12)):

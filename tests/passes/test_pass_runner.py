@@ -17,8 +17,8 @@ OPTIONS = PipelineOptions(block_size=16, max_positions=64, device_type="cpu")
 PASSES = pipeline(OPTIONS)
 REQUIRED = {
     "shard_linears",
-    "take_image_rows",
-    "see_whole_images",
+    "insert_image_rows",
+    "attend_whole_images",
     "canonicalize",
     "page_attention",
     "slot_state",

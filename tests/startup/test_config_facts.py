@@ -27,8 +27,8 @@ def phi3(**rope: object) -> tf.Phi3Config:
 def test_the_config_says_which_texts_are_long() -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     long = phi3(rope_type="longrope", original_max_position_embeddings=64, **factors)
-    assert describe(long).long_text_from == 64
-    assert describe(phi3(rope_type="default")).long_text_from is None
+    assert describe(long).long_context_from == 64
+    assert describe(phi3(rope_type="default")).long_context_from is None
 
 
 def test_the_context_is_what_the_config_states() -> None:

@@ -14,7 +14,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 from llmc.compiler.image_tower import build_tower
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, ConfigError
-from llmc.startup.images import _fill, _unwanted, prove
+from llmc.startup.images import _fill, _unwanted, verify_images
 from llmc.startup.resolve import resolve
 from llmc.text.images import ImagePreparer
 from llmc.text.processor import load_processor
@@ -32,7 +32,7 @@ def proved(family: str, processor_patch: Any = None) -> Any:
     if processor_patch is not None:
         processor.replace_image_token = processor_patch
     preparer = ImagePreparer(processor, config.image_token_id)
-    return prove(tower, processor, preparer, config.get_text_config().hidden_size)
+    return verify_images(tower, processor, preparer, config.get_text_config().hidden_size)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from llmc.kernels.prompts import Prompts
 from llmc.llm import LLM
 from llmc.runner.delta import encode
 from llmc.runner.graphs import StepShape
-from llmc.runner.ranks import Kind, Order, ToldStep, receive, step_order
+from llmc.runner.ranks import Kind, Order, ReceivedStep, receive, step_order
 from llmc.runner.rows import RowTables
 from llmc.sampling_params import SamplingParams
 from llmc.startup import tensor_parallel
@@ -160,14 +160,14 @@ def test_orders_hold_what_a_step_needs() -> None:
         order, dummy, end = (receive(theirs) for _ in range(3))
     assert order is not None and dummy is not None and end is None
     assert (dummy.kind, list(dummy.numbers)) == (Kind.DUMMY_RUN, [3, 1])
-    told = ToldStep.of(order)
-    assert told.shape == shape
-    assert (told.out_slots, told.back_slots) == ([11, 12], [13])
-    assert told.delta.words.tolist() == delta.words.tolist()
+    received = ReceivedStep.of(order)
+    assert received.shape == shape
+    assert (received.out_slots, received.back_slots) == ([11, 12], [13])
+    assert received.delta.words.tolist() == delta.words.tolist()
     read_there_alone = {"words", "num_sampled", "picks", "picked", "wanted", "scored"}
     for field in dataclasses.fields(delta):
         if field.name not in read_there_alone:
-            assert getattr(told.delta, field.name) == getattr(delta, field.name), field.name
+            assert getattr(received.delta, field.name) == getattr(delta, field.name), field.name
 
 
 def test_an_order_without_bounds_is_none() -> None:

@@ -190,7 +190,7 @@ class FakeRunner:
         self.max_rows = max_rows
         self.max_in_flight = max_in_flight
         self.num_runtime_compiles = 0
-        self.long_text_from: int | None = None
+        self.long_context_from: int | None = None
         self.num_long = 0  # work items of rows with an offset
         self.has_states = has_states
         self.snapshots: dict[int, int] = {}
@@ -221,7 +221,7 @@ class FakeRunner:
     def use_idle_time(self) -> bool:
         return False
 
-    def give_back_caches(self) -> int:
+    def release_caches(self) -> int:
         return 0
 
     def start_profile(self) -> None:
@@ -427,10 +427,10 @@ class FakeRunner:
         assert end < row.num_prompt + (row.sampling.max_tokens or end), "unnecessary work"
         assert work.start == row.num_computed, "positions are not contiguous"
         assert end <= len(row.prints) and end * groups <= len(row.blocks) * size
-        if self.long_text_from is not None:
-            assert row.offset == (self.long_text_from if row.offset else 0)
-            assert row.offset or end <= self.long_text_from, "a long sequence treated as short"
-            assert not row.offset or len(row.prints) > self.long_text_from
+        if self.long_context_from is not None:
+            assert row.offset == (self.long_context_from if row.offset else 0)
+            assert row.offset or end <= self.long_context_from, "a long sequence treated as short"
+            assert not row.offset or len(row.prints) > self.long_context_from
             self.num_long += bool(row.offset)
         if work.sample or self.knows_all_tokens:
             assert work.sample == (end == len(row.prints))

@@ -33,7 +33,7 @@ class ScriptedRunner:
     def use_idle_time(self) -> bool:
         return False
 
-    def give_back_caches(self) -> int:
+    def release_caches(self) -> int:
         return 0
 
     def start_profile(self) -> None:

@@ -99,7 +99,7 @@ class Running:
                 adapters=adapters,
                 windows=windows,
                 whole_images=info.images is not None and info.images.most_rows > 0,
-                long_text_from=scheduler.rows.long_text_from,
+                long_context_from=scheduler.rows.long_context_from,
             ),
         )
 

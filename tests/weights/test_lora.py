@@ -186,8 +186,8 @@ def on(module: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
     return {f"{name}.lora_A.weight": a.contiguous(), f"{name}.lora_B.weight": b.contiguous()}
 
 
-@pytest.mark.parametrize("is_turned", [False, True])
-def test_experts_in_one_parameter(is_turned: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_experts_in_one_parameter(is_transposed: bool, tmp_path: Path) -> None:
     """The wrappers are in the order of the module's parameters, the last outermost. Before 0.20
     PEFT had A and B of most models turned."""
     gen = torch.Generator().manual_seed(2)
@@ -196,7 +196,7 @@ def test_experts_in_one_parameter(is_turned: bool, tmp_path: Path) -> None:
     wrapped = {"up": "1.experts.base_layer", "down": "1.experts"}
     tensors = {}
     for name, module in wrapped.items():
-        left, right = (b[name].mT, a[name].mT) if is_turned else (a[name], b[name])
+        left, right = (b[name].mT, a[name].mT) if is_transposed else (a[name], b[name])
         tensors |= on(module, left.flatten(0, 1), right.permute(1, 2, 0).flatten(1, 2))
     config = {
         **CONFIG,

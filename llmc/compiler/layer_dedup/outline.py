@@ -23,7 +23,7 @@ from llmc.compiler.build import BuiltModel
 from llmc.compiler.capture import capture
 from llmc.compiler.interface import KEY_CACHE, VALUE_CACHE
 from llmc.compiler.layer_dedup.repeat import repeat_blocks
-from llmc.compiler.layer_dedup.trace_layers import LayerCall, LayerTracer, ModelTrace, NotAlike
+from llmc.compiler.layer_dedup.trace_layers import LayerCall, LayersDiffer, LayerTracer, ModelTrace
 from llmc.compiler.program import CapturedModel
 from llmc.errors import CompileError
 from llmc.passes.inputs import CacheInput, ConstantInput, Input, WeightInput
@@ -45,7 +45,7 @@ def capture_outlined(built: BuiltModel, device: torch.device) -> CapturedModel:
         return capture(built, device)
     try:
         captured, first = _outline(built, device, path, count)
-    except NotAlike as e:
+    except LayersDiffer as e:
         log.info("capturing all %d layers: %s", count, e)
         return replace(capture(built, device), note=f"all captured: {e}")
     return replace(captured, note=f"{first} captured")
@@ -56,21 +56,21 @@ def _outline(
 ) -> tuple[CapturedModel, int]:
     layers = built.module.get_submodule(path)
     if not isinstance(layers, nn.ModuleList) or len(layers) != count:
-        raise NotAlike(f"{path} is not a plain list of layers")
+        raise LayersDiffer(f"{path} is not a plain list of layers")
     tracer = LayerTracer(built.module, list(layers), most_traces=count // 2, head=built.head)
     with tracer.ready():
         whole = tracer.run()
         calls = _in_order(whole, count)
         first = _enough(calls)
         if first > count // 2:
-            raise NotAlike(f"the first {first} are needed to cover every kind")
+            raise LayersDiffer(f"the first {first} are needed to cover every kind")
         with _only(layers, first):
             _compare(whole, tracer.run())
     with _only(layers, first):
         try:
             captured = capture(built, device)
         except CompileError as e:
-            raise NotAlike(f"the first {first} can't be captured separately: {e}") from e
+            raise LayersDiffer(f"the first {first} can't be captured separately: {e}") from e
     graph = captured.graph.graph
     names = _Names(built, calls)
     models = [_model(calls, layer, first) for layer in range(first, count)]
@@ -94,23 +94,25 @@ def _only(layers: nn.ModuleList, first: int) -> Iterator[None]:
 def _in_order(whole: ModelTrace, count: int) -> list[LayerCall]:
     """The calls, if every layer is called once, in order, with nothing in between."""
     if [call.layer for call in whole.calls] != list(range(count)):
-        raise NotAlike("they are not called once each, in order")
+        raise LayersDiffer("they are not called once each, in order")
     for layer, ops in enumerate(whole.ops[1:-1]):
         if ops:
-            raise NotAlike(f"between layers {layer} and {layer + 1} the model calls {ops[0][:80]}")
+            raise LayersDiffer(
+                f"between layers {layer} and {layer + 1} the model calls {ops[0][:80]}"
+            )
     return whole.calls
 
 
 def _compare(whole: ModelTrace, part: ModelTrace) -> None:
-    """Raise NotAlike unless the model with fewer layers does the same before, in and after them."""
+    """Raise LayersDiffer unless the model with fewer layers does the same around and in them."""
     if [(c.layer, c.trace, c.given) for c in part.calls] != [
         (c.layer, c.trace, c.given) for c in whole.calls[: len(part.calls)]
     ]:
-        raise NotAlike("with fewer layers, their arguments differ")
+        raise LayersDiffer("with fewer layers, their arguments differ")
     if (part.ops[0], part.ops[-1]) != (whole.ops[0], whole.ops[-1]):
-        raise NotAlike("with fewer layers, the model does something different around them")
+        raise LayersDiffer("with fewer layers, the model does something different around them")
     if any(part.ops[1:-1]):
-        raise NotAlike("with fewer layers, the model does something between them")
+        raise LayersDiffer("with fewer layers, the model does something between them")
 
 
 def _kind(call: LayerCall) -> tuple[int, str]:
@@ -178,11 +180,13 @@ class _Names:
         return found
 
     def rename(self, role: Input, layer: int, to: int) -> Input:
-        """The role in layer `to`. NotAlike if the block reads a tensor that its trace does not."""
+        """The role in layer `to`. LayersDiffer if the block reads a tensor its trace does not."""
         try:
             return self._renamed(role, layer, to)
         except KeyError as e:
-            raise NotAlike(f"layer {layer} reads a tensor that its trace does not: {role}") from e
+            raise LayersDiffer(
+                f"layer {layer} reads a tensor that its trace does not: {role}"
+            ) from e
 
     def _renamed(self, role: Input, layer: int, to: int) -> Input:
         if isinstance(role, WeightInput):

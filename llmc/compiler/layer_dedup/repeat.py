@@ -3,7 +3,7 @@
 A block is one layer's part of the graph. Copying it is correct if it only reads the hidden state of
 the previous layer, its own inputs, and what is computed before the first layer; if its result is
 one value; and if blocks of the same trace are equal node by node. All of that is checked here;
-NotAlike says which condition fails.
+LayersDiffer says which condition fails.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from llmc.compiler.layer_dedup.trace_layers import NotAlike
+from llmc.compiler.layer_dedup.trace_layers import LayersDiffer
 from llmc.passes.inputs import Input, input_of
 from llmc.passes.layers import Layers, find_layers
 
@@ -32,7 +32,7 @@ def repeat_blocks(
     """
     layers = find_layers(graph)
     if (layers.path, layers.count) != (path, len(traces)):
-        raise NotAlike("the graph's nodes can't be assigned to layers")
+        raise LayersDiffer("the graph's nodes can't be assigned to layers")
     _hoist_sizes(graph, layers.of)
     blocks = _Blocks(graph, layers)
     twins = [(traces.index(trace), i) for i, trace in enumerate(traces)]
@@ -82,7 +82,7 @@ class _Blocks:
                 self.calls[layer].append(node)
         missing = [i for i in range(layers.count) if i not in layers.outputs]
         if missing:
-            raise NotAlike(f"no single value leaves layer {missing[0]}")
+            raise LayersDiffer(f"no single value leaves layer {missing[0]}")
         self.outputs = [layers.outputs[i] for i in range(layers.count)]
 
     def complete_first(self, twin: int) -> None:
@@ -97,24 +97,26 @@ class _Blocks:
             self.of.update((node, 0) for node in before[-missing:])
 
     def check(self, layer: int) -> None:
-        """Raise NotAlike if the block reads, or is read by, anything that a copy could not be."""
+        """Raise LayersDiffer if the block reads, or is read by, what a copy could not be."""
         before = self.outputs[layer - 1] if layer else None
         for node in self.calls[layer]:
             if node.op != "call_function":
-                raise NotAlike(f"layer {layer} contains a {node.op}")
+                raise LayersDiffer(f"layer {layer} contains a {node.op}")
             for source in node.all_input_nodes:
                 ours = source.op == "placeholder" or self.of[source] in (-1, layer)
                 if not ours and source is not before:
-                    raise NotAlike(f"layer {layer} reads {source.name} of layer {self.of[source]}")
+                    raise LayersDiffer(
+                        f"layer {layer} reads {source.name} of layer {self.of[source]}"
+                    )
             for user in node.users:
                 leaves = self.of[user] != layer
                 if leaves and (node is not self.outputs[layer] or self.of[user] != layer + 1):
-                    raise NotAlike(f"{node.name} of layer {layer} is read elsewhere")
+                    raise LayersDiffer(f"{node.name} of layer {layer} is read elsewhere")
 
     def compare(self, first: int, second: int, rename: Rename) -> None:
-        """Raise NotAlike unless two blocks with one trace are equal by node, except for inputs."""
+        """Raise LayersDiffer unless two blocks of one trace are equal, except for their inputs."""
         if len(self.calls[first]) != len(self.calls[second]):
-            raise NotAlike(f"layers {first} and {second} have one trace but different graphs")
+            raise LayersDiffer(f"layers {first} and {second} have one trace but different graphs")
         same = dict(zip(self.calls[first], self.calls[second], strict=True))
         for a, b in same.items():
             equal = (
@@ -123,9 +125,9 @@ class _Blocks:
                 and self._same_args(a, b, same, first, second, rename)
             )
             if not equal:
-                raise NotAlike(f"{a.name} of layer {first} is {b.name} in layer {second}")
+                raise LayersDiffer(f"{a.name} of layer {first} is {b.name} in layer {second}")
         if same[self.outputs[first]] is not self.outputs[second]:
-            raise NotAlike(f"layers {first} and {second} return different values")
+            raise LayersDiffer(f"layers {first} and {second} return different values")
 
     def _same_args(
         self,

@@ -26,7 +26,7 @@ from llmc.pooling import LM, Head
 _EXAMPLE_TOKENS = 19  # as in capture
 
 
-class NotAlike(Exception):
+class LayersDiffer(Exception):
     """The layers of a model can't be captured once and repeated; the message says why."""
 
 
@@ -95,7 +95,7 @@ class LayerTracer:
                 torch._dynamo.reset()
 
     def run(self) -> ModelTrace:
-        """Run the model. Raises NotAlike if its code does not run this way."""
+        """Run the model. Raises LayersDiffer if its code does not run this way."""
         self._notes = _Notes(self._names)
         ids = torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long, device="meta")
         given = {"input_ids": ids}
@@ -107,11 +107,11 @@ class LayerTracer:
         try:
             with self._notes:
                 self._model(**given, use_cache=False)
-        except NotAlike:
+        except LayersDiffer:
             raise
         except Exception as e:  # from the model's code: the full capture reports what is wrong
             first = (str(e).strip().splitlines() or [""])[0][:200]
-            raise NotAlike(f"tracing it raised {type(e).__name__}: {first}") from e
+            raise LayersDiffer(f"tracing it raised {type(e).__name__}: {first}") from e
         return self._notes.trace
 
     def _stand_in(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,13 +119,13 @@ class LayerTracer:
 
         def run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if id(layer) not in self._index:
-                raise NotAlike(f"a {type(layer).__name__} is called outside the list of layers")
+                raise LayersDiffer(f"a {type(layer).__name__} is called outside the list of layers")
             given = self._notes.describe((args, kwargs))
             with self._notes.paused():
                 out = compiled(layer, *args, **kwargs)
             trace, read = self._last
             if trace >= self._most_traces:
-                raise NotAlike(f"{trace + 1} of them differ")
+                raise LayersDiffer(f"{trace + 1} of them differ")
             self._notes.layer_called(LayerCall(self._index[id(layer)], trace, given, read), out)
             return out
 
@@ -209,7 +209,7 @@ class _Notes(TorchDispatchMode):
             is_last = call == len(self.trace.calls) - 1
             return "<the last layer's>" if is_last else f"<layer call {call}'s>"
         if id(tensor) not in self._labels:  # made by code that no dispatch mode sees
-            raise NotAlike("the origin of a tensor is unknown")
+            raise LayersDiffer("the origin of a tensor is unknown")
         return f"<{self._labels[id(tensor)]}>"
 
 

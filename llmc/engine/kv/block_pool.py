@@ -120,7 +120,7 @@ class BlockPool:
                 del self._cached[block]
             self._references[block] += 1
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Allocate a block with undefined contents. The pool must have a free one."""
         if self._blank:
             block = self._blank.pop()
@@ -130,7 +130,7 @@ class BlockPool:
         self._references[block] = 1
         return block
 
-    def give_back(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each. Later blocks are evicted first: prefixes are reused most."""
         for block in reversed(blocks):
             count = self._references[block] - 1

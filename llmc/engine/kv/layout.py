@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-_MOST_TOKENS = 2**31
+_MAX_TOKENS = 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class AttentionWindow:
     @property
     def most(self) -> int:
         """The most tokens that one token attends to, itself included."""
-        return min((limit for limit in (self.window, self.chunk) if limit), default=_MOST_TOKENS)
+        return min((limit for limit in (self.window, self.chunk) if limit), default=_MAX_TOKENS)
 
 
 WHOLE = AttentionWindow()
@@ -81,5 +81,5 @@ class CacheLayout:
     def longest(self, num_blocks: int) -> int:
         """Length in tokens of the longest sequence that fits; 2**31 stands for unlimited."""
         size = self.block_size
-        lengths = range(0, _MOST_TOKENS + 1, size)
+        lengths = range(0, _MAX_TOKENS + 1, size)
         return (bisect_right(lengths, num_blocks, key=self.blocks_for) - 1) * size

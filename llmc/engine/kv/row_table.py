@@ -17,7 +17,7 @@ from llmc.engine.kv.prefix_cache import NO_BLOCK, find_prefix, group_digest, liv
 from llmc.engine.kv.swap import Swapper, SwapRoom
 from llmc.engine.plan import BlockCopy, NewRow, RowWork
 from llmc.engine.request import BlockTable, Request
-from llmc.image_input import before_cut, digests_within
+from llmc.image_input import digests_within, start_of_cut_image
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class RowTable:
         layout: CacheLayout | None = None,
         swap_room: SwapRoom | None = None,
         adapters: AdapterSlots | None = None,
-        long_text_from: int | None = None,
+        long_context_from: int | None = None,
     ) -> None:
         self.pool = pool
         self.adapters = adapters or AdapterSlots()
@@ -54,7 +54,7 @@ class RowTable:
         self.num_groups = layout.num_groups
         self.is_whole = layout.is_whole
         self.swap = Swapper(swap_room, pool.block_size)
-        self.long_text_from = long_text_from
+        self.long_context_from = long_context_from
         self.owners: list[Request | None] = [None] * num_rows
         self._free = list(range(num_rows))  # a heap
         self._released: set[int] = set()
@@ -68,7 +68,7 @@ class RowTable:
     def position_offset(self, request: Request) -> int:
         """The offset for the request's current length. Once it differs from the request's own, all
         keys must be recomputed (compiler/rotary.py)."""
-        long = self.long_text_from
+        long = self.long_context_from
         return long if long is not None and request.num_tokens > long else 0
 
     def allocate(self, request: Request, num_spare: int, source: Source = NO_SOURCE) -> bool:
@@ -112,7 +112,7 @@ class RowTable:
         snapshot = None
         if pool.snapshots is not None and num_computed:  # before its block can be evicted
             snapshot = pool.snapshots.use(request.table.digests[num_published - 1])
-        blocks = shared + [pool.take() for _ in range(num_new)]
+        blocks = shared + [pool.allocate() for _ in range(num_new)]
         if parent is not None and forked is not None and num_computed % size:
             first = len(shared)  # the block in which the shared tokens end, in each group
             pairs = zip(parent.table.blocks[first:], blocks[first : first + groups], strict=False)
@@ -150,7 +150,7 @@ class RowTable:
 
     def grow(self, request: Request) -> list[int]:
         """Allocate one more block in each group; the pool must have enough free ones."""
-        blocks = [self.pool.take() for _ in range(self.num_groups)]
+        blocks = [self.pool.allocate() for _ in range(self.num_groups)]
         request.table.blocks += blocks
         request.table.capacity += self.pool.block_size
         return blocks
@@ -170,7 +170,7 @@ class RowTable:
             first = self.layout.first_needed(group, position)
             places = range(num_freed[group] * groups + group, first * groups, groups)
             if places:
-                self.pool.give_back(live(blocks[place] for place in places))
+                self.pool.free(live(blocks[place] for place in places))
                 for place in places:
                     blocks[place] = NO_BLOCK
                 num_freed[group] = first
@@ -178,7 +178,7 @@ class RowTable:
     def free(self, request: Request) -> None:
         """Free the request's row and blocks. No step in flight may use them."""
         assert request.row is not None and request.num_in_flight == 0
-        self.pool.give_back(live(request.table.blocks))
+        self.pool.free(live(request.table.blocks))
         request.table = BlockTable(digests=request.table.digests)
         self.adapters.release(request.adapter)
         self.owners[request.row] = None
@@ -224,11 +224,11 @@ class RowTable:
             last = num_computed // self.pool.block_size - 1
             self.pool.snapshots.publish(snapshot, request.table.digests[last])
 
-    def give_back_snapshots(self, done: Iterable[RowWork]) -> None:
+    def release_snapshots(self, done: Iterable[RowWork]) -> None:
         """The steps of this work are done: free the snapshots that were not published."""
         for work in done:
             if self.pool.snapshots is not None and work.snapshot is not None:
-                self.pool.snapshots.give_back(work.snapshot)
+                self.pool.snapshots.free(work.snapshot)
 
     def forget(self, request: Request) -> None:
         """Remove what this request has computed from the prefix cache."""
@@ -260,7 +260,7 @@ class RowTable:
         if not request.whole_images:
             return num_found
         size = self.pool.block_size
-        return before_cut(request.images, num_found * size) // size
+        return start_of_cut_image(request.images, num_found * size) // size
 
     def _extend_digests(self, request: Request, num_full: int) -> None:
         size, digests = self.pool.block_size, request.table.digests

@@ -107,7 +107,7 @@ class StateSnapshots:
             self._in_flight.remove(snapshot)
             self._snapshot_of[digest] = snapshot
 
-    def give_back(self, snapshot: int) -> None:
+    def free(self, snapshot: int) -> None:
         """Its step is done: free it, unless it was published."""
         if snapshot in self._in_flight:
             self._in_flight.remove(snapshot)

@@ -20,7 +20,7 @@ from llmc.weights.gguf.reader import GgufHeader, GgufTensorInfo, shown
 from llmc.weights.gguf.rules import rule_of, rules, squashed
 
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.")
-_MOST_STACKED = 64
+_MAX_STACKED = 64
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 
@@ -175,7 +175,7 @@ def unstacked(header: GgufHeader) -> GgufHeader:
     tensors = dict(header.tensors)
     for name, parameter in rule_of(header).get("stacked", {}).items():
         whole = tensors.get(name)
-        if whole is None or len(whole.shape) != 3 or whole.shape[0] > _MOST_STACKED:
+        if whole is None or len(whole.shape) != 3 or whole.shape[0] > _MAX_STACKED:
             continue  # it is reported as unknown later
         del tensors[name]
         for i in range(whole.shape[0]):

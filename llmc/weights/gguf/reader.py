@@ -23,7 +23,7 @@ _SCALARS = {  # type -> (struct format, bytes)
     0: ("B", 1), 1: ("b", 1), 2: ("H", 2), 3: ("h", 2), 4: ("I", 4), 5: ("i", 4),
     6: ("f", 4), 7: ("?", 1), 10: ("Q", 8), 11: ("q", 8), 12: ("d", 8),
 }  # fmt: skip
-_MOST_DIMS = 4
+_MAX_DIMS = 4
 _LONGEST_NAME = 65535  # bytes, of a key or a tensor; the format's limit for a key
 
 
@@ -175,8 +175,8 @@ class _Cursor:
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string(_LONGEST_NAME, "a tensor's name")
         dims = self._scalar("I")
-        if not 1 <= dims <= _MOST_DIMS:
-            self._fail(f"tensor {shown(name)} has {dims} dimensions instead of 1 to {_MOST_DIMS}")
+        if not 1 <= dims <= _MAX_DIMS:
+            self._fail(f"tensor {shown(name)} has {dims} dimensions instead of 1 to {_MAX_DIMS}")
         shape = tuple(self._scalar("Q") for _ in range(dims))
         return name, shape[::-1], self._scalar("I"), self._scalar("Q")
 

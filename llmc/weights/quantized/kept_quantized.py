@@ -64,7 +64,7 @@ def kept_parameters(module: nn.Module, tensors: Mapping[str, Readable]) -> KeptW
     return tuple(kept)
 
 
-def tell_widened(tensors: Mapping[str, Readable], kept: Iterable[Readable]) -> None:
+def log_dequantized(tensors: Mapping[str, Readable], kept: Iterable[Readable]) -> None:
     """Log which of a checkpoint's quantized weights are dequantized to the model's dtype."""
     quantized = {n: t for n, t in tensors.items() if _is_quantized(t)}
     held = {id(tensor) for tensor in kept}

@@ -1,4 +1,4 @@
-"""`feed_head`: a draft head reads the hidden states of its target model, and its own."""
+"""`read_taps`: a draft head reads the hidden states of its target model, and its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmc.pooling import DRAFTED
 
 
 @graph_pass(required=True)
-def feed_head(gm: fx.GraphModule, *, block_size: int) -> Notes:
+def read_taps(gm: fx.GraphModule, *, block_size: int) -> Notes:
     """Read the hidden states that `tap_states` cached for a token in the target model, whose block
     table is the second one of each row here. The state of a row's last token is written to the
     row's slot.

@@ -1,4 +1,4 @@
-"""`take_image_rows`: image placeholder tokens use rows of the image as their embeddings."""
+"""`insert_image_rows`: image placeholder tokens use rows of the image as their embeddings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmc.passes.inputs import step_input
 
 
 @graph_pass(required=True)
-def take_image_rows(gm: fx.GraphModule) -> Notes:
+def insert_image_rows(gm: fx.GraphModule) -> Notes:
     """Pass the rows of the step's images to the markers after the embedding and the first layers.
 
     Before:

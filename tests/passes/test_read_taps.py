@@ -1,4 +1,4 @@
-"""feed_head and widen_logits: what a draft head reads, leaves and gives."""
+"""read_taps and widen_logits: what a draft head reads, leaves and gives."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor, fx
 
 from llmc.kernels.draft_states import CARRIED, LEFT, draft_states
 from llmc.passes.base import histogram
-from llmc.passes.feed_head import feed_head
 from llmc.passes.inputs import StateInput, StepInput, TapInput, input_of
+from llmc.passes.read_taps import read_taps
 from llmc.passes.widen_logits import ID_MAP, widen_logits
 from llmc.pooling import DRAFTED
 
@@ -26,7 +26,7 @@ def head(x: Tensor, token_ids: Tensor) -> Tensor:
 
 def made() -> fx.GraphModule:
     graph = trace(head, x=step(HIDDEN, dynamic=1), token_ids=step(torch.arange(TOKENS)))
-    fed, (report,) = apply(graph, feed_head(block_size=SIZE))
+    fed, (report,) = apply(graph, read_taps(block_size=SIZE))
     assert report.removed["llmc.draft_states.default"] == 4
     return fed
 
@@ -60,7 +60,7 @@ def test_tokens_read_the_other_models_states_or_their_own() -> None:
 
 def test_nothing_is_fed_to_other_models() -> None:
     graph = trace(lambda x: x * 2, x=step(HIDDEN, dynamic=1))
-    same, (report,) = apply(graph, feed_head(block_size=SIZE))
+    same, (report,) = apply(graph, read_taps(block_size=SIZE))
     assert not report.changed and histogram(same) == histogram(graph)
 
 

@@ -1,4 +1,4 @@
-"""take_image_rows and see_whole_images: what they give to the step of a model that reads images."""
+"""insert_image_rows and attend_whole_images, on the step of a model that reads images."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from llmc.errors import CompileError
 from llmc.kernels.image_attention import image_attention
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.place_rows import place_rows
+from llmc.passes.attend_whole_images import attend_whole_images
 from llmc.passes.edit import calls
 from llmc.passes.inputs import StepInput, input_of
-from llmc.passes.see_whole_images import see_whole_images
-from llmc.passes.take_image_rows import take_image_rows
+from llmc.passes.insert_image_rows import insert_image_rows
 
-TAKE = take_image_rows()
+TAKE = insert_image_rows()
 TOKENS, WIDTH = 5, 8
 
 
@@ -93,16 +93,16 @@ def two_layers(*, token_sinks: bool = False) -> fx.GraphModule:
 
 def test_layers_that_see_whole_images() -> None:
     for where, count in (("none", 0), ("all", 2), ("windowed", 1)):
-        gm, [report] = apply(two_layers(), see_whole_images(where=where))
+        gm, [report] = apply(two_layers(), attend_whole_images(where=where))
         seen = list(calls(gm.graph, image_attention.overload))
         assert len(seen) == count and report.changed == bool(count)
         assert len(list(calls(gm.graph, paged_attention.overload))) == 2
         assert all(node.users for node in seen)
-        again, [second] = apply(gm, see_whole_images(where=where))
+        again, [second] = apply(gm, attend_whole_images(where=where))
         assert not second.changed
         assert len(list(calls(again.graph, image_attention.overload))) == count
 
 
 def test_sinks_of_tokens_are_refused_beside_whole_images() -> None:
     with pytest.raises(CompileError, match="per-token sinks, with which"):
-        apply(two_layers(token_sinks=True), see_whole_images(where="all"))
+        apply(two_layers(token_sinks=True), attend_whole_images(where="all"))

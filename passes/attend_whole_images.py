@@ -1,4 +1,4 @@
-"""`see_whole_images`: image tokens attend to their whole image, if the model's attention does."""
+"""`attend_whole_images`: image tokens attend to all of their image, where the model does so."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Where = Literal["none", "all", "windowed"]
 
 
 @graph_pass(required=True)
-def see_whole_images(gm: fx.GraphModule, *, where: Where) -> Notes:
+def attend_whole_images(gm: fx.GraphModule, *, where: Where) -> Notes:
     """Recompute the attention of image tokens, including the later tokens of their image.
 
     Before:
         o = llmc.paged_attention(q, ...)
     After:
         c = llmc.paged_attention(q, ...)
-        o = llmc.image_attention(c, q, ..., seen_span [2, T])
+        o = llmc.image_attention(c, q, ..., attended_span [2, T])
     """
     if where == "none":
         return []
@@ -44,13 +44,13 @@ def see_whole_images(gm: fx.GraphModule, *, where: Where) -> Notes:
                 f"{node.name} adds a per-token position bias or per-token sinks, with which llmc "
                 "does not support attention to whole images"
             )
-        span, users = step_input(graph, "seen_span"), list(node.users)
+        span, users = step_input(graph, "attended_span"), list(node.users)
         with graph.inserting_after(node):
             seen = emit(
                 graph,
                 image_attention.overload,
                 causal=node,
-                seen_span=span,
+                attended_span=span,
                 **{name: getattr(given, name) for name in (*same, *how)},
             )
         for user in users:
