@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from typing import Literal
@@ -25,12 +26,7 @@ _LIMITS = LLParserLimits(
 )
 
 
-_FORMATS: dict[str, Literal["gbnf", "regex", "choice"]] = {
-    "grammar": "gbnf",
-    "regex": "regex",
-    "choice": "choice",
-}
-
+_GBNF_RULE = re.compile(r"^\s*[A-Za-z_][\w-]*\s*::=", re.MULTILINE)
 
 # Between the parts of JSON: nothing, a space, or a new line and its indentation. Without a bound
 # a small model may write white space until its tokens are spent.
@@ -50,10 +46,16 @@ def compile_grammar(spec: StructuredOutputs) -> str:
                 spec.text, defaults={"whitespace_pattern": _WHITE_SPACE}
             )
         else:
-            made = str(llguidance.grammar_from(_FORMATS[spec.kind], spec.text))
+            made = str(llguidance.grammar_from(_format(spec), spec.text))
         return _after(spec.preamble, made) if spec.preamble else made
     except (ValueError, RecursionError) as error:
         raise _invalid(spec, str(error)) from error
+
+
+def _format(spec: StructuredOutputs) -> Literal["gbnf", "lark", "regex", "choice"]:
+    if spec.kind != "grammar":
+        return "regex" if spec.kind == "regex" else "choice"
+    return "gbnf" if _GBNF_RULE.search(spec.text) else "lark"
 
 
 def _after(preamble: str, grammar: str) -> str:
