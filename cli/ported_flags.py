@@ -6,10 +6,12 @@ flag that asks for what is there anyway is left out with one warning for all of 
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from llmc.errors import ConfigError
 from llmc.frontend.ported_options import (
@@ -25,6 +27,12 @@ from llmc.frontend.ported_options import (
     listed,
     task_of,
 )
+
+
+class UnknownOptionsError(ConfigError):
+    """A command line has flags that nobody knows."""
+
+    hint = "see `llmc serve --help`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +91,9 @@ _TRANSLATED: Mapping[str, Callable[[str, dict[str, str]], list[str]]] = {
     "--convert": _task("--convert"),
 }
 _WITH_VALUE = frozenset((*RENAMED, *_TRANSLATED, *NOT_NEEDED_WITH_VALUE, *VALUES))
+_MODEL = frozenset(("--model", "--model-path", "-m"))
+_IN_JSON = ("--speculative-config", "--limit-mm-per-prompt")
+TYPO = 0.75  # how alike two options must be for one to be a misspelling of the other
 _KNOWN = _WITH_VALUE.union(WRITTEN, NOT_NEEDED, REFUSED)
 _SEVERAL = (
     "--served-model-name",
@@ -91,16 +102,19 @@ _SEVERAL = (
 )  # values in a row, behind a first word MODEL
 
 
-def port(words: Sequence[str]) -> Ported:
-    """Words of `llmc serve`, in which vLLM's flags may stand, as ours alone.
+def port(words: Sequence[str], options: Mapping[str, bool] | None = None) -> Ported:
+    """Words of `llmc serve`, in which vLLM's flags may stand, as ours alone. `options` are our own,
+    and whether each takes a value; without it, flags that nobody knows are left as they are.
 
     Raises ConfigError that names every flag that can't be had, and what to do.
     """
     out: list[str] = []
     left_out: dict[str, str] = {}
     refused: dict[str, str] = {}
-    rest = [word for given in words for word in _split(given)]
-    has_model = bool(rest) and not rest[0].startswith("-")
+    unknown: list[str] = []
+    objects: dict[str, dict[str, Any]] = {}  # options in JSON that were given key by key
+    rest = [word for given in words for word in _split(given, options or {})]
+    has_model = bool(rest) and (not rest[0].startswith("-") or not _MODEL.isdisjoint(rest))
     while rest:
         name = rest.pop(0)
         if name in WRITTEN:
@@ -114,10 +128,19 @@ def port(words: Sequence[str]) -> Ported:
                 out += [name, rest.pop(0)]
         elif name in REFUSED:
             refused[name] = REFUSED[name]
-            while rest and not rest[0].startswith("-"):
-                rest.pop(0)
+            _drop_values(rest)
+        elif name.partition(".")[0] in _IN_JSON and "." in name:
+            _set(objects, name, rest)
         elif name not in _WITH_VALUE:
-            out.append(name)
+            option = name.partition("=")[0]
+            if options is None or not option.startswith("--") or option in options:
+                out.append(name)
+                if options is not None and options.get(name):
+                    out += rest[:1]
+                    del rest[:1]
+            else:
+                unknown.append(option)
+                _drop_values(rest)
         elif not rest:
             raise ConfigError(f"{name} needs a value")
         else:
@@ -132,21 +155,65 @@ def port(words: Sequence[str]) -> Ported:
                 left_out[name] = f"{value} is what llmc does"
             else:
                 refused[f"{name} {value}"] = VALUES[name][1]
+    if unknown and options is not None:
+        raise UnknownOptionsError(_say_unknown(unknown, options, refused))
     if refused:
         raise ConfigError(f"llmc serve can't have {listed(refused)}")
+    out += [f"{name}={json.dumps(value)}" for name, value in objects.items()]
     return Ported(words=out, left_out=left_out)
 
 
-def _split(word: str) -> list[str]:
-    """`--a_b=c` as `--a-b`, `c`, where a table has that flag: vLLM takes both spellings."""
+def _drop_values(rest: list[str]) -> None:
+    while rest and not rest[0].startswith("-"):
+        rest.pop(0)
+
+
+def _set(objects: dict[str, dict[str, Any]], name: str, rest: list[str]) -> None:
+    """`--option.key value`, as vLLM writes one key of an option in JSON."""
+    path, equals, value = name.partition("=")
+    if not equals:
+        if not rest:
+            raise ConfigError(f"{path} needs a value")
+        value = rest.pop(0)
+    option, *keys, last = path.split(".")
+    inner = objects.setdefault(option, {})
+    for key in keys:
+        inner = inner.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{path}: {key} has a value already")
+    try:
+        inner[last] = json.loads(value)
+    except ValueError:
+        inner[last] = value
+
+
+def _say_unknown(
+    unknown: Sequence[str], options: Mapping[str, bool], refused: Mapping[str, str]
+) -> str:
+    """One sentence for all flags that nobody knows, and those that are refused."""
+    told = []
+    for name in unknown:
+        nearest = difflib.get_close_matches(name, options, n=1, cutoff=TYPO)
+        told.append(f"{name} (did you mean {nearest[0]}?)" if nearest else name)
+    more = f"; and can't have {listed(refused)}" if refused else ""
+    return f"llmc serve has no option {', '.join(told)}{more}"
+
+
+def _split(word: str, options: Mapping[str, bool]) -> list[str]:
+    """`--a_b=c` as `--a-b`, `c`, where a table has that flag, and as `--a-b=c` where `options`
+    have it: vLLM takes both spellings."""
     name, equals, value = word.partition("=")
     if not name.startswith("-"):
         return [word]
-    known = name.replace("_", "-")
+    known, dot, key = name.partition(".")
+    known = known.replace("_", "-")
+    if dot and known in _IN_JSON:
+        return [known + dot + key + equals + value]
+    # Of `--option.key` in the tables, the whole option is not taken.
     if known in _SEVERAL:  # with `=` there is one value, which may begin with a dash
         return [known + equals + value]
     if known not in _KNOWN:
-        return [word]
+        return [known + equals + value] if known in options else [word]
     return [known, value] if equals else [known]
 
 
