@@ -69,9 +69,11 @@ def _after(preamble: str, grammar: str) -> str:
 
 
 def _invalid(spec: StructuredOutputs, reason: str) -> InvalidRequestError:
-    first = reason.strip().splitlines()[0][:500] if reason.strip() else "it is not accepted"
+    lines = reason.strip().splitlines() or ["it is not accepted"]
+    causes = [line.strip() for line in lines[1:] if line.startswith("error: ")]  # of a regex
     param = f"structured_outputs.{spec.kind}"
-    return InvalidRequestError(f"{param} can't be used: {first}", param=param)
+    shown = " ".join((lines[0], *causes))[:500]
+    return InvalidRequestError(f"{param} can't be used: {shown}", param=param)
 
 
 class Matcher:
