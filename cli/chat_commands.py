@@ -97,8 +97,8 @@ def _set(chat: Conversation, argument: str) -> Reply:
         return Reply(text=_settings_text(chat))
     if name not in SETTINGS:
         nearest = difflib.get_close_matches(name, SETTINGS, n=1)
-        hint = f"did you mean {nearest[0]}? " if nearest else ""
-        return Reply(text=f"There is no setting {name!r}; {hint}They are {', '.join(SETTINGS)}.")
+        hint = f"did you mean {nearest[0]}? They" if nearest else "they"
+        return Reply(text=f"There is no setting {name!r}; {hint} are {', '.join(SETTINGS)}.")
     if not value:
         return Reply(text=f"{name} = {chat.in_force(name)}")
     if value in ("default", "none"):

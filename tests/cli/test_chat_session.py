@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -194,6 +195,17 @@ def test_server_errors_are_told_apart() -> None:
 )  # fmt: skip
 def test_what_counts_as_a_model(word: str, expected: bool) -> None:
     assert is_model_word(word) is expected
+
+
+def test_bytes_that_are_no_text_are_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "piped").write_bytes(b"\xff\xfe hi")
+    for errors in ("strict", "surrogateescape"):
+        with open(tmp_path / "piped", encoding="utf-8", errors=errors) as piped:
+            monkeypatch.setattr("sys.stdin", piped)
+            with pytest.raises(ConfigError, match="stdin is not UTF-8 text"):
+                find_question([], None)
 
 
 def test_the_question_comes_from_words_and_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
