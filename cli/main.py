@@ -6,6 +6,7 @@ before a command runs, so `--help` and every usage error are instant.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ from llmc.cli import (
 )
 from llmc.cli.config_file import expand
 from llmc.cli.help import EPILOG, HelpCommand
-from llmc.cli.ported_flags import port
+from llmc.cli.ported_flags import left_out_variables, port
 
 app = typer.Typer(
     name="llmc",
@@ -109,8 +110,8 @@ def main(argv: list[str] | None = None) -> int:
         if words[:1] == ["serve"]:
             ported = port(expand(words[1:], _Opposites()), _serve_options())
             words = ["serve", *ported.words]
-            if ported.left_out:
-                errors.note_left_out(ported.left_out)
+            if left_out := {**ported.left_out, **left_out_variables(os.environ)}:
+                errors.note_left_out(left_out)
         result = app(words, prog_name="llmc", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         return errors.report(error, debug=debug, argv=words)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,6 +161,15 @@ def port(words: Sequence[str], options: Mapping[str, bool] | None = None) -> Por
         raise ConfigError(f"llmc serve can't have {listed(refused)}")
     out += [f"{name}={json.dumps(value)}" for name, value in objects.items()]
     return Ported(words=out, left_out=left_out)
+
+
+def left_out_variables(environment: Iterable[str]) -> dict[str, str]:
+    """Variables of vLLM that have no effect, with the reason. Its API key is ours too."""
+    return {
+        name: "its flags have variables of their own, LLMC_..."
+        for name in sorted(environment)
+        if name.startswith("VLLM_") and name != "VLLM_API_KEY"
+    }
 
 
 def _drop_values(rest: list[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from llmc.cli.main import app
+from llmc.cli.main import app, main
 from llmc.cli.ported_flags import hint, port
 from llmc.errors import ConfigError
 from llmc.frontend.engine_options import make_config
@@ -103,6 +103,20 @@ def test_adapters_may_stand_in_a_row() -> None:
     words = ["m", "--enable-lora", "--lora-modules", "a=b", "c=d", "--max-lora-rank", "9"]
     want = ["m", "--enable-lora", "--lora-modules", "a=b", "--lora-modules", "c=d"]
     assert port(words).words == [*want, "--max-lora-rank", "9"]
+
+
+def test_variables_have_no_effect_but_for_the_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "very-secret")
+    monkeypatch.setenv("VLLM_USE_V1", "1")
+    assert main(["serve", "--port", "x"]) == 2
+    told = capsys.readouterr().err
+    assert "VLLM_USE_V1 (" in told and "VLLM_API_KEY" not in told
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    assert serve.make_context("serve", []).params["api_key"] == ["very-secret"]
+    monkeypatch.setenv("LLMC_API_KEY", "ours")
+    assert serve.make_context("serve", []).params["api_key"] == ["ours"]
 
 
 def test_what_is_left_out_is_told_with_the_reason() -> None:
