@@ -1,4 +1,4 @@
-"""Keys that are typed while an answer streams: kept out of it, and there for the next prompt."""
+"""Keys that are typed while a model loads or answers: not shown, and there for the next prompt."""
 
 from __future__ import annotations
 
