@@ -179,7 +179,7 @@ def _of_validation(exc: ValidationError) -> ApiError:
         return ApiError(
             400, f"unknown parameter {param!r}", param=param, code="unsupported_parameter"
         )
-    more = f" (and {len(errors) - 1} more problems)" if len(errors) > 1 else ""
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     message = f"{param or 'body'}: {first['msg']}, got {_brief(first.get('input'))}{more}"
     code = "missing_field" if first["type"] == "missing" else "invalid_value"
     return ApiError(400, message, param=param or None, code=code)

@@ -107,7 +107,8 @@ class ResponsesBody(Body):
         for index, name in enumerate(self.include or ()):
             if name not in INCLUDABLE:
                 raise InvalidRequestError(
-                    f"include[{index}] is {name!r:.80}; this server includes nothing more",
+                    f"include[{index}] is {name!r:.80}, which this server can't include; leave it "
+                    "out",
                     param=f"include[{index}]",
                 )
         said = [*before, *self.messages()]

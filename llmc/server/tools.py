@@ -176,8 +176,8 @@ def _function(given: Any, names: Sequence[str]) -> str:
         )
     if name not in names:
         raise InvalidRequestError(
-            f"tool_choice names {name!r:.80}, which tools has not; it has "
-            f"{', '.join(names)[:200] or 'nothing'}",
+            f"tool_choice names {name!r:.80}, which is not among the tools "
+            f"({', '.join(names)[:200] or 'there are none'})",
             param="tool_choice",
         )
     return name
