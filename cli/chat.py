@@ -53,7 +53,16 @@ def read_piped_stdin() -> str:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError, AttributeError):  # closed, or replaced by a test
         return ""
-    return sys.stdin.read() if stat.S_ISFIFO(mode) or stat.S_ISREG(mode) else ""
+    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
+        return ""
+    try:
+        text = sys.stdin.read()
+        text.encode()  # bytes that are no text are surrogates in some locales
+    except UnicodeError:
+        raise ConfigError(
+            "stdin is not UTF-8 text; only a question in text can be piped in"
+        ) from None
+    return text
 
 
 def find_question(words: list[str], quick: str | None) -> str | None:

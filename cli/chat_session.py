@@ -29,7 +29,8 @@ _USUAL_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
 def chat_with_engine(config: EngineConfig, ask: Ask) -> int:
     console = stderr_console()
     one_shot_in_a_script = ask.question is not None and not console.is_terminal
-    llm = load_async_llm(config, console, quiet=one_shot_in_a_script)
+    with unechoed():
+        llm = load_async_llm(config, console, quiet=one_shot_in_a_script)
     backend = EngineBackend(llm)
     if "temperature" not in llm.info.generation_defaults:
         ask = dataclasses.replace(ask, settings={**_USUAL_SAMPLING, **ask.settings})

@@ -18,7 +18,6 @@ from llmc.cli.options import name_flag
 from llmc.errors import ConfigError, EngineDeadError, LlmcError
 from llmc.frontend.ported_options import say_left_out
 
-TYPO = 0.75  # similarity at which an option counts as a misspelling of another
 _MISSING_OPTION = re.compile(r"[Nn]o such option:? *'?(-[-\w]*)'?")
 
 
@@ -78,7 +77,7 @@ def _describe_usage(error: BaseException, argv: Sequence[str]) -> tuple[str, str
         name = _as_written(missing[1], argv)
         message = f"{path} has no option {name}"
         known = list(getattr(error, "possibilities", None) or ())
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=TYPO)
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=ported_flags.TYPO)
         if known_elsewhere := ported_flags.hint(name):
             hint = known_elsewhere
         elif nearest:

@@ -6,8 +6,9 @@ before a command runs, so `--help` and usage errors are instant.
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,7 +27,7 @@ from llmc.cli import (
 )
 from llmc.cli.config_file import expand
 from llmc.cli.help import EPILOG, HelpCommand
-from llmc.cli.ported_flags import port
+from llmc.cli.ported_flags import left_out_variables, port
 
 app = typer.Typer(
     name="llmc",
@@ -80,8 +81,23 @@ class _Opposites:
     """The options of `llmc serve` that turn a switch off; queried only for a config file."""
 
     def __contains__(self, name: object) -> bool:
-        serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-        return any(name in parameter.secondary_opts for parameter in serve.params)
+        return any(name in parameter.secondary_opts for parameter in _serve_parameters())
+
+
+def _serve_parameters() -> Any:
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    return serve.params
+
+
+def _serve_options() -> dict[str, bool]:
+    """Each option of `llmc serve`, and whether it takes a value."""
+    taken = {
+        name: not parameter.is_flag
+        for parameter in _serve_parameters()
+        if parameter.param_type_name == "option"
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
+    return {**taken, "-h": False, "--help": False}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,10 +108,10 @@ def main(argv: list[str] | None = None) -> int:
     words = [word for word in given if word != "--debug"]
     try:
         if words[:1] == ["serve"]:
-            ported = port(expand(words[1:], _Opposites()))
+            ported = port(expand(words[1:], _Opposites()), _serve_options())
             words = ["serve", *ported.words]
-            if ported.left_out:
-                errors.note_left_out(ported.left_out)
+            if left_out := {**ported.left_out, **left_out_variables(os.environ)}:
+                errors.note_left_out(left_out)
         result = app(words, prog_name="llmc", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         return errors.report(error, debug=debug, argv=words)

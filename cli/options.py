@@ -40,6 +40,8 @@ COMPILER_PANEL = "Compiler"
 _FIELD_TYPES = get_type_hints(EngineConfig)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_TOKENS = re.compile(r"(-?\d+(?:\.\d+)?)([kKmM]?)")
+_TOKEN_UNITS = {"": 1, "k": 1000, "K": 2**10, "m": 10**6, "M": 2**20}
 
 
 def parse_size(text: str, flag: str = "--kv-cache-memory") -> int:
@@ -50,6 +52,19 @@ def parse_size(text: str, flag: str = "--kv-cache-memory") -> int:
             f"{flag} must be a number of bytes such as 1048576, 512M or 2G, got {text!r}"
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_tokens(text: str, flag: str) -> int:
+    """A number of tokens, also as vLLM takes it: `32k` is 32,000, `32K` 32,768, `1.5k` 1,500."""
+    match = _TOKENS.fullmatch(text)
+    if match is None or ("." in text and match[2] not in ("k", "m")):
+        raise ConfigError(f"{flag} must be a number of tokens such as 8192, 8k or 8K, got {text!r}")
+    return int(float(match[1]) * _TOKEN_UNITS[match[2]])
+
+
+def parse_context(text: str) -> int | None:
+    """None for `auto` and -1: as many tokens as the model has and the memory allows."""
+    return None if text in ("auto", "-1") else parse_tokens(text, "--max-model-len")
 
 
 def parse_buckets(text: str) -> tuple[int, ...]:
@@ -229,7 +244,9 @@ ENGINE_OPTIONS = (
         field="max_model_len",
         panel=BATCH_PANEL,
         metavar="TOKENS",
-        help="Context length in tokens. Default: the model's own.",
+        read=parse_context,
+        help="Context length in tokens: 8192, 8k (8,000) or 8K (8,192). Default (also auto): the "
+        "model's own, or what fits into memory.",
     ),
     EngineOption(
         field="max_num_seqs",
@@ -241,6 +258,7 @@ ENGINE_OPTIONS = (
         field="max_num_batched_tokens",
         panel=BATCH_PANEL,
         metavar="TOKENS",
+        read=lambda text: parse_tokens(text, "--max-num-batched-tokens"),
         help="Maximum number of tokens computed in one step, over all sequences.",
     ),
     EngineOption(

@@ -6,10 +6,12 @@ Flags that request what llmc always does are ignored, with one warning for all o
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from llmc.errors import ConfigError
 from llmc.frontend.ported_options import (
@@ -25,6 +27,12 @@ from llmc.frontend.ported_options import (
     listed,
     task_of,
 )
+
+
+class UnknownOptionsError(ConfigError):
+    """A command line has unknown flags."""
+
+    hint = "see `llmc serve --help`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +91,9 @@ _TRANSLATED: Mapping[str, Callable[[str, dict[str, str]], list[str]]] = {
     "--convert": _task("--convert"),
 }
 _WITH_VALUE = frozenset((*RENAMED, *_TRANSLATED, *NOT_NEEDED_WITH_VALUE, *VALUES))
+_MODEL = frozenset(("--model", "--model-path", "-m"))
+_IN_JSON = ("--speculative-config", "--limit-mm-per-prompt")
+TYPO = 0.75  # how alike two options must be for one to be a misspelling of the other
 _KNOWN = _WITH_VALUE.union(WRITTEN, NOT_NEEDED, REFUSED)
 _SEVERAL = (
     "--served-model-name",
@@ -91,16 +102,21 @@ _SEVERAL = (
 )  # accept several values in a row if the first word is MODEL
 
 
-def port(words: Sequence[str]) -> Ported:
+def port(words: Sequence[str], options: Mapping[str, bool] | None = None) -> Ported:
     """Translate `llmc serve` words that may contain vLLM flags into llmc's own flags.
+
+    `options` are llmc's own flags, and whether each takes a value. Without it, unknown flags stay as
+    they are.
 
     Raises ConfigError naming every unsupported flag, and what to do instead.
     """
     out: list[str] = []
     left_out: dict[str, str] = {}
     refused: dict[str, str] = {}
-    rest = [word for given in words for word in _split(given)]
-    has_model = bool(rest) and not rest[0].startswith("-")
+    unknown: list[str] = []
+    objects: dict[str, dict[str, Any]] = {}  # options in JSON that were given key by key
+    rest = [word for given in words for word in _split(given, options or {})]
+    has_model = bool(rest) and (not rest[0].startswith("-") or not _MODEL.isdisjoint(rest))
     while rest:
         name = rest.pop(0)
         if name in WRITTEN:
@@ -114,10 +130,19 @@ def port(words: Sequence[str]) -> Ported:
                 out += [name, rest.pop(0)]
         elif name in REFUSED:
             refused[name] = REFUSED[name]
-            while rest and not rest[0].startswith("-"):
-                rest.pop(0)
+            _drop_values(rest)
+        elif name.partition(".")[0] in _IN_JSON and "." in name:
+            _set(objects, name, rest)
         elif name not in _WITH_VALUE:
-            out.append(name)
+            option = name.partition("=")[0]
+            if options is None or not option.startswith("--") or option in options:
+                out.append(name)
+                if options is not None and options.get(name):
+                    out += rest[:1]
+                    del rest[:1]
+            else:
+                unknown.append(option)
+                _drop_values(rest)
         elif not rest:
             raise ConfigError(f"{name} needs a value")
         else:
@@ -132,21 +157,73 @@ def port(words: Sequence[str]) -> Ported:
                 left_out[name] = f"{value} is what llmc does"
             else:
                 refused[f"{name} {value}"] = VALUES[name][1]
+    if unknown and options is not None:
+        raise UnknownOptionsError(_say_unknown(unknown, options, refused))
     if refused:
         raise ConfigError(f"llmc serve does not support {listed(refused)}")
+    out += [f"{name}={json.dumps(value)}" for name, value in objects.items()]
     return Ported(words=out, left_out=left_out)
 
 
-def _split(word: str) -> list[str]:
-    """`--a_b=c` as `--a-b`, `c` if a table has that flag: vLLM accepts both spellings."""
+def left_out_variables(environment: Iterable[str]) -> dict[str, str]:
+    """vLLM's environment variables that have no effect, with the reason. Its API key is read."""
+    return {
+        name: "flags are read from variables named LLMC_..."
+        for name in sorted(environment)
+        if name.startswith("VLLM_") and name != "VLLM_API_KEY"
+    }
+
+
+def _drop_values(rest: list[str]) -> None:
+    while rest and not rest[0].startswith("-"):
+        rest.pop(0)
+
+
+def _set(objects: dict[str, dict[str, Any]], name: str, rest: list[str]) -> None:
+    """`--option.key value`, vLLM's syntax for one key of a JSON option."""
+    path, equals, value = name.partition("=")
+    if not equals:
+        if not rest:
+            raise ConfigError(f"{path} needs a value")
+        value = rest.pop(0)
+    option, *keys, last = path.split(".")
+    inner = objects.setdefault(option, {})
+    for key in keys:
+        inner = inner.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{path}: {key} has a value already")
+    try:
+        inner[last] = json.loads(value)
+    except ValueError:
+        inner[last] = value
+
+
+def _say_unknown(
+    unknown: Sequence[str], options: Mapping[str, bool], refused: Mapping[str, str]
+) -> str:
+    """One sentence about all unknown flags, and those that are refused."""
+    parts = []
+    for name in unknown:
+        nearest = difflib.get_close_matches(name, options, n=1, cutoff=TYPO)
+        parts.append(f"{name} (did you mean {nearest[0]}?)" if nearest else name)
+    more = f"; and it does not support {listed(refused)}" if refused else ""
+    return f"llmc serve has no option {', '.join(parts)}{more}"
+
+
+def _split(word: str, options: Mapping[str, bool]) -> list[str]:
+    """`--a_b=c` as `--a-b`, `c` if a table has that flag, and as `--a-b=c` if `options` has it:
+    vLLM accepts both spellings."""
     name, equals, value = word.partition("=")
     if not name.startswith("-"):
         return [word]
-    known = name.replace("_", "-")
+    known, dot, key = name.partition(".")
+    known = known.replace("_", "-")
+    if dot and known in _IN_JSON:
+        return [known + dot + key + equals + value]
     if known in _SEVERAL:  # with `=` there is one value, which can begin with a dash
         return [known + equals + value]
     if known not in _KNOWN:
-        return [word]
+        return [known + equals + value] if known in options else [word]
     return [known, value] if equals else [known]
 
 

@@ -156,6 +156,7 @@ def command(
             "--api-key",
             help="Key that clients must send; can be repeated. Prefer LLMC_API_KEY, since other "
             "users can see command lines.",
+            envvar=["LLMC_API_KEY", "VLLM_API_KEY"],
             metavar="KEY",
             panel=SERVER_PANEL,
         ),

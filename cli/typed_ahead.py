@@ -1,4 +1,4 @@
-"""Keep keys that are typed while an answer streams out of it, and ready for the next prompt."""
+"""Keep keys that are typed while a model loads or answers off the screen, for the next prompt."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
@@ -370,6 +371,13 @@ class AsyncLLM:
                     answer.set_result(event)
             case EngineLost():
                 self._dead, self._is_over = event.reason, event.is_final
+                self._stats = dataclasses.replace(  # a dead engine holds nothing
+                    self._stats,
+                    num_running=0,
+                    num_waiting=0,
+                    num_deferred=0,
+                    num_free_blocks=self._stats.num_blocks,
+                )
                 self.is_asleep = self.is_asleep or event.is_asleep
                 self._lose_all("error")
             case RequestsLost():

@@ -146,6 +146,8 @@ class EngineConfig:
         if drafting is not None and drafting.quantization is not None:
             _one_of("quantization in speculative_config", drafting.quantization, QUANTIZATIONS)
         for kind, count in (self.limit_mm_per_prompt or {}).items():
+            if kind in ("audio", "video") and count == 0:
+                continue
             if kind != "image" or type(count) is not int or not 0 <= count <= MAX_IMAGES:
                 raise ConfigError(
                     'limit_mm_per_prompt must be {"image": COUNT} with a count of 0 to '

@@ -10,11 +10,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmc.errors import ConfigError
+from llmc.sampling_params import MAX_LOGPROBS
 
 log = logging.getLogger(__name__)
 
 _ONE_STAGE = "pipeline parallelism is not supported: use --tensor-parallel-size"
 _TEMPLATE = "the format is inferred from the model's chat template"
+_KERNELS = "kernels are chosen by device and model"
+_PAGES = "weights are read once, into separate memory"
+_ONE_DEVICE = "all layers are on one device: --device"
+_STEP = "--max-num-batched-tokens limits a step"
 
 # The same value under another name.
 RENAMED: Mapping[str, str] = {
@@ -30,6 +35,17 @@ RENAMED: Mapping[str, str] = {
     "--tp-size": "--tensor-parallel-size",
     "-dp": "--data-parallel-size",
     "--dp-size": "--data-parallel-size",
+    "--tp": "--tensor-parallel-size",
+    "--dp": "--data-parallel-size",
+    "--chunked-prefill-size": "--max-num-batched-tokens",
+    "--tokenizer-path": "--tokenizer",
+    "--random-seed": "--seed",
+    "-m": "--model",
+    "-c": "--max-model-len",
+    "-np": "--max-num-seqs",
+    "--parallel": "--max-num-seqs",
+    "-a": "--served-model-name",
+    "--alias": "--served-model-name",
 }
 # Switches that are written differently.
 WRITTEN: Mapping[str, tuple[str, ...]] = {
@@ -37,6 +53,11 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
     "--disable-uvicorn-access-log": ("--no-access-log",),
     "--disable-log-requests": ("--no-access-log",),
     "--no-enable-log-requests": ("--no-access-log",),
+    "--disable-radix-cache": ("--no-enable-prefix-caching",),
+    "--disable-cuda-graph": ("-O0",),
+    "--embedding": ("--task", "embed"),
+    "--embeddings": ("--task", "embed"),
+    "--is-embedding": ("--task", "embed"),
 }
 # Ignored, because they are always on or have no meaning here: switches, then options with a value.
 NOT_NEEDED: Mapping[str, str] = {
@@ -49,6 +70,22 @@ NOT_NEEDED: Mapping[str, str] = {
     "--disable-fastapi-docs": "--no-ui disables all pages",
     "--no-enable-log-outputs": "outputs are never logged",
     "--enable-log-requests": "the access log is on",
+    "--disable-cascade-attn": _KERNELS,
+    "--disable-hybrid-kv-cache-manager": "--disable-pass group_caches does it",
+    "--skip-mm-profiling": "--limit-mm-per-prompt says how many images there may be",
+    "--enable-server-load-tracking": "/load always has it",
+    "--enable-tokenizer-info-endpoint": "/tokenizer_info is always there",
+    "--enable-sleep-mode": "/sleep is the operator's: --admin-api-key",
+    "--exclude-tools-when-tool-choice-none": "they are left out of the prompt",
+    "--use-tqdm-on-load": "phases are shown as they end",
+    "--no-use-tqdm-on-load": "phases are shown as they end",
+    "--worker-use-ray": "--distributed-executor-backend ray does it",
+    "--calculate-kv-scales": "an 8-bit cache takes no scales",
+    "--jinja": "chat templates are always Jinja",
+    "--cont-batching": "batching is always continuous",
+    "--metrics": "/metrics is always there",
+    "--mlock": _PAGES,
+    "--no-mmap": _PAGES,
 }
 NOT_NEEDED_WITH_VALUE: Mapping[str, str] = {
     "--tool-call-parser": _TEMPLATE + "; --tool-format overrides it",
@@ -63,6 +100,27 @@ NOT_NEEDED_WITH_VALUE: Mapping[str, str] = {
     "--max-log-len": "prompts are never logged",
     "--response-role": "the role is always assistant",
     "--num-lookahead-slots": "blocks are allocated as needed",
+    "--attention-backend": _KERNELS,
+    "--moe-backend": _KERNELS,
+    "--flash-attn": _KERNELS,
+    "-fa": _KERNELS,
+    "--grammar-backend": "grammars have one implementation",
+    "--reasoning-config": _TEMPLATE,
+    "--mm-processor-cache-gb": "images are processed for each request",
+    "--max-num-partial-prefills": "a step computes as many as its token budget allows",
+    "--max-long-partial-prefills": "a step computes as many as its token budget allows",
+    "--long-prefill-token-threshold": _STEP,
+    "--ignore-patterns": "weights that are stored twice are not downloaded",
+    "--code-revision": "--revision is for code too",
+    "--n-gpu-layers": _ONE_DEVICE,
+    "--gpu-layers": _ONE_DEVICE,
+    "-ngl": _ONE_DEVICE,
+    "--cudagraph-capture-sizes": "use --cuda-graph-buckets",
+    "--max-cudagraph-capture-size": "use --cuda-graph-buckets",
+    "--batch-size": _STEP,
+    "-b": _STEP,
+    "--ubatch-size": _STEP,
+    "-ub": _STEP,
 }
 # Ignored for these values only, with advice for other values.
 VALUES: Mapping[str, tuple[frozenset[str], str]] = {
@@ -74,6 +132,9 @@ VALUES: Mapping[str, tuple[frozenset[str], str]] = {
     "--model-impl": (frozenset({"auto", "transformers"}), "models run from transformers' code"),
     "--ssl-cert-reqs": (frozenset({"0"}), "--ssl-ca-certs requires client certificates"),
     "--config-format": (frozenset({"auto", "hf"}), "only config.json is read"),
+    "--logprobs-mode": (frozenset({"raw_logprobs"}), "log-probabilities are the model's own"),
+    "--max-logprobs": (frozenset(map(str, range(MAX_LOGPROBS + 1))), f"{MAX_LOGPROBS} is the most"),
+    "--schedule-policy": (frozenset({"fcfs", "lpm"}), "choose with --scheduling-policy"),
 }
 REFUSED: Mapping[str, str] = {
     "--compilation-config": "choose a level with -O0 to -O3, and passes with --disable-pass",
@@ -91,6 +152,11 @@ REFUSED: Mapping[str, str] = {
     "--pooler-config": "choose with --task, --pooling and --normalize",
     "--override-pooler-config": "choose with --task, --pooling and --normalize",
     "--kv-transfer-config": "blocks stay on one device",
+    "--kv-events-config": "blocks stay on one device",
+    "--threads": "set OMP_NUM_THREADS; by default all cores are used",
+    "-t": "set OMP_NUM_THREADS; by default all cores are used",
+    "--allowed-local-media-path": "send images as data URLs",
+    "--trust-request-chat-template": "give the template with --chat-template",
     "--num-gpu-blocks-override": "set the cache size in bytes with --kv-cache-memory",
     "--speculative-model": 'give --speculative-config \'{"method":"draft_model","model":...}\'',
 }
@@ -156,6 +222,8 @@ def port_keywords(options: Mapping[str, Any], known: frozenset[str]) -> dict[str
             out[name] = "fp8_e4m3"
         elif name == "swap_space" and isinstance(value, int | float) and 0 < value < MAX_GIB:
             out[name] = int(value * 2**30)
+        elif name == "max_model_len" and value in ("auto", -1):
+            out[name] = None
         elif flag in RUNNERS:
             out |= {} if (task := task_of(flag, value)) is None else {"task": task}
         elif name in known:

@@ -85,13 +85,14 @@ def _facts(stages: Sequence[Stage], layer: int) -> LayerFacts:
     state = 0
     stateful: list[str] = []
     weights = read = chosen = 0
+    again = _repeated(stages[-1])
     for node in late:
         if node.op != "placeholder":
             continue
         role = input_of(node)
         if isinstance(role, WeightInput):
             size = num_bytes(node)
-            weights += size
+            weights += 0 if node in again else size
             targets = {str(u.target) for u in node.users}
             if any("expert_linear" in t for t in targets):
                 chosen += size
@@ -110,6 +111,19 @@ def _facts(stages: Sequence[Stage], layer: int) -> LayerFacts:
         read_bytes=read,
         expert_bytes=chosen,
     )
+
+
+def _repeated(stage: Stage) -> set[fx.Node]:
+    """Inputs for weights that an earlier input has too, which are in memory once: a quantized head
+    that is tied to the embeddings."""
+    seen: list[WeightInput] = []
+    found = set()
+    for node in stage.graph.graph.nodes:
+        if node.op == "placeholder" and isinstance(role := input_of(node), WeightInput):
+            if role in seen:
+                found.add(node)
+            seen.append(role)
+    return found
 
 
 def _nodes(stage: Stage, layer: int) -> list[fx.Node]:

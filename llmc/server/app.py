@@ -84,6 +84,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/api/embed", ollama.embed),
     ("POST", "/api/embeddings", ollama.embeddings),
     ("GET", "/api/tags", ollama.tags),
+    ("GET", "/api/ps", ollama.ps),
     ("POST", "/api/show", ollama.show),
     ("GET", "/api/version", ollama.version),
     ("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter),

@@ -109,6 +109,8 @@ class BatchRunner:
             if not self._work.cancelled() and (error := self._work.exception()) is not None:
                 if isinstance(error, EngineDeadError):
                     return False
+                if isinstance(error, OSError):  # a full disk is not the batch's fault
+                    raise error
                 log.error("batch %s failed", batch.id, exc_info=error)
                 batch.errors = [{"code": "internal_error", "message": "the server failed on it"}]
                 batch.reach("failed")

@@ -175,7 +175,11 @@ class BatchStore:
             expires_s=None if keep_s is None else now_ns // 10**9 + keep_s,
         )
         os.replace(aside, self.data(stored))
-        _write(self._files / f"{stored.id}.json", asdict(stored))
+        try:
+            _write(self._files / f"{stored.id}.json", asdict(stored))
+        except OSError:  # a full disk: without its record nobody could delete it
+            self.data(stored).replace(aside)
+            raise
         return stored
 
     def _check_room(self) -> None:
@@ -341,8 +345,12 @@ def _write(path: Path, value: dict[str, Any], *, is_durable: bool = True) -> Non
     with tempfile.NamedTemporaryFile(
         "w", dir=path.parent, prefix=".new-", delete=False, encoding="utf-8"
     ) as aside:
-        json.dump(value, aside)
-        aside.flush()
-        if is_durable:
-            os.fsync(aside.fileno())
-    os.replace(aside.name, path)
+        try:
+            json.dump(value, aside)
+            aside.flush()
+            if is_durable:
+                os.fsync(aside.fileno())
+            os.replace(aside.name, path)
+        except OSError:
+            os.unlink(aside.name)
+            raise

@@ -51,7 +51,10 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 def _check_headers(request: Request) -> None:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
+    # Ollama's clients may name no type, or curl's. A web page, which names its origin, has to:
+    # browsers let it send the others unasked.
+    is_free = request.url.path.startswith("/api/") and "origin" not in request.headers
+    if media_type != "application/json" and not is_free:
         raise ApiError(
             415,
             f"content-type must be application/json, got {media_type[:80] or 'none'}",

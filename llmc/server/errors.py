@@ -7,6 +7,7 @@ Ollama      {"error": ...}                                                      
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from typing import Any
@@ -147,6 +148,9 @@ def as_api_error(exc: Exception) -> ApiError:
             return ApiError(503, str(exc), code="engine_dead")
         case ValidationError():
             return _of_validation(exc)
+        case OSError() if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            log.error("no room on the disk: %s", exc)
+            return ApiError(503, "the server's disk is full; delete files, or try again later")
     log.error("unexpected error", exc_info=exc)
     return ApiError(500, "the server failed on this request; its log has the details")
 
@@ -175,7 +179,7 @@ def _of_validation(exc: ValidationError) -> ApiError:
         return ApiError(
             400, f"unknown parameter {param!r}", param=param, code="unsupported_parameter"
         )
-    more = f" (and {len(errors) - 1} more problems)" if len(errors) > 1 else ""
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     message = f"{param or 'body'}: {first['msg']}, got {_brief(first.get('input'))}{more}"
     code = "missing_field" if first["type"] == "missing" else "invalid_value"
     return ApiError(400, message, param=param or None, code=code)

@@ -1,4 +1,4 @@
-"""/api/chat, /api/generate, /api/embed, /api/tags, /api/show, /api/version: Ollama's API.
+"""/api/chat, /api/generate, /api/embed, /api/tags, /api/ps, /api/show, /api/version: Ollama's API.
 
 Streams are lines of JSON, and times are nanoseconds.
 """
@@ -135,6 +135,12 @@ async def tags(request: Request) -> Response:
     return json_response({"models": cards})
 
 
+async def ps(request: Request) -> Response:
+    state = request.app.state
+    cards = [running_card(name, state.created, state.llm.info) for name in state.names]
+    return json_response({"models": [] if state.sleeper.level else cards})
+
+
 async def show(request: Request) -> Response:
     body = await read_body(request, ShowBody)
     wanted = body.model or body.name
@@ -224,6 +230,16 @@ def card(name: str, created: int, info: ModelInfo | None) -> dict[str, Any]:
             "parameter_size": "",
             "quantization_level": "" if info is None else info.dtype,
         },
+    }
+
+
+def running_card(name: str, created: int, info: ModelInfo) -> dict[str, Any]:
+    """What is told of a model that is loaded."""
+    return {
+        **card(name, created, info),
+        "expires_at": "9999-12-31T23:59:59Z",  # no time after which it would be unloaded
+        "size_vram": 0 if info.device == "cpu" else info.weight_bytes,
+        "context_length": info.max_model_len,
     }
 
 

@@ -67,6 +67,11 @@ class OllamaOptions(BaseModel):
                     param=f"options.{name}",
                     code="unsupported_parameter",
                 )
+            if name == "num_predict" and value == 0 and not isinstance(value, bool):
+                raise InvalidRequestError(
+                    "options.num_predict must be at least 1, or -1 for all that fits, got 0",
+                    param="options.num_predict",
+                )
             if name not in FREE and name not in NEUTRAL:
                 kept[name] = value
         return kept

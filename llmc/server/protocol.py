@@ -27,7 +27,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "guided_decoding_backend": (None,),
     "suffix": (None, ""),
     "audio": (None,),
     "modalities": (None, ["text"]),
@@ -42,6 +41,10 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "thinking_token_budget": (None,),
     "logprob_token_ids": (None,),
     "return_tokens_as_token_ids": (None, False),
+    "echo": (None, False),
+    "add_special_tokens": (None, False),
+    "mm_processor_kwargs": (None, {}),
+    "length_penalty": (None, 1, 1.0),
 }
 
 
@@ -95,6 +98,19 @@ class StructuredOutputsBody(BaseModel):
     grammar: str | None = None
     additional_properties: bool | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        """Drop nulls, and vLLM's options that ask for nothing."""
+        if not isinstance(data, dict):
+            return data
+        free = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
+        return {
+            name: value
+            for name, value in data.items()
+            if value is not None and not (name in free and value is False)
+        }
+
 
 class GenerationBody(Body):
     """Fields shared by chat and plain completions. Unset ones use the model's defaults."""
@@ -131,6 +147,7 @@ class GenerationBody(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    guided_decoding_backend: Any = None  # there is one
     priority: Int64 = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None

@@ -115,7 +115,7 @@ class ResponseCall:
         usage = answer.usage(stream)
         response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._turn.num_reasoning_tokens(stream)},
             "total_tokens": usage["total_tokens"],

@@ -162,6 +162,21 @@ async def tags(request: Request) -> Response:
     )
 
 
+async def ps(request: Request) -> Response:
+    """Ollama's list of the loaded ones."""
+    state = request.app.state
+    loaded = [one for one in state.manager.models.values() if one.state == "loaded"]
+    return json_response(
+        {
+            "models": [
+                ollama.running_card(model.name, state.created, model.llm.info)
+                for model in loaded
+                if model.llm is not None
+            ]
+        }
+    )
+
+
 async def health(request: Request) -> Response:
     """200 as long as the server responds: a model's failure does not affect the others."""
     return json_response({"status": "ok"})
@@ -265,6 +280,7 @@ OWN: Mapping[str, app.Endpoint] = {
     "/v1/models": list_models,
     "/v1/models/{name:path}": get_model,
     "/api/tags": tags,
+    "/api/ps": ps,
     "/api/version": ollama.version,
     "/v1/responses/{name}": responses.get_response,
     "/health": health,

@@ -176,8 +176,8 @@ def _function(given: Any, names: Sequence[str]) -> str:
         )
     if name not in names:
         raise InvalidRequestError(
-            f"tool_choice names {name!r:.80}, which is not in tools; tools are "
-            f"{', '.join(names)[:200] or 'none'}",
+            f"tool_choice names {name!r:.80}, which is not among the tools "
+            f"({', '.join(names)[:200] or 'there are none'})",
             param="tool_choice",
         )
     return name

@@ -210,7 +210,7 @@ async def prepare_turn(request: Request, body: ChatBody) -> Turn:
     llm: AsyncLLM = request.app.state.llm
     model = model_name(request, body.model)
     llm.inputs.need_generation()
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     sampling = sampling_params(
         body,

@@ -51,8 +51,14 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
         ) from e
     hf_config = parsed(config)
     parameters = map_parameters(header, hf_config, config)
-    made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=made.parent))
+    try:
+        made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=made.parent))
+    except OSError as e:
+        raise CheckpointError(
+            f"{made.parent}, which keeps what is read of a GGUF file, can't be written "
+            f"({e.strerror}); set LLMC_CACHE_DIR to a folder that can be"
+        ) from e
     try:
         hf_config.save_pretrained(folder)
         settings = {**(sampling or {}), **generation_config(header)}

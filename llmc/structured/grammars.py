@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from typing import Literal
@@ -25,12 +26,7 @@ _LIMITS = LLParserLimits(
 )
 
 
-_FORMATS: dict[str, Literal["gbnf", "regex", "choice"]] = {
-    "grammar": "gbnf",
-    "regex": "regex",
-    "choice": "choice",
-}
-
+_GBNF_RULE = re.compile(r"^\s*[A-Za-z_][\w-]*\s*::=", re.MULTILINE)
 
 # White space in JSON: nothing, a space, or a newline with indentation. Without a bound, a small
 # model may generate white space until it reaches max_tokens.
@@ -49,10 +45,16 @@ def compile_grammar(spec: StructuredOutputs) -> str:
                 spec.text, defaults={"whitespace_pattern": _WHITE_SPACE}
             )
         else:
-            made = str(llguidance.grammar_from(_FORMATS[spec.kind], spec.text))
+            made = str(llguidance.grammar_from(_format(spec), spec.text))
         return _after(spec.preamble, made) if spec.preamble else made
     except (ValueError, RecursionError) as error:
         raise _invalid(spec, str(error)) from error
+
+
+def _format(spec: StructuredOutputs) -> Literal["gbnf", "lark", "regex", "choice"]:
+    if spec.kind != "grammar":
+        return "regex" if spec.kind == "regex" else "choice"
+    return "gbnf" if _GBNF_RULE.search(spec.text) else "lark"
 
 
 def _after(preamble: str, grammar: str) -> str:
@@ -66,9 +68,11 @@ def _after(preamble: str, grammar: str) -> str:
 
 
 def _invalid(spec: StructuredOutputs, reason: str) -> InvalidRequestError:
-    first = reason.strip().splitlines()[0][:500] if reason.strip() else "it is not accepted"
+    lines = reason.strip().splitlines() or ["it is not accepted"]
+    causes = [line.strip() for line in lines[1:] if line.startswith("error: ")]  # of a regex
     param = f"structured_outputs.{spec.kind}"
-    return InvalidRequestError(f"{param} can't be used: {first}", param=param)
+    shown = " ".join((lines[0], *causes))[:500]
+    return InvalidRequestError(f"{param} can't be used: {shown}", param=param)
 
 
 class Matcher:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import termios
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,11 +15,13 @@ import pytest
 from scripted_engine import REPLY, SCRIPTS, make_scripted
 
 from llmc.async_llm import AsyncLLM
-from llmc.cli.chat import find_question, is_model_word
+from llmc.cli.chat import Ask, find_question, is_model_word
 from llmc.cli.chat_backends import ServerBackend
 from llmc.cli.chat_engine import EngineBackend
+from llmc.cli.chat_session import chat_with_engine
 from llmc.cli.chat_terminal import stream_answer, visible
 from llmc.cli.conversation import Conversation, TurnStats, why_it_ended
+from llmc.config import EngineConfig
 from llmc.errors import ConfigError, InvalidRequestError, LlmcError
 
 
@@ -194,6 +199,36 @@ def test_server_errors_are_told_apart() -> None:
 )  # fmt: skip
 def test_what_counts_as_a_model(word: str, expected: bool) -> None:
     assert is_model_word(word) is expected
+
+
+def test_keys_typed_while_a_model_loads_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    far, near = os.openpty()
+
+    def echoes() -> bool:
+        return bool(termios.tcgetattr(near)[3] & termios.ECHO)
+
+    def load(*_: Any, **__: Any) -> None:
+        assert not echoes()
+        raise LlmcError("the model is broken")
+
+    monkeypatch.setattr("llmc.cli.chat_session.load_async_llm", load)
+    ask = Ask(question=None, system=None, settings={}, show_stats=None)
+    with open(near, encoding="utf-8") as stdin, open(far, "wb"):
+        monkeypatch.setattr("sys.stdin", stdin)
+        with pytest.raises(LlmcError, match="broken"):
+            chat_with_engine(EngineConfig(), ask)
+        assert echoes()
+
+
+def test_bytes_that_are_no_text_are_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "piped").write_bytes(b"\xff\xfe hi")
+    for errors in ("strict", "surrogateescape"):
+        with open(tmp_path / "piped", encoding="utf-8", errors=errors) as piped:
+            monkeypatch.setattr("sys.stdin", piped)
+            with pytest.raises(ConfigError, match="stdin is not UTF-8 text"):
+                find_question([], None)
 
 
 def test_the_question_comes_from_words_and_stdin(monkeypatch: pytest.MonkeyPatch) -> None:

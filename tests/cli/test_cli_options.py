@@ -112,6 +112,16 @@ def test_flag_beats_environment_variable(monkeypatch: pytest.MonkeyPatch) -> Non
     assert parse("--max-model-len", "50").max_model_len == 50
 
 
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("8k", 8000), ("8K", 8192), ("1.5k", 1500), ("1M", 2**20), ("auto", None), ("-1", None)],
+)
+def test_tokens_are_counted_as_vllm_does(text: str, tokens: int | None) -> None:
+    assert parse("--max-model-len", text).max_model_len == tokens
+    if tokens is not None:
+        assert parse("--max-num-batched-tokens", text).max_num_batched_tokens == tokens
+
+
 def test_model_can_be_positional() -> None:
     assert parse("a/b").model == "a/b"
     assert parse("a/b", "--model", "a/b").model == "a/b"
@@ -132,6 +142,8 @@ def test_optimization_level_spellings(spelling: list[str]) -> None:
         (["--block-size", "24"], "--block-size must be a power of two"),
         (["--cuda-graph-buckets", "1,x"], "--cuda-graph-buckets must be sizes such as 1,2,4,8"),
         (["--cuda-graph-buckets", "0"], "--cuda-graph-buckets must be a positive integer, got 0"),
+        (["--max-model-len", "1.5K"], "--max-model-len must be a number of tokens such as"),
+        (["--max-num-batched-tokens", "x"], "--max-num-batched-tokens must be a number of tokens"),
         (["-O9"], "--opt-level must be 0, 1, 2 or 3, got 9"),
         (["--dtype", "int3"], "unknown dtype 'int3'; choose one of auto"),
         (["--kv-cache-memory", "0"], "--kv-cache-memory must be a positive integer, got 0"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from llmc.cli.main import app
+from llmc.cli.main import app, main
 from llmc.cli.ported_flags import hint, port
 from llmc.errors import ConfigError
 from llmc.frontend.engine_options import make_config
@@ -40,12 +40,20 @@ LINES = {
     "m --runner pooling": "m --task pooling",
     "m --runner auto --convert embed": "m --task embed",
     "m --api-server-count 2 --generation-config vllm": "m --api-workers 2",
+    "--model m --served-model-name a b": "--model m --served-model-name a --served-model-name b",
+    "-m m -ngl 99 -c 8k --jinja -fa on": "--model m --max-model-len 8k",
+    "m --limit-mm-per-prompt.image 2": 'm --limit-mm-per-prompt={"image":2}',
+    "m --structured-outputs-config.backend=x": "m",
+    "m --speculative-config.method ngram --speculative_config.num_speculative_tokens=3": (
+        'm --speculative-config={"method":"ngram","num_speculative_tokens":3}'
+    ),
 }
 
 
 @pytest.mark.parametrize("line", LINES)
 def test_a_line_is_written_as_ours(line: str) -> None:
-    assert port(line.split()).words == LINES[line].split()
+    words = [re.sub(r"\s", "", word) for word in port(line.split()).words]
+    assert words == LINES[line].split()
 
 
 def test_every_word_of_ours_is_an_option_of_serve() -> None:
@@ -80,10 +88,35 @@ def test_all_that_is_refused_is_told_at_once() -> None:
         assert name in str(caught.value)
 
 
+def test_flags_that_nobody_knows_are_told_with_those_that_are_refused() -> None:
+    options = {"--port": True, "--max-num-seqs": True, "--enable-lora": False}
+    line = "m --foo 1 --max_num_seqs=3 --bar=2 --port --x --max-num-sqs 4 --hf-overrides.a 1"
+    with pytest.raises(ConfigError) as caught:
+        port(line.split(), options)
+    told = "--foo, --bar, --max-num-sqs (did you mean --max-num-seqs?)"
+    assert f"no option {told}; and can't have --hf-overrides (" in str(caught.value)
+    known = "m --max_num_seqs=3 --enable_lora --port 9"
+    assert port(known.split(), options).words == known.replace("_", "-").split()
+
+
 def test_adapters_may_stand_in_a_row() -> None:
     words = ["m", "--enable-lora", "--lora-modules", "a=b", "c=d", "--max-lora-rank", "9"]
     want = ["m", "--enable-lora", "--lora-modules", "a=b", "--lora-modules", "c=d"]
     assert port(words).words == [*want, "--max-lora-rank", "9"]
+
+
+def test_variables_have_no_effect_but_for_the_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "very-secret")
+    monkeypatch.setenv("VLLM_USE_V1", "1")
+    assert main(["serve", "--port", "x"]) == 2
+    told = capsys.readouterr().err
+    assert "VLLM_USE_V1 (" in told and "VLLM_API_KEY" not in told
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    assert serve.make_context("serve", []).params["api_key"] == ["very-secret"]
+    monkeypatch.setenv("LLMC_API_KEY", "ours")
+    assert serve.make_context("serve", []).params["api_key"] == ["ours"]
 
 
 def test_what_is_left_out_is_told_with_the_reason() -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from gguf import GGMLQuantizationType
 from tiny_configs import tiny_config
+from tiny_gguf import write_gguf
 from tiny_models import make_config
 
 from llmc.config import EngineConfig
@@ -73,6 +75,12 @@ def test_short_and_whole_captures_agree(mixed: tuple[Path, Inspection]) -> None:
     for name in ("layers", "passes", "kernels", "num_parameters", "vocab_size"):
         assert getattr(short, name) == getattr(whole, name), name
     assert short.sizes.weight_bytes == whole.sizes.weight_bytes
+
+
+def test_a_quantized_head_that_is_the_embedding_counts_once(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "gemma2", GGMLQuantizationType.Q8_0)
+    started = start_engine(options(path, opt_level=0, max_num_seqs=2, block_size=16))
+    assert inspect_model(options(path)).sizes.weight_bytes == started.info.weight_bytes
 
 
 def test_bytes_are_those_of_a_start(mixed: tuple[Path, Inspection]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections.abc import Iterator
@@ -435,6 +436,32 @@ def test_a_server_that_ends_while_a_batch_expires_loses_nothing(
         check_expired(live, found, at_least=3)
         assert found["output_file_id"] == ended["output_file_id"]
         assert found["request_counts"] == ended["request_counts"]
+
+
+def test_a_full_disk_loses_no_batch_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(batch_runner, "_DISK_RETRY_S", 0.01)
+    with live_server(ServerSettings(batch_dir=str(tmp_path))) as live:
+        for place in ("json.dump", "os.fsync"):
+            with mock.patch(f"llmc.server.batch_store.{place}", side_effect=full):
+                files = {"file": ("in.jsonl", b"{}")}
+                answer = live.client.post("/v1/files", data={"purpose": "batch"}, files=files)
+                assert answer.status_code == 503 and "disk is full" in answer.text
+            assert not list((tmp_path / "files").iterdir())
+        failures = iter([full, full])
+        appender = batch_runner.BatchRunner._appender
+
+        def append(*given: Any) -> Any:
+            for failure in failures:
+                raise failure
+            return appender(*given)
+
+        monkeypatch.setattr(batch_runner.BatchRunner, "_appender", append)
+        found = wait(live, begin(live, LINES))
+        assert next(failures, None) is None
+        assert found["status"] == "completed" and not list(tmp_path.glob("*/.new-*"))
 
 
 def test_files_expire(tmp_path: Path, clock: Clock) -> None:

@@ -38,7 +38,7 @@ ATTACKS = (
     "- <style>*{display:none}</style>\n> <a href=javascript:window.hacked=1>q</a>",
 )
 MARKDOWN = (
-    "# Title\n\nSome **bold**, *thin* and `code`; see https://example.com/x.\n\n"
+    "# Title\n\nSome **bold**, *thin*, ***both*** and `code`; see https://example.com/x.\n\n"
     "1. one\n   - deep\n2. two\n\n```python\ndef f():\n    return 1\n```\n\n"
     "| a | b |\n|---|---|\n| 1 | 2 |\n\n> quoted\n\nend *open"
 )
@@ -108,6 +108,7 @@ def test_an_answer_streams_and_is_drawn(page: Page, spoken: Live) -> None:
     assert page.text_content(f"{body} h3") == "Title"
     assert page.text_content(f"{body} strong") == "bold"
     assert page.text_content(f"{body} em") == "thin"
+    assert page.text_content(f"{body} strong em") == "both"
     assert page.get_attribute(f"{body} a", "href") == "https://example.com/x"
     assert page.text_content(f"{body} ol > li ul li p") == "deep"
     assert page.text_content(f"{body} pre code") == "def f():\n    return 1\n"
@@ -186,6 +187,10 @@ def test_answers_with_settings_and_probabilities(page: Page, spoken: Live) -> No
     page.fill("#set-max_tokens", "7")
     page.fill("#set-schema", "{")
     assert page.is_visible("#schema-error")
+    page.fill("#prompt", "kept")
+    page.press("#prompt", "Enter")
+    page.wait_for_selector("#notice >> text=The schema is not JSON")
+    assert page.input_value("#prompt") == "kept" and page.locator(".message").count() == 0
     page.fill("#set-schema", "")
     page.check("#set-logprobs")
     sent: list[Any] = []
@@ -256,11 +261,18 @@ def test_the_page_comes_back_after_a_restart(page: Page) -> None:
         page.wait_for_selector("#figures >> text=of 4 rows")
     page.wait_for_selector("#connection[data-state=down]")
     with live_server(port=port, max_num_seqs=3) as live:
+        page.wait_for_selector("#connection[data-state=up]")
+        page.click("#tab-settings")  # the engine is not watched now
+    page.fill("#prompt", "brief")
+    page.press("#prompt", "Enter")
+    page.wait_for_selector("#connection[data-state=down]")
+    with live_server(port=port, max_num_seqs=3) as live:
         live.scripted.runner.scripts = WORDS
         page.wait_for_selector("#connection[data-state=up]")
+        page.click("#tab-engine")
         page.wait_for_selector("#figures >> text=of 3 rows")
         ask(page, "brief")
-        assert page.text_content(".assistant .body") == "Yes."
+        assert page.locator(".assistant .body").last.text_content() == "Yes."
 
 
 def test_a_narrow_page_has_no_sideways_scrolling(page: Page, spoken: Live) -> None:

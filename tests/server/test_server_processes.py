@@ -114,7 +114,9 @@ def test_a_killed_engine_is_an_error_at_once_and_then_another_engine(live: LiveP
     refused = live.complete()  # the listener stays
     assert refused.status_code == 503 and "being restarted" in refused.json()["error"]["message"]
     assert live.status("/ready") == live.status("/health") == 503
-    assert 'llmc:engine_up{model_name="scripted"} 0.0' in live.client.get("/metrics").text
+    metrics = live.client.get("/metrics").text
+    for gauge in ("engine_up", "num_requests_running", "kv_cache_usage_perc"):
+        assert f'llmc:{gauge}{{model_name="scripted"}} 0.0' in metrics
     live.supervisor._budget = PLENTY
 
     wait_for(lambda: live.status("/ready") == 200)

@@ -445,6 +445,17 @@ def test_what_ollama_clients_ask_of_the_model(live: Live) -> None:
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
     assert shown["model_info"]["llmc.context_length"] == 2048
     assert live.client.get("/api/version").json().keys() == {"version"}
+    [running] = live.client.get("/api/ps").json()["models"]
+    assert {**running, **model} == running and running["context_length"] == 2048
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded"])
+def test_ollama_bodies_need_no_type_unless_a_page_sends_them(kind: str | None, live: Live) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    body = json.dumps({"messages": [USER], "stream": False}).encode()
+    assert live.client.post(OLLAMA, content=body, headers=headers).json()["done"]
+    page = {**headers, "origin": str(live.client.base_url)}
+    assert live.client.post(OLLAMA, content=body, headers=page).status_code == 415
 
 
 WRONG_OLLAMA: list[tuple[dict[str, Any], int, str]] = [
@@ -453,7 +464,7 @@ WRONG_OLLAMA: list[tuple[dict[str, Any], int, str]] = [
     ({"options": "x"}, 400, "options"),
     ({"options": {"top_kk": 1}}, 400, "options.top_kk"),
     ({"options": {"temperature": 3}}, 400, "options.temperature"),
-    ({"options": {"num_predict": 0}}, 400, "max_tokens"),
+    ({"options": {"num_predict": 0}}, 400, "options.num_predict must be at least 1"),
     ({"format": "xml"}, 400, "format"),
     ({"messages": [{**USER, "images": ["aGk="]}]}, 400, "it reads text only"),
     ({"messages": [{**USER, "images": "aGk="}]}, 400, "messages[0].images"),

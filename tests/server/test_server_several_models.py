@@ -79,6 +79,8 @@ def test_every_protocol_finds_the_model(live: LiveModels) -> None:
     assert live.client.post("/detokenize", json=tokens).status_code == 400  # it has no tokenizer
     names = [one["name"] for one in live.client.get("/api/tags").json()["models"]]
     assert names == ["a", "b", "broken"]
+    running = [one["name"] for one in live.client.get("/api/ps").json()["models"]]
+    assert running == [m.name for m in live.manager.models.values() if m.state == "loaded"]
     shown = live.client.post("/api/show", json={"name": "a:latest"})
     assert shown.status_code == 200 and shown.json()["model_info"]["llmc.context_length"] == 2048
     assert live.client.get("/openapi.json", params={"model": "a"}).status_code == 200

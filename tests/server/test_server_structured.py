@@ -32,7 +32,11 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"regex": "[A-F]{3}"}}, "[A-F]{3}"),
     ({"structured_outputs": {"choice": ["one", "two"]}}, "one|two"),
     ({"structured_outputs": {"grammar": GRAMMAR}}, "<[a-c]{1,2}>"),
-    ({"guided_regex": "[A-F]{3}"}, "[A-F]{3}"),
+    (
+        {"structured_outputs": {"choice": ["one"], "regex": None, "disable_any_whitespace": False}},
+        "one",
+    ),
+    ({"guided_regex": "[A-F]{3}", "guided_decoding_backend": "xgrammar"}, "[A-F]{3}"),
     ({"guided_choice": ["one", "two"]}, "one|two"),
     ({"guided_grammar": GRAMMAR}, "<[a-c]{1,2}>"),
 ]

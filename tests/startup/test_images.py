@@ -110,3 +110,4 @@ def test_what_needs_no_proof() -> None:
     assert "tensor_parallel_size" in str(_unwanted(ranks))
     with pytest.raises(ConfigError, match="audio and video are not supported"):
         EngineConfig(limit_mm_per_prompt={"audio": 1})
+    assert EngineConfig(limit_mm_per_prompt={"image": 2, "video": 0}).max_images == 2

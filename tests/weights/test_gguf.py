@@ -75,6 +75,16 @@ def test_gguf_makes_its_map_of_names_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(made) == 1
 
 
+def test_a_cache_that_cant_be_written_is_told_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LLMC_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(CheckpointError, match=r"\(Not a directory\); set LLMC_CACHE_DIR"):
+        model_directory(path)
+
+
 def test_the_size_of_weights_is_that_of_all_parts(tmp_path: Path) -> None:
     for part, count in ((1, 100), (2, 50), (3, 25)):
         (tmp_path / f"m-0000{part}-of-00003.gguf").write_bytes(bytes(count))

@@ -176,17 +176,22 @@ function history(one, node) {
   return messages;
 }
 
-async function ask(question) {
-  const one = chat;
-  if (running.has(one.id)) return;
-  let body;
+// The fields that the settings ask for; null, and what is wrong is told, where one can't be sent.
+function checkedSampling(settings) {
   try {
-    body = { ...(served && { model: served }), ...sampling(one.settings), messages: history(one, question), stream: true, stream_options: { include_usage: true } };
+    return sampling(settings);
   } catch (error) {
     openPanel("side", "settings");
     notice(error.message);
-    return;
+    return null;
   }
+}
+
+async function ask(question) {
+  const one = chat;
+  const fields = checkedSampling(one.settings);
+  if (running.has(one.id) || !fields) return;
+  const body = { ...(served && { model: served }), ...fields, messages: history(one, question), stream: true, stream_options: { include_usage: true } };
   notice("");
   const nodes = Array.from({ length: body.n ?? 1 }, () => store.addNode(one, question.id, "assistant", ""));
   store.select(one, nodes[0]);
@@ -213,6 +218,7 @@ async function ask(question) {
     const text = abort.signal.aborted ? "Stopped." : error instanceof TypeError ? "The connection to the server was lost." : error.message;
     for (const node of nodes) if (!extraOf(node).finish) node.note = text;
     if (error.status === 401) askForKey(hasKey());
+    if (error instanceof TypeError && !abort.signal.aborted) connect();
   }
   running.delete(one.id);
   for (const node of nodes) {
@@ -267,7 +273,7 @@ function send(text) {
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("prompt").value;
-  if (!text.trim() || running.has(chat.id)) return;
+  if (!text.trim() || running.has(chat.id) || !checkedSampling(chat.settings)) return;
   $("prompt").value = "";
   grow($("prompt"));
   send(text);
@@ -354,7 +360,7 @@ function edit(node) {
     document.querySelector(`[data-node="${node.id}"] [data-do="edit"]`)?.focus();
   };
   const submit = () => {
-    if (!area.value.trim()) return;
+    if (!area.value.trim() || !checkedSampling(chat.settings)) return;
     const question = store.addNode(chat, node.parent, "user", area.value);
     ask(question);
     $("prompt").focus();

@@ -414,7 +414,9 @@ export function inline(text, isOpen = false) {
         at += 1;
       }
     } else {
-      const isDouble = text[at + 1] === char;
+      // Of `***` the inner mark is closed first.
+      const isInner = text[at + 2] === char && top().mark === char;
+      const isDouble = text[at + 1] === char && !isInner;
       const mark = isDouble ? char + char : char;
       const before = text[at - 1] ?? " ";
       const after = text[at + mark.length] ?? " ";
