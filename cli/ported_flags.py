@@ -105,8 +105,8 @@ _SEVERAL = (
 def port(words: Sequence[str], options: Mapping[str, bool] | None = None) -> Ported:
     """Translate `llmc serve` words that may contain vLLM flags into llmc's own flags.
 
-    `options` are llmc's own flags, and whether each takes a value. Without it, unknown flags stay as
-    they are.
+    `options` are llmc's own flags, and whether each takes a value. Without it, unknown flags are
+    kept.
 
     Raises ConfigError naming every unsupported flag, and what to do instead.
     """
