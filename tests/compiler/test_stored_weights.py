@@ -15,6 +15,7 @@ from packed_checkpoints import (
     drawn,
     fp8,
     gptq,
+    int_quantized,
     mxfp4,
     pack_quantized,
     read_stored,
@@ -124,6 +125,17 @@ def test_what_is_not_used_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "1 scales of the KV cache in the checkpoint are not used" in caplog.text
     read_stored(tmp_path, named, fp8(None).config, torch.float32)
     assert caplog.text.count("quantizes activations") == 1
+
+
+def test_zero_points_of_inputs_are_no_weights(tmp_path: Path) -> None:
+    packing = int_quantized()
+    tensors, numbers = packing.pack(drawn())
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    named[f"{MODULE}.input_scale"] = torch.tensor([0.5])
+    named[f"{MODULE}.input_zero_point"] = torch.tensor([3], dtype=torch.int8)
+    got = read_stored(tmp_path, named, packing.config, torch.float32)
+    assert set(got) == {f"{MODULE}.weight"}
+    torch.testing.assert_close(got[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
 
 
 def without(suffix: str) -> Any:
