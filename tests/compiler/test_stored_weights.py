@@ -104,6 +104,21 @@ def test_groups_of_config_json_go_by_name(tmp_path: Path) -> None:
         torch.testing.assert_close(got[name].read(), numbers, rtol=1e-6, atol=0)
 
 
+def test_a_name_goes_before_patterns(tmp_path: Path) -> None:
+    """As with compressed-tensors, whatever the order of the groups is."""
+    small, wide = pack_quantized(4, 32, symmetric=True), pack_quantized(8, -1, symmetric=True)
+    config = json.loads(json.dumps(small.config))
+    config["config_groups"]["group_0"]["targets"] = [r"re:.*_proj$"]
+    config["config_groups"]["group_1"] = {
+        **wide.config["config_groups"]["group_0"],
+        "targets": [MODULE],
+    }
+    tensors, numbers = wide.pack(drawn())
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    got = read_stored(tmp_path, named, config, torch.float32)
+    torch.testing.assert_close(got[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
+
+
 def test_modules_of_gptq_may_have_bits_of_their_own(tmp_path: Path) -> None:
     four, eight = gptq(4, 32), gptq(8, 64)
     config = {**four.config, "dynamic": {"+:.*up": {"bits": 8, "group_size": 64}, "-:.*gate": {}}}

@@ -74,7 +74,10 @@ class StoredQuantization:
         return self._targeting(module)
 
     def _targeting(self, module: str) -> WeightScheme | None:
-        """A name goes before a class."""
+        """A name goes before a pattern, and a pattern before a class."""
+        for scheme in self.schemes:
+            if module in scheme.targets:
+                return scheme
         for scheme in self.schemes:
             if any(_matches(module, target) for target in scheme.targets):
                 return scheme
