@@ -228,6 +228,16 @@ def grouped(**changes: Any) -> dict[str, Any]:
     }
 
 
+def test_integers_of_4_bits_may_take_a_byte(tmp_path: Path) -> None:
+    """As compressed-tensors stores those whose inputs are to be quantized too."""
+    scale = drawn().view(56, 3, 32).abs().amax(-1) / 7
+    q = (drawn() / scale.repeat_interleave(32, 1)).round()
+    config = {**grouped(), "format": "int-quantized"}
+    named = {f"{MODULE}.weight": q.to(torch.int8), f"{MODULE}.weight_scale": scale}
+    got = read_stored(tmp_path, named, config, torch.float32)[f"{MODULE}.weight"].read()
+    torch.testing.assert_close(got, q * scale.repeat_interleave(32, 1), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

@@ -250,7 +250,7 @@ def _compressed_scheme(name: str, form: Any, group: Mapping[str, Any]) -> Weight
     packed = form == "pack-quantized"
     if packed and kind == "float":
         raise bad(f"{where}type is 'float', which is never packed; {WAY_OUT}")
-    bits = one_of(weights, "num_bits", 8, (4, 8) if packed else (8,), where)
+    bits = one_of(weights, "num_bits", 8, (4, 8) if packed or kind == "int" else (8,), where)
     has_groups = weights.get("group_size") not in (None, -1)
     strategy = one_of(
         weights,
@@ -268,7 +268,7 @@ def _compressed_scheme(name: str, form: Any, group: Mapping[str, Any]) -> Weight
         block = blocks[strategy]
     return WeightScheme(
         layout="packed" if packed else "plain",
-        bits=bits,
+        bits=bits if packed else 8,  # unpacked, 4 bits take a byte
         block=block,
         is_float=kind == "float",
         symmetric=weights.get("symmetric", True) is not False,
