@@ -13,6 +13,7 @@ from packed_checkpoints import (
     PACKINGS,
     awq,
     drawn,
+    float_quantized,
     fp8,
     gptq,
     int_quantized,
@@ -114,6 +115,16 @@ def test_a_name_goes_before_patterns(tmp_path: Path) -> None:
         "targets": [MODULE],
     }
     tensors, numbers = wide.pack(drawn())
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    got = read_stored(tmp_path, named, config, torch.float32)
+    torch.testing.assert_close(got[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
+
+
+def test_blocks_may_be_spelled_as_text(tmp_path: Path) -> None:
+    packing = float_quantized("block")
+    config = json.loads(json.dumps(packing.config))
+    config["config_groups"]["group_0"]["weights"]["block_structure"] = "32x48"
+    tensors, numbers = packing.pack(drawn())
     named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
     got = read_stored(tmp_path, named, config, torch.float32)
     torch.testing.assert_close(got[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
