@@ -28,11 +28,14 @@ _PARTS = {1: ("polar",), 2: ("cos", "sin")}
 
 def long_context_from(text_config: Any) -> int | None:
     """The number of tokens beyond which a sequence is long; None if the model has no such limit."""
-    found = {
-        int(rope["original_max_position_embeddings"])
-        for rope in _parameters(text_config)
-        if rope.get("rope_type") == _KIND and rope.get("original_max_position_embeddings")
-    }
+    key = "original_max_position_embeddings"
+    found = set()
+    for rope in _parameters(text_config):
+        trained = rope.get(key)
+        if rope is text_config.rope_parameters:  # the model's code then prefers the config's field
+            trained = getattr(text_config, key, None) or trained
+        if rope.get("rope_type") == _KIND and trained:
+            found.add(int(trained))
     if len(found) > 1:
         raise CheckpointError(
             "its layers have different original_max_position_embeddings "

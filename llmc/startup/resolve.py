@@ -104,13 +104,15 @@ class ModelSource:
     def sampling_defaults(self) -> dict[str, float]:
         """Sampling parameters recommended by the model's authors, if they are usable numbers."""
         stored = generation_defaults(self.files)
-        if stored.get("do_sample") is False:
-            return {"temperature": 0.0}
-        return {
+        usable = {
             name: stored[name]
             for name in _SAMPLING_DEFAULTS
             if isinstance(stored.get(name), int | float) and not isinstance(stored.get(name), bool)
         }
+        if stored.get("do_sample") is False:  # the penalty counts all the same
+            penalty = {n: v for n, v in usable.items() if n == "repetition_penalty"}
+            return {"temperature": 0.0, **penalty}
+        return usable
 
     def in_dtype(self, dtype: torch.dtype) -> ModelSource:
         """The same model, computed in another dtype."""

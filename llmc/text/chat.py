@@ -204,6 +204,14 @@ def check_tools(tokenizer: Tokenizer, tools: Sequence[Tool]) -> ToolFormat:
             f"tools must be a list of JSON objects: {str(exc)[:200]}", param="tools"
         ) from exc
     check_text(text, "tools")
+    if form is GENERIC:  # llmc reads them itself; other templates read what they like
+        for index, tool in enumerate(tools):
+            if not isinstance(dict(tool).get("function"), Mapping):
+                raise InvalidRequestError(
+                    f"tools[{index}] has no function; a tool is "
+                    '{"type": "function", "function": {"name": ..., "parameters": ...}}',
+                    param="tools",
+                )
     return form
 
 

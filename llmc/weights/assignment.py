@@ -97,6 +97,14 @@ class Assignment:
                 return alias
         return None
 
+    def made_of(self, name: str) -> tuple[Readable, ...]:
+        """All tensors that the parameter takes."""
+        found, alias = self.find(name), self.convertible(name)
+        if found is not None:
+            return (found,)
+        sources = () if alias is None else self._sources[self._target_of[alias]]
+        return tuple(source.tensor for source in sources)
+
     def convert(self, name: str) -> dict[str, Tensor]:
         """The parameter of this name, and those converted together with it."""
         first = self._target_of[name]

@@ -172,16 +172,16 @@ def staging(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def open_checkpoint(path: Path) -> dict[str, StoredTensor]:
-    """All tensors of a directory: one model.safetensors, or the shards of an index.
+    """All tensors of a directory: one model.safetensors, or else the shards of an index.
 
     Raises CheckpointError for a missing, truncated or inconsistent file.
     """
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        return _open_sharded(path, index)
     single = path / "model.safetensors"
     if single.is_file():
         return open_file(single)
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return _open_sharded(path, index)
     others = sorted(p.name for p in path.glob("*.safetensors"))
     if len(others) == 1:
         return open_file(path / others[0])

@@ -23,16 +23,19 @@ from llmc.kernels.quantized_linear import (
 )
 from llmc.passes.inputs import Shard, WeightInput
 from llmc.weights.assignment import Assignment
-from llmc.weights.checkpoint import Readable, SomeOf, staging
+from llmc.weights.checkpoint import Readable, SomeOf, StoredTensor, staging
 from llmc.weights.gguf.tensors import GgufTensor
 from llmc.weights.parameters import Parameters, mean_of
 from llmc.weights.quantized.kept_quantized import blocks_of
 from llmc.weights.quantized.quantized_tensor import QuantizedTensor
+from llmc.weights.quantized.stored_shapes import plain_name
 
 log = logging.getLogger(__name__)
 
 # Drawing random values is slower than loading, so they repeat. A prime, so that no rows are equal.
 _MAX_DRAWN = 262_139
+_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_PACKED = (".qweight", ".weight_packed")  # suffixes of the names of low-bit tensors
 _ROUNDED = 2**-7  # tolerance for a table stored in bfloat16
 
 
@@ -127,7 +130,10 @@ class DirectWeights:
     def covers(self, names: Iterable[str]) -> bool:
         """Whether every parameter exists with its shape."""
         shapes = self._parameters.shapes
-        return all((t := self._find(n)) is not None and t.shape == shapes[n] for n in names)
+        found = [(n, self._find(n)) for n in names]
+        return all(
+            t is not None and t.shape == shapes[n] and not _takes_scales(t) for n, t in found
+        )
 
     def check(self, names: Iterable[str]) -> None:
         missing = [n for n in names if not self.covers((n,))]
@@ -177,7 +183,13 @@ class CheckpointWeights:
         problems = []
         for name in names:
             stored = self._from.find(name)
-            if stored is None and self._from.convertible(name) is None:
+            bare = [t for t in self._from.made_of(name) if _takes_scales(t)]
+            if bare:
+                problems.append(
+                    f"{name} is stored in {plain_name(bare[0].dtype)}, which no "
+                    "quantization_config describes"
+                )
+            elif stored is None and self._from.convertible(name) is None:
                 problems.append(f"{name} is missing")
             elif stored is not None and stored.shape != self._from.shapes[name]:
                 problems.append(
@@ -186,6 +198,8 @@ class CheckpointWeights:
                 )
         if problems:
             more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+            if packed := [n for n in self._from.unexpected if n.endswith(_PACKED)]:
+                more += f"; {packed[0]} is of a quantization that config.json does not describe"
             raise CheckpointError(
                 f"the checkpoint does not fit its config.json: {'; '.join(problems[:5])}{more}"
             )
@@ -227,6 +241,12 @@ class CheckpointWeights:
             if (own := part.of_joined(first, stored.shape)) is not None:
                 yield from _blocks(stored, name, to, own)
             first += stored.shape[0]
+
+
+def _takes_scales(stored: Readable) -> bool:
+    """Whether it is a weight in 8 bits as it lies in the file: its numbers mean nothing alone."""
+    is_matrix = isinstance(stored, StoredTensor) and len(stored.shape) > 1
+    return is_matrix and stored.dtype in _BYTES
 
 
 def _copy(stored: Readable, out: Tensor, part: SomeOf | None = None) -> None:

@@ -93,6 +93,14 @@ def test_a_missing_shard(tmp_path: Path) -> None:
     refused(tmp_path, "'two.safetensors', which is missing")
 
 
+def test_a_single_file_goes_before_an_index(tmp_path: Path) -> None:
+    """As with transformers: the index may be left over from the shards that it was merged from."""
+    save_sharded(tmp_path, ghost="gone.safetensors")
+    save_file({"a": TENSORS["a"] + 1}, tmp_path / "model.safetensors")
+    [tensor] = open_checkpoint(tmp_path).values()
+    assert torch.equal(tensor.read(), TENSORS["a"] + 1)
+
+
 def test_a_tensor_that_the_index_promises_and_no_shard_holds(tmp_path: Path) -> None:
     save_sharded(tmp_path, ghost="one.safetensors")
     refused(tmp_path, "the index lists ghost")

@@ -13,8 +13,10 @@ from packed_checkpoints import (
     PACKINGS,
     awq,
     drawn,
+    float_quantized,
     fp8,
     gptq,
+    int_quantized,
     mxfp4,
     pack_quantized,
     read_stored,
@@ -103,6 +105,31 @@ def test_groups_of_config_json_go_by_name(tmp_path: Path) -> None:
         torch.testing.assert_close(got[name].read(), numbers, rtol=1e-6, atol=0)
 
 
+def test_a_name_goes_before_patterns(tmp_path: Path) -> None:
+    """As with compressed-tensors, whatever the order of the groups is."""
+    small, wide = pack_quantized(4, 32, symmetric=True), pack_quantized(8, -1, symmetric=True)
+    config = json.loads(json.dumps(small.config))
+    config["config_groups"]["group_0"]["targets"] = [r"re:.*_proj$"]
+    config["config_groups"]["group_1"] = {
+        **wide.config["config_groups"]["group_0"],
+        "targets": [MODULE],
+    }
+    tensors, numbers = wide.pack(drawn())
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    got = read_stored(tmp_path, named, config, torch.float32)
+    torch.testing.assert_close(got[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
+
+
+def test_blocks_may_be_spelled_as_text(tmp_path: Path) -> None:
+    packing = float_quantized("block")
+    config = json.loads(json.dumps(packing.config))
+    config["config_groups"]["group_0"]["weights"]["block_structure"] = "32x48"
+    tensors, numbers = packing.pack(drawn())
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    got = read_stored(tmp_path, named, config, torch.float32)
+    torch.testing.assert_close(got[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
+
+
 def test_modules_of_gptq_may_have_bits_of_their_own(tmp_path: Path) -> None:
     four, eight = gptq(4, 32), gptq(8, 64)
     config = {**four.config, "dynamic": {"+:.*up": {"bits": 8, "group_size": 64}, "-:.*gate": {}}}
@@ -124,6 +151,17 @@ def test_what_is_not_used_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "1 KV cache scales in the checkpoint are not used" in caplog.text
     read_stored(tmp_path, named, fp8(None).config, torch.float32)
     assert caplog.text.count("quantizes activations") == 1
+
+
+def test_zero_points_of_inputs_are_no_weights(tmp_path: Path) -> None:
+    packing = int_quantized()
+    tensors, numbers = packing.pack(drawn())
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    named[f"{MODULE}.input_scale"] = torch.tensor([0.5])
+    named[f"{MODULE}.input_zero_point"] = torch.tensor([3], dtype=torch.int8)
+    got = read_stored(tmp_path, named, packing.config, torch.float32)
+    assert set(got) == {f"{MODULE}.weight"}
+    torch.testing.assert_close(got[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
 
 
 def without(suffix: str) -> Any:
@@ -203,6 +241,16 @@ def grouped(**changes: Any) -> dict[str, Any]:
         "format": "pack-quantized",
         "config_groups": {"group_0": group},
     }
+
+
+def test_integers_of_4_bits_may_take_a_byte(tmp_path: Path) -> None:
+    """As compressed-tensors stores those whose inputs are to be quantized too."""
+    scale = drawn().view(56, 3, 32).abs().amax(-1) / 7
+    q = (drawn() / scale.repeat_interleave(32, 1)).round()
+    config = {**grouped(), "format": "int-quantized"}
+    named = {f"{MODULE}.weight": q.to(torch.int8), f"{MODULE}.weight_scale": scale}
+    got = read_stored(tmp_path, named, config, torch.float32)[f"{MODULE}.weight"].read()
+    torch.testing.assert_close(got, q * scale.repeat_interleave(32, 1), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(

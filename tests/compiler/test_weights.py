@@ -247,6 +247,29 @@ def test_a_missing_expert_is_refused(tmp_path: Path) -> None:
         load(module_of("mixtral"), tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    ("family", "part"), [("llama", "self_attn.k_proj"), ("mixtral", ".experts.3.")]
+)
+def test_weights_whose_scales_nothing_describes_are_refused(
+    dtype: torch.dtype, family: str, part: str, tmp_path: Path
+) -> None:
+    file = save_checkpoint(family, tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    name = next(n for n in tensors if part in n)
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"is stored in \w+, which no quantization_config"):
+        load(module_of(family), tmp_path)
+
+
+def test_packed_weights_that_nothing_describes_are_named(tmp_path: Path) -> None:
+    name = KEY.replace("weight", "qweight")
+    edit(tmp_path, lambda t: t.update({name: t.pop(KEY).int()}))
+    with pytest.raises(CheckpointError, match=f"{name} is of a quantization that config.json does"):
+        load(module_of("llama"), tmp_path)
+
+
 def test_tensors_without_a_place_are_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -267,6 +267,13 @@ def test_tools_are_told_in_words_where_the_template_can_not(template: str) -> No
     assert told not in tokenizer.decode(render_chat(tokenizer, [USER, said, result]))
 
 
+@pytest.mark.parametrize("tool", [{"name": "weather"}, {"function": "weather"}, []])
+def test_tools_that_can_not_be_told_are_refused(tool: Any) -> None:
+    tokenizer = Tokenizer(make_hf_tokenizer(CHAT_TEMPLATE))
+    with pytest.raises(InvalidRequestError, match=r"tools\[1\] has no function; a tool is"):
+        render_chat(tokenizer, [USER], tools=[TOOLS[0], tool])
+
+
 def test_a_template_without_system_messages_tells_of_tools_in_the_first_of_the_user() -> None:
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
     tokenizer = Tokenizer(make_hf_tokenizer(refuses + CHAT_TEMPLATE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,17 @@ def test_a_text_that_becomes_long_is_computed_again(tmp_path: Path) -> None:
     assert [r.tokens for r in uncached] == [r.tokens for r in expected]
     check(path, expected)
     check(path, expected, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+
+
+def test_the_length_may_be_a_field_that_the_config_does_not_know(tmp_path: Path) -> None:
+    """transformers finds it when it builds the model; before that, it takes the whole context."""
+    rope = {k: v for k, v in LONGROPE.items() if k != "original_max_position_embeddings"}
+    path = save_checkpoint("llama", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {"rope_scaling": rope, "original_max_position_embeddings": TRAINED}
+    (path / "config.json").write_text(json.dumps(config))
+    check(path, answers(path, (*SHORT, *LONG)))
 
 
 def test_a_model_that_scales_long_texts_too(

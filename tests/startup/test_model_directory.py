@@ -270,3 +270,12 @@ def test_a_broken_generation_config_does_no_harm(tmp_path: Path) -> None:
     config = EngineConfig(model=str(write_config(tmp_path)))
     (tmp_path / "generation_config.json").write_text("{")
     assert generation_defaults(resolve_model(config)) == {}
+
+
+def test_what_greedy_models_recommend(tmp_path: Path) -> None:
+    """The rest is for sampling, and transformers then leaves it out."""
+    config = EngineConfig(model=str(write_config(tmp_path)), device="cpu")
+    fields = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+    want = {"temperature": 0.0, "repetition_penalty": 1.1}
+    assert resolve(config, torch.device("cpu")).sampling_defaults == want

@@ -37,6 +37,8 @@ def group_size(fields: Mapping[str, Any], key: str, where: str = "") -> int:
 
 def block_size(fields: Mapping[str, Any], key: str, where: str = "") -> tuple[int, int]:
     value = fields.get(key)
+    if isinstance(value, str) and re.fullmatch(r"\d+x\d+", value):  # of compressed-tensors once
+        value = [int(n) for n in value.split("x")]
     sizes = value if isinstance(value, list | tuple) else ()
     if len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
         raise bad(f"{where}{key} is {value!r}; it must be two numbers, [channels, inputs]")

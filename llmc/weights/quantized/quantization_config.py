@@ -74,7 +74,11 @@ class StoredQuantization:
         return self._targeting(module)
 
     def _targeting(self, module: str) -> WeightScheme | None:
-        """The scheme that targets a module; names take precedence over classes."""
+        """The scheme that targets a module. Names take precedence over patterns, which take
+        precedence over classes."""
+        for scheme in self.schemes:
+            if module in scheme.targets:
+                return scheme
         for scheme in self.schemes:
             if any(_matches(module, target) for target in scheme.targets):
                 return scheme
@@ -243,7 +247,7 @@ def _compressed_scheme(name: str, form: Any, group: Mapping[str, Any]) -> Weight
     packed = form == "pack-quantized"
     if packed and kind == "float":
         raise bad(f"{where}type is 'float', which is never packed; {WAY_OUT}")
-    bits = one_of(weights, "num_bits", 8, (4, 8) if packed else (8,), where)
+    bits = one_of(weights, "num_bits", 8, (4, 8) if packed or kind == "int" else (8,), where)
     has_groups = weights.get("group_size") not in (None, -1)
     strategy = one_of(
         weights,
@@ -261,7 +265,7 @@ def _compressed_scheme(name: str, form: Any, group: Mapping[str, Any]) -> Weight
         block = blocks[strategy]
     return WeightScheme(
         layout="packed" if packed else "plain",
-        bits=bits,
+        bits=bits if packed else 8,  # unpacked, 4 bits take a byte
         block=block,
         is_float=kind == "float",
         symmetric=weights.get("symmetric", True) is not False,

@@ -104,6 +104,8 @@ class _Finder:
             return self._packed(module, self._scheme(module, name, "packed"))
         if self._quantization.method == "mxfp4":
             return self._mxfp4(name) if last.endswith("_blocks") else None
+        if last in _OF_ACTIVATIONS or last in _OF_CACHE:
+            return None  # zero points among them are int8 as weights are
         if tensor.dtype in _FLOAT8 or (self._has_int8 and tensor.dtype == torch.int8):
             return self._plain(name, module if last == "weight" else name)
         return None
