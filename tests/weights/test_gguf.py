@@ -237,26 +237,30 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
 
 
-def test_sentencepiece_vocabulary(tmp_path: Path) -> None:
-    """Merges follow the scores of what they make, and letters that are missing become bytes."""
+def use_sentencepiece(writer: GGUFWriter) -> None:
     letters = ["\u2581", "a", "b", "ab", "\u2581ab", "aba", "<0xC3>", "<0xA4>"]
     words = ["<unk>", "<s>", "</s>", *letters]
     words += [f"<{i}>" for i in range(128 - len(words))]
     scores = [0.0] * 3 + [-9.0, -9.0, -9.0, -1.0, -2.0, -0.5, 0.0, 0.0]
     scores += [-99.0] * (128 - len(scores))
+    for key in list(writer.kv_data[0]):
+        if key.startswith("tokenizer."):
+            del writer.kv_data[0][key]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_scores(scores)
+    writer.add_token_types([2, 3, 3, *[1] * 6, 6, 6, *[1] * (128 - 11)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
 
-    def change(writer: GGUFWriter) -> None:
-        for key in list(writer.kv_data[0]):
-            if key.startswith("tokenizer."):
-                del writer.kv_data[0][key]
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(words)
-        writer.add_token_scores(scores)
-        writer.add_token_types([2, 3, 3, *[1] * 6, 6, 6, *[1] * (128 - 11)])
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
 
-    path = write_gguf(tmp_path / "m.gguf", "llama", edit=change)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_sentencepiece_vocabulary(architecture: str, tmp_path: Path) -> None:
+    """Merges follow the scores of what they make, and letters that are missing become bytes.
+
+    Of qwen2 transformers has a tokenizer with rules of its own, which are not the file's.
+    """
+    path = write_gguf(tmp_path / "m.gguf", architecture, edit=use_sentencepiece)
     tokenizer = Tokenizer.load(model_directory(path))
     assert tokenizer.tokens(tokenizer.encode("ab")) == ["<s>", "\u2581ab"]
     assert tokenizer.tokens(tokenizer.encode("baba")) == ["<s>", "\u2581", "b", "aba"]
