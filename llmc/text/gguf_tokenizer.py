@@ -132,7 +132,7 @@ class _Vocabulary:
         return backend
 
     def _byte_level(self) -> tuple[Any, bool]:
-        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+        from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
         rule = self._get("pre", "default")
         split = _rules()["splits"].get(rule)
@@ -154,6 +154,8 @@ class _Vocabulary:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
+        if split.get("composed"):
+            backend.normalizer = normalizers.NFC()
         backend.decoder = decoders.ByteLevel()
         return backend, split.get("adds_bos", False)
 

@@ -268,6 +268,19 @@ def test_sentencepiece_vocabulary(architecture: str, tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("ab \u00e4")) == "ab \u00e4"
 
 
+@pytest.mark.parametrize(("rule", "is_composed"), [("qwen2", True), ("llama-bpe", False)])
+def test_letters_and_accents_are_composed_where_the_checkpoints_tokenizer_does(
+    rule: str, is_composed: bool, tmp_path: Path
+) -> None:
+    def change(writer: GGUFWriter) -> None:
+        writer.kv_data[0]["tokenizer.ggml.pre"].value = rule
+
+    folder = model_directory(write_gguf(tmp_path / "m.gguf", "qwen3", edit=change))
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    found = "e\u0301" if backend.normalizer is None else backend.normalizer.normalize_str("e\u0301")
+    assert found == ("\u00e9" if is_composed else "e\u0301")
+
+
 @pytest.mark.parametrize(
     ("rule", "text", "want"),
     [
