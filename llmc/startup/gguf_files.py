@@ -21,7 +21,7 @@ from llmc.cache_dir import cache_dir
 from llmc.errors import CheckpointError, reason_of
 from llmc.weights.gguf.files import INDEX
 
-_LAYOUT = 6  # of the directory: one made by another version is not used
+_LAYOUT = 7  # of the directory: one made by another version is not used
 
 
 def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> Path:
@@ -54,10 +54,12 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
     folder = Path(tempfile.mkdtemp(dir=made.parent))
     try:
         hf_config.save_pretrained(folder)
-        settings = {**(sampling or {}), **generation_config(header)}
+        own = generation_config(header)
+        ends = own.get("eos_token_id", [])
+        settings = {**(sampling or {}), **own}
         (folder / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
         try:
-            write_tokenizer(header.metadata, folder)
+            write_tokenizer(header.metadata, folder, ends)
         except CheckpointError as e:
             raise CheckpointError(f"{path.name}: {e}") from e
         write_index(folder, header, parameters, config)

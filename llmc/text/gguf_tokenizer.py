@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -31,11 +31,16 @@ def _rules() -> Mapping[str, Any]:
     return json.loads(text)  # type: ignore[no-any-return]
 
 
-def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> bool:
-    """False where the file has none. CheckpointError for one that can't be used."""
+def write_tokenizer(
+    metadata: Mapping[str, Any], folder: Path, end_ids: Collection[int] = ()
+) -> bool:
+    """False where the file has none. CheckpointError for one that can't be used.
+
+    `end_ids`: tokens that end a turn, which are special whatever type the file gives them.
+    """
     from transformers import PreTrainedTokenizerFast
 
-    source = _Vocabulary(metadata)
+    source = _Vocabulary(metadata, frozenset(end_ids))
     if source.kind in ("", "none", "no_vocab"):
         return False
     template = source.template()
@@ -62,8 +67,8 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> bool:
 class _Vocabulary:
     """`tokenizer.ggml.*`, each field checked where it is asked for."""
 
-    def __init__(self, metadata: Mapping[str, Any]) -> None:
-        self._data = metadata
+    def __init__(self, metadata: Mapping[str, Any], end_ids: frozenset[int]) -> None:
+        self._data, self._end_ids = metadata, end_ids
         kind = self._get("model", "")
         if not isinstance(kind, str):
             raise CheckpointError("tokenizer.ggml.model is no text")
@@ -240,14 +245,14 @@ class _Vocabulary:
         return backend, False
 
     def _add_special(self, backend: Any) -> None:
-        """Control tokens are special; those of users stay whole too."""
+        """The unknown token, control tokens and ends are special; those of users stay whole too."""
         from tokenizers import AddedToken
 
         kinds = self._list("token_type", int)
         if kinds and len(kinds) != len(self.tokens):
             raise CheckpointError("tokenizer.ggml.token_type has not one entry a token")
-        for token, kind in zip(self.tokens, kinds, strict=False):
-            if kind == _CONTROL:
+        for i, (token, kind) in enumerate(zip(self.tokens, kinds, strict=False)):
+            if kind in (_UNKNOWN, _CONTROL) or i in self._end_ids:
                 backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
             elif kind == _USER_DEFINED:
                 backend.add_tokens([AddedToken(token, normalized=False, special=False)])

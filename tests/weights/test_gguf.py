@@ -266,6 +266,8 @@ def test_sentencepiece_vocabulary(architecture: str, tmp_path: Path) -> None:
     assert tokenizer.tokens(tokenizer.encode("baba")) == ["<s>", "\u2581", "b", "aba"]
     assert tokenizer.tokens(tokenizer.encode("\u00e4")) == ["<s>", "\u2581", "<0xC3>", "<0xA4>"]
     assert tokenizer.decode(tokenizer.encode("ab \u00e4")) == "ab \u00e4"
+    assert tokenizer.tokens(tokenizer.encode("<unk>")) == ["<s>", "<unk>"]
+    assert tokenizer.decode([0, 1, 4]) == "a"
 
 
 @pytest.mark.parametrize(("rule", "is_composed"), [("qwen2", True), ("llama-bpe", False)])
@@ -279,6 +281,18 @@ def test_letters_and_accents_are_composed_where_the_checkpoints_tokenizer_does(
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     found = "e\u0301" if backend.normalizer is None else backend.normalizer.normalize_str("e\u0301")
     assert found == ("\u00e9" if is_composed else "e\u0301")
+
+
+def test_a_token_that_ends_a_turn_is_special_whatever_its_type(tmp_path: Path) -> None:
+    def change(writer: GGUFWriter) -> None:
+        writer.kv_data[0]["tokenizer.ggml.tokens"].value[127] = "<end_of_turn>"
+
+    folder = model_directory(write_gguf(tmp_path / "m.gguf", "llama", edit=change))
+    settings = json.loads((folder / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == [2, 127]
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.encode("a<end_of_turn>")[1:] == [127]
+    assert tokenizer.decode(tokenizer.encode("a<end_of_turn>")) == "a"
 
 
 @pytest.mark.parametrize(
