@@ -33,13 +33,15 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
     made = _made_at(path, sampling)
     if (made / INDEX).is_file():
         return made
+    from llmc.weights.gguf.reader import read_header
+
+    whole = read_header(path)  # a damaged file is refused before the imports that take seconds
     from llmc.text.gguf_tokenizer import write_tokenizer
     from llmc.weights.gguf.config import generation_config, parsed, read_config
     from llmc.weights.gguf.model import write_index
     from llmc.weights.gguf.names import map_parameters, unstacked
-    from llmc.weights.gguf.reader import read_header
 
-    header = unstacked(read_header(path))
+    header = unstacked(whole)
     try:
         config = read_config(header)
     except (ArithmeticError, TypeError, ValueError, LookupError) as e:

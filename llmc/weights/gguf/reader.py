@@ -24,6 +24,8 @@ _SCALARS = {  # type -> (struct format, bytes)
     6: ("f", 4), 7: ("?", 1), 10: ("Q", 8), 11: ("q", 8), 12: ("d", 8),
 }  # fmt: skip
 _MOST_DIMS = 4
+_LONGEST_LIST = 1 << 22  # values; vocabularies have a quarter of a million
+_LONGEST_TEXT = 1 << 26  # bytes
 _LONGEST_NAME = 65535  # of a key or a tensor; the format's own limit of a key
 
 
@@ -158,7 +160,7 @@ class _Cursor:
         if kind in _SCALARS:
             return self._scalar(_SCALARS[kind][0])
         if kind == _STRING:
-            return self._string(self._size, key)
+            return self._string(_LONGEST_TEXT, key)
         if kind != _ARRAY:
             self._fail(f"has metadata {shown(key)} of unknown type {kind}")
         kind, count = self._scalar("I"), self._scalar("Q")
@@ -171,7 +173,7 @@ class _Cursor:
         if kind != _STRING:
             self._fail(f"has an array {shown(key)} of unreadable type {kind}")
         self._expect(count, 8, f"strings of {shown(key)}")
-        return [self._string(self._size, key) for _ in range(count)]
+        return [self._string(_LONGEST_TEXT, key) for _ in range(count)]
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string(_LONGEST_NAME, "a tensor's name")
@@ -245,6 +247,8 @@ class _Cursor:
         """Room for `count` items of at least `width` bytes."""
         if count * width > self._size - self._at:
             self._fail(f"states {count} {what}, more than its {self._size} bytes can hold")
+        if count > _LONGEST_LIST:
+            self._fail(f"states {count} {what}, more than any model has ({_LONGEST_LIST})")
 
     def _fail(self, problem: str) -> NoReturn:
         raise CheckpointError(f"{self._path.name} {problem}")
