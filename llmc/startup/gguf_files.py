@@ -19,7 +19,7 @@ from typing import Any
 
 from llmc.cache_dir import cache_dir
 from llmc.errors import CheckpointError, reason_of
-from llmc.weights.gguf.files import INDEX
+from llmc.weights.gguf.files import INDEX, PART
 
 _LAYOUT = 7  # of the directory: one made by another version is not used
 
@@ -29,7 +29,7 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
 
     Raises CheckpointError for a file that can't be read or served.
     """
-    path = path.resolve()
+    path = _followed(path)
     made = _made_at(path, sampling)
     if (made / INDEX).is_file():
         return made
@@ -77,7 +77,14 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
 
 def is_new(path: Path, sampling: Mapping[str, float] | None = None) -> bool:
     """Whether `model_directory` has yet to read the file. CheckpointError where it is gone."""
-    return not (_made_at(path.resolve(), sampling) / INDEX).is_file()
+    return not (_made_at(_followed(path), sampling) / INDEX).is_file()
+
+
+def _followed(path: Path) -> Path:
+    """Where a link leads, unless the name there says nothing of parts: those of a split model lie
+    beside the link then, as in the hub's cache."""
+    real = path.resolve()
+    return real if PART.fullmatch(real.name) else Path(os.path.abspath(path))
 
 
 def _made_at(path: Path, sampling: Mapping[str, float] | None) -> Path:

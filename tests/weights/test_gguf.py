@@ -29,6 +29,7 @@ from llmc.startup.model_files import load_config, resolve_model
 from llmc.text.tokenizer import Tokenizer
 from llmc.weights.checkpoint import SomeOf
 from llmc.weights.gguf.blocks import KEPT, kept_as, to_blocks
+from llmc.weights.gguf.files import gguf_files
 from llmc.weights.gguf.reader import GgufTensorInfo
 from llmc.weights.gguf.tensors import GgufTensor, Undo
 from llmc.weights.tensors import open_tensors
@@ -155,6 +156,26 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
     parts[1].unlink()
     with pytest.raises(CheckpointError, match=f"part {parts[1].name} is missing"):
         resolve_model(EngineConfig(model=str(parts[0])))
+
+
+def test_a_split_model_in_the_hubs_cache(tmp_path: Path) -> None:
+    """There the files are links, to names that are hashes."""
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshots"
+    blobs.mkdir()
+    folder.mkdir()
+    write_gguf(blobs / "0a1b", "llama")
+    empty = GGUFWriter(blobs / "2c3d", "llama")
+    empty.write_header_to_file()
+    empty.write_kv_data_to_file()
+    empty.close()
+    for number, blob in ((1, "0a1b"), (2, "2c3d")):
+        (folder / f"m-0000{number}-of-00002.gguf").symlink_to(blobs / blob)
+    files = resolve_model(EngineConfig(model=str(folder / "m-00001-of-00002.gguf")))
+    assert files.name == "m-00001-of-00002"
+    assert [f.parent for f in gguf_files(files.path)] == [folder] * 2
+    one = tmp_path / "m.gguf"
+    one.symlink_to(blobs / "0a1b")
+    assert resolve_model(EngineConfig(model=str(one))).name == "m"
 
 
 def test_a_directory_with_one_file_is_a_model(tmp_path: Path) -> None:
