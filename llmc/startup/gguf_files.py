@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,12 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
     from llmc.weights.gguf.reader import read_header
 
     whole = read_header(path)  # a damaged file is refused before the imports that take seconds
-    from llmc.text.gguf_tokenizer import write_tokenizer
+    from llmc.text.gguf_tokenizer import with_special_tokens, write_tokenizer
     from llmc.weights.gguf.config import generation_config, parsed, read_config
     from llmc.weights.gguf.model import write_index
     from llmc.weights.gguf.names import map_parameters, unstacked
 
-    header = unstacked(whole)
+    header = unstacked(replace(whole, metadata=with_special_tokens(whole.metadata)))
     try:
         config = read_config(header)
     except (ArithmeticError, TypeError, ValueError, LookupError) as e:

@@ -21,6 +21,7 @@ from llmc.errors import CheckpointError, reason_of
 log = logging.getLogger(__name__)
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
+_SENTENCEPIECE = {"unknown": _UNKNOWN, "bos": _CONTROL, "eos": _CONTROL}  # its first tokens
 _SPACE = "\u2581"
 _TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 
@@ -62,6 +63,16 @@ def write_tokenizer(
     except Exception as e:  # tokenizers raises bare Exception
         raise CheckpointError(f"the file's tokenizer can't be used: {reason_of(e)}") from e
     return True
+
+
+def with_special_tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata with the ids that SentencePiece gives its own tokens, where it states none."""
+    kind, kinds = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "token_type"))
+    is_named = isinstance(kind, str) and _rules()["kinds"].get(kind) == "sentencepiece"
+    if not is_named or not isinstance(kinds, list) or kinds[:3] != list(_SENTENCEPIECE.values()):
+        return dict(metadata)
+    own = {f"tokenizer.ggml.{name}_token_id": i for i, name in enumerate(_SENTENCEPIECE)}
+    return {**own, **metadata}
 
 
 class _Vocabulary:

@@ -291,6 +291,17 @@ def test_sentencepiece_vocabulary(architecture: str, tmp_path: Path) -> None:
     assert tokenizer.decode([0, 1, 4]) == "a"
 
 
+def test_sentencepiece_has_its_own_special_tokens_where_a_file_names_none(tmp_path: Path) -> None:
+    def change(writer: GGUFWriter) -> None:
+        use_sentencepiece(writer)
+        for name in ("bos", "eos"):
+            del writer.kv_data[0][f"tokenizer.ggml.{name}_token_id"]
+
+    folder = model_directory(write_gguf(tmp_path / "m.gguf", "llama", edit=change))
+    assert Tokenizer.load(folder).encode("ab")[0] == 1
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2]
+
+
 @pytest.mark.parametrize(("rule", "is_composed"), [("qwen2", True), ("llama-bpe", False)])
 def test_letters_and_accents_are_composed_where_the_checkpoints_tokenizer_does(
     rule: str, is_composed: bool, tmp_path: Path
