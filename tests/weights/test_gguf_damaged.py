@@ -245,6 +245,14 @@ def test_damaged_tokenizers(key: str, value: Any, message: str, tmp_path: Path) 
     assert str(caught.value).startswith("m.gguf: ") and len(str(caught.value)) < 300
 
 
+def test_a_later_part_under_the_name_of_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "m-00001-of-00002.gguf"
+    path.write_bytes(header(pairs=1) + text("split.no") + struct.pack("<IH", 2, 1) + PAD)
+    (tmp_path / "m-00002-of-00002.gguf").write_bytes(header() + PAD)
+    with pytest.raises(CheckpointError, match="holds part 2 of a split model, by what it says"):
+        read_header(path)
+
+
 def test_parts_that_repeat_or_miss_tensors(whole: bytes, tmp_path: Path) -> None:
     one, two = (tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2))
     one.write_bytes(whole)

@@ -73,6 +73,12 @@ def read_header(path: Path) -> GgufHeader:
     """
     files = _parts(path)
     metadata, tensors = _read_file(files[0])
+    number = metadata.get("split.no")
+    if type(number) is int and number != 0:
+        raise CheckpointError(
+            f"{files[0].name} holds part {number + 1} of a split model, by what it says itself; "
+            "name its first part"
+        )
     for other in files[1:]:
         for name, tensor in _read_file(other)[1].items():
             if name in tensors:
