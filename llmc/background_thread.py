@@ -11,6 +11,9 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 _LONGEST_S = 10.0  # longest wait at exit; a thread blocked outside Python is abandoned
 
@@ -29,8 +32,42 @@ class BackgroundThread(threading.Thread):
 
     def _interrupt(self) -> None:
         if self.ident is not None:
-            raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
-            raise_in(ctypes.c_ulong(self.ident), ctypes.py_object(SystemExit))
+            _raise_in(self.ident, SystemExit)
+
+
+class Interruptible(Generic[T]):
+    """A call that another thread can end, between two instructions of its Python code."""
+
+    def __init__(self, do: Callable[[], T]) -> None:
+        self._do = do
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        self._is_ended = False
+
+    def __call__(self) -> T:
+        thread = threading.get_ident()
+        with self._lock:
+            self._thread = thread
+        try:
+            return self._do()
+        finally:
+            with self._lock:
+                self._thread = None
+                if self._is_ended:  # must not be raised in what the thread does next
+                    _raise_in(thread, None)
+
+    def end(self) -> None:
+        """Raise SystemExit in the call, if it is running."""
+        with self._lock:
+            self._is_ended = True
+            if self._thread is not None:
+                _raise_in(self._thread, SystemExit)
+
+
+def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
+    """Raise an exception in a thread; None cancels one that is not raised yet."""
+    exception = ctypes.py_object() if kind is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)
 
 
 @atexit.register

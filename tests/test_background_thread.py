@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
+from llmc.background_thread import Interruptible
 
 SCRIPT = """
 import sys, threading, time
@@ -41,3 +45,24 @@ def test_a_busy_thread_ends_before_the_interpreter(how: str) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
+
+
+def test_a_call_is_ended_and_its_thread_goes_on() -> None:
+    is_running = threading.Event()
+
+    def forever() -> None:
+        while True:
+            is_running.set()
+
+    with ThreadPoolExecutor(1) as workers:
+        call = Interruptible(forever)
+        future = workers.submit(call)
+        assert is_running.wait(60)
+        call.end()
+        assert isinstance(future.exception(timeout=60), SystemExit)
+        for _ in range(200):  # ended at any moment, it disturbs nothing else
+            call = Interruptible(lambda: sum(range(100)))
+            future = workers.submit(call)
+            call.end()
+            assert workers.submit(sum, range(100)).result(60) == 4950
+            assert future.done()

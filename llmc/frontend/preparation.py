@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from llmc.background_thread import Interruptible
 from llmc.errors import InvalidRequestError
 from llmc.frontend.grammar_trial import make_trial
 from llmc.frontend.inputs import Input, InputProcessor, Prompt
@@ -189,10 +190,12 @@ class Preparation:
 
     async def _within_time(self, render: Callable[[], T]) -> T:
         """Render in a worker thread with a timeout: a template is a program, which may be slow."""
+        call = Interruptible(render)
         try:
             async with asyncio.timeout(RENDER_TIMEOUT_S):
-                return await self._work(LONG_TEXT + 1, render)
+                return await self._work(LONG_TEXT + 1, call)
         except TimeoutError:
+            call.end()  # otherwise it would block the worker, and the process at its exit
             raise InvalidRequestError(
                 f"the chat template took more than {RENDER_TIMEOUT_S:g} s on these messages",
                 param="messages",

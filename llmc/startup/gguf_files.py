@@ -13,15 +13,16 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from llmc.cache_dir import cache_dir
 from llmc.errors import CheckpointError, reason_of
-from llmc.weights.gguf.files import INDEX
+from llmc.weights.gguf.files import INDEX, PART
 
-_LAYOUT = 6  # version of the directory layout; directories of other versions are not used
+_LAYOUT = 7  # version of the directory layout; directories of other versions are not used
 
 
 def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> Path:
@@ -30,17 +31,19 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
     `sampling`: parameters to use if the file has none. Raises CheckpointError for a file that can't
     be read or served.
     """
-    path = path.resolve()
+    path = _followed(path)
     made = _made_at(path, sampling)
     if (made / INDEX).is_file():
         return made
-    from llmc.text.gguf_tokenizer import write_tokenizer
+    from llmc.weights.gguf.reader import read_header
+
+    whole = read_header(path)  # a damaged file is refused before the imports that take seconds
+    from llmc.text.gguf_tokenizer import with_special_tokens, write_tokenizer
     from llmc.weights.gguf.config import generation_config, parsed, read_config
     from llmc.weights.gguf.model import write_index
     from llmc.weights.gguf.names import map_parameters, unstacked
-    from llmc.weights.gguf.reader import read_header
 
-    header = unstacked(read_header(path))
+    header = unstacked(replace(whole, metadata=with_special_tokens(whole.metadata)))
     try:
         config = read_config(header)
     except (ArithmeticError, TypeError, ValueError, LookupError) as e:
@@ -56,15 +59,17 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
         folder = Path(tempfile.mkdtemp(dir=made.parent))
     except OSError as e:
         raise CheckpointError(
-            f"{made.parent}, which keeps what is read of a GGUF file, can't be written "
-            f"({e.strerror}); set LLMC_CACHE_DIR to a folder that can be"
+            f"can't write to {made.parent}, the cache for GGUF files ({e.strerror}); set "
+            "LLMC_CACHE_DIR to a writable folder"
         ) from e
     try:
         hf_config.save_pretrained(folder)
-        settings = {**(sampling or {}), **generation_config(header)}
+        own = generation_config(header)
+        ends = own.get("eos_token_id", [])
+        settings = {**(sampling or {}), **own}
         (folder / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
         try:
-            write_tokenizer(header.metadata, folder)
+            write_tokenizer(header.metadata, folder, ends)
         except CheckpointError as e:
             raise CheckpointError(f"{path.name}: {e}") from e
         write_index(folder, header, parameters, config)
@@ -80,7 +85,14 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
 
 def is_new(path: Path, sampling: Mapping[str, float] | None = None) -> bool:
     """Whether `model_directory` has yet to read the file. CheckpointError if it does not exist."""
-    return not (_made_at(path.resolve(), sampling) / INDEX).is_file()
+    return not (_made_at(_followed(path), sampling) / INDEX).is_file()
+
+
+def _followed(path: Path) -> Path:
+    """The target of a link, unless its name is not that of a part: the parts of a split model are
+    then next to the link, as in the hub's cache."""
+    real = path.resolve()
+    return real if PART.fullmatch(real.name) else Path(os.path.abspath(path))
 
 
 def _made_at(path: Path, sampling: Mapping[str, float] | None) -> Path:

@@ -89,6 +89,8 @@ def locate(config: EngineConfig) -> Location | None:
         name = path.resolve().name or config.model  # the root directory has no name
         gguf = _gguf_in(path)
         if gguf is not None:
+            # not the name that a link leads to: in the hub's cache that is a hash
+            name = path.name if path.is_file() else name
             return Location(name=name.removesuffix(".gguf"), path=gguf)
         return Location(name=name, path=_checked(path))
     if not is_hub_id(config.model):

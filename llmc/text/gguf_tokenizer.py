@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -21,6 +21,7 @@ from llmc.errors import CheckpointError, reason_of
 log = logging.getLogger(__name__)
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types
+_SENTENCEPIECE = {"unknown": _UNKNOWN, "bos": _CONTROL, "eos": _CONTROL}  # its first tokens
 _SPACE = "\u2581"
 _TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 
@@ -31,11 +32,16 @@ def _rules() -> Mapping[str, Any]:
     return json.loads(text)  # type: ignore[no-any-return]
 
 
-def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> bool:
-    """Write the tokenizer's files; False if there is none. CheckpointError if it is unusable."""
+def write_tokenizer(
+    metadata: Mapping[str, Any], folder: Path, end_ids: Collection[int] = ()
+) -> bool:
+    """Write the tokenizer's files; False if there is none. CheckpointError if it is unusable.
+
+    `end_ids`: tokens that end a turn. They are special whatever type the file gives them.
+    """
     from transformers import PreTrainedTokenizerFast
 
-    source = _Vocabulary(metadata)
+    source = _Vocabulary(metadata, frozenset(end_ids))
     if source.kind in ("", "none", "no_vocab"):
         return False
     template = source.template()
@@ -59,11 +65,21 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> bool:
     return True
 
 
+def with_special_tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata, with SentencePiece's own special token ids if the file has none."""
+    kind, kinds = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "token_type"))
+    is_named = isinstance(kind, str) and _rules()["kinds"].get(kind) == "sentencepiece"
+    if not is_named or not isinstance(kinds, list) or kinds[:3] != list(_SENTENCEPIECE.values()):
+        return dict(metadata)
+    own = {f"tokenizer.ggml.{name}_token_id": i for i, name in enumerate(_SENTENCEPIECE)}
+    return {**own, **metadata}
+
+
 class _Vocabulary:
     """The fields `tokenizer.ggml.*`, each checked when it is read."""
 
-    def __init__(self, metadata: Mapping[str, Any]) -> None:
-        self._data = metadata
+    def __init__(self, metadata: Mapping[str, Any], end_ids: frozenset[int]) -> None:
+        self._data, self._end_ids = metadata, end_ids
         kind = self._get("model", "")
         if not isinstance(kind, str):
             raise CheckpointError("tokenizer.ggml.model is not a string")
@@ -133,7 +149,7 @@ class _Vocabulary:
         return backend
 
     def _byte_level(self) -> tuple[Any, bool]:
-        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+        from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
         rule = self._get("pre", "default")
         split = _rules()["splits"].get(rule)
@@ -155,6 +171,8 @@ class _Vocabulary:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
+        if split.get("composed"):
+            backend.normalizer = normalizers.NFC()
         backend.decoder = decoders.ByteLevel()
         return backend, split.get("adds_bos", False)
 
@@ -241,14 +259,14 @@ class _Vocabulary:
         return backend, False
 
     def _add_special(self, backend: Any) -> None:
-        """Add control tokens as special ones, and user-defined tokens as unsplittable ones."""
+        """Add special tokens (unknown, control, ends) and unsplittable user-defined tokens."""
         from tokenizers import AddedToken
 
         kinds = self._list("token_type", int)
         if kinds and len(kinds) != len(self.tokens):
             raise CheckpointError("tokenizer.ggml.token_type does not have one entry per token")
-        for token, kind in zip(self.tokens, kinds, strict=False):
-            if kind == _CONTROL:
+        for i, (token, kind) in enumerate(zip(self.tokens, kinds, strict=False)):
+            if kind in (_UNKNOWN, _CONTROL) or i in self._end_ids:
                 backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
             elif kind == _USER_DEFINED:
                 backend.add_tokens([AddedToken(token, normalized=False, special=False)])

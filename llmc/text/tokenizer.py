@@ -277,16 +277,23 @@ class Tokenizer:
 
 
 def _load_anew(folder: Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    # AutoTokenizer has classes for some models that put their own rules in place of a file's.
+    loader: Any = PreTrainedTokenizerFast if _is_of_gguf(folder) else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(
+        return loader.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=trust_remote_code
         )
     # The loaders below raise whatever their parsers raise (even bare Exception).
     except Exception as exc:
         reason = _needs_sentencepiece(folder) or reason_of(exc)
         raise CheckpointError(f"the tokenizer in {folder} can't be loaded: {reason}") from exc
+
+
+def _is_of_gguf(folder: Path) -> bool:
+    """Whether `write_tokenizer` of gguf_tokenizer.py made it."""
+    return (folder / "gguf.json").is_file()
 
 
 def _needs_sentencepiece(folder: Path) -> str:

@@ -19,10 +19,12 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from llmc.background_thread import Interruptible
 from llmc.text.known_tokenizer import (
     ChatTemplates,
     KnownTokenizer,
@@ -51,6 +53,7 @@ _NOT_READ = (
     ".onnx",
     ".index.json",
 )
+_COMPARE_SECONDS = 5.0  # for rendering a template several times
 _MAX_FILE = 256 * 2**20  # bytes; a vocabulary is far smaller
 _PACKAGES = (
     "transformers",
@@ -185,10 +188,20 @@ def _load(module: str, name: str, folder: Path, chat_template: ChatTemplates) ->
 
 
 def _renders_alike(hf: Any) -> bool:
+    """False too if a template runs for too long: it is a program, which may never end."""
     templates = hf.chat_template
     if isinstance(templates, str):
         templates = {"default": templates}
-    return all(renders_alike(hf, template) for template in (templates or {}).values())
+    compare = Interruptible(lambda: all(renders_alike(hf, t) for t in (templates or {}).values()))
+    timer = threading.Timer(_COMPARE_SECONDS, compare.end)
+    timer.daemon = True
+    timer.start()
+    try:
+        return compare()
+    except SystemExit:
+        return False
+    finally:
+        timer.cancel()
 
 
 def _files(folder: Path) -> Iterator[tuple[str, bytes]]:

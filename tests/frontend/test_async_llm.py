@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from scripted_engine import REPLY, Scripted, make_scripted
 from llmc import async_llm
 from llmc.async_llm import AsyncLLM
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from llmc.frontend import preparation
 from llmc.outputs import RequestOutput
 from llmc.sampling_params import SamplingParams
 
@@ -241,5 +243,25 @@ def test_long_text_leaves_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(InvalidRequestError, match="context"):
             await llm.prepare.prompt("long " * 5000, LONG)
         assert threads == [True, False]
+
+    run(body)
+
+
+def test_a_template_without_an_end_keeps_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two texts are worked on at once, so the second of three would be the last."""
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(preparation, "RENDER_TIMEOUT_S", 0.2)
+
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        good, scripted.tokenizer.hf.chat_template = scripted.tokenizer.hf.chat_template, endless
+        ask = functools.partial(llm.prepare.chat, [{"role": "user", "content": "x"}], LONG)
+        try:
+            for _ in range(3):
+                with pytest.raises(InvalidRequestError, match="chat template took more than"):
+                    await ask()
+        finally:
+            scripted.tokenizer.hf.chat_template = good
+        monkeypatch.setattr(preparation, "RENDER_TIMEOUT_S", 30.0)
+        assert (await ask()).prompt_token_ids
 
     run(body)

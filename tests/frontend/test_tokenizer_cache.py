@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,15 @@ def test_a_full_disk_costs_only_the_entry(
 
     monkeypatch.setattr(tokenizer_cache.tempfile, "mkdtemp", full)
     assert kept(TokenizerCache(tmp_path), folder) is None
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_template_that_does_not_end_is_left_to_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    make_hf_tokenizer(loop).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(tokenizer_cache, "_COMPARE_SECONDS", 0.2)
+    known = kept(TokenizerCache(tmp_path), tmp_path / "model")
+    assert known is not None and not known.facts.renders_alike
+    time.sleep(0.3)  # nothing is raised afterwards

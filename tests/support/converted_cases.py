@@ -295,6 +295,14 @@ CASES = {
         },
         change=by_kind,
     ),
+    "groups of heads, one norm": Case(
+        architecture="falcon", name="falcon",
+        fields={
+            **SIZES, "num_kv_heads": 2, "parallel_attn": True, "bias": False, "alibi": False,
+            "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1,
+        },
+        change=by_kind,
+    ),
     "joined heads": Case(
         architecture="gptneox", name="gpt_neox",
         fields={k: v for k, v in SIZES.items() if k != "num_key_value_heads"},

@@ -29,6 +29,7 @@ from llmc.startup.model_files import load_config, resolve_model
 from llmc.text.tokenizer import Tokenizer
 from llmc.weights.checkpoint import SomeOf
 from llmc.weights.gguf.blocks import KEPT, kept_as, to_blocks
+from llmc.weights.gguf.files import gguf_files
 from llmc.weights.gguf.reader import GgufTensorInfo
 from llmc.weights.gguf.tensors import GgufTensor, Undo
 from llmc.weights.tensors import open_tensors
@@ -167,6 +168,26 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
         resolve_model(EngineConfig(model=str(parts[0])))
 
 
+def test_a_split_model_in_the_hubs_cache(tmp_path: Path) -> None:
+    """There the files are links, to names that are hashes."""
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshots"
+    blobs.mkdir()
+    folder.mkdir()
+    write_gguf(blobs / "0a1b", "llama")
+    empty = GGUFWriter(blobs / "2c3d", "llama")
+    empty.write_header_to_file()
+    empty.write_kv_data_to_file()
+    empty.close()
+    for number, blob in ((1, "0a1b"), (2, "2c3d")):
+        (folder / f"m-0000{number}-of-00002.gguf").symlink_to(blobs / blob)
+    files = resolve_model(EngineConfig(model=str(folder / "m-00001-of-00002.gguf")))
+    assert files.name == "m-00001-of-00002"
+    assert [f.parent for f in gguf_files(files.path)] == [folder] * 2
+    one = tmp_path / "m.gguf"
+    one.symlink_to(blobs / "0a1b")
+    assert resolve_model(EngineConfig(model=str(one))).name == "m"
+
+
 def test_a_directory_with_one_file_is_a_model(tmp_path: Path) -> None:
     folder = tmp_path / "some-model"
     folder.mkdir()
@@ -247,31 +268,73 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
 
 
-def test_sentencepiece_vocabulary(tmp_path: Path) -> None:
-    """Merges follow the scores of what they make, and letters that are missing become bytes."""
+def use_sentencepiece(writer: GGUFWriter) -> None:
     letters = ["\u2581", "a", "b", "ab", "\u2581ab", "aba", "<0xC3>", "<0xA4>"]
     words = ["<unk>", "<s>", "</s>", *letters]
     words += [f"<{i}>" for i in range(128 - len(words))]
     scores = [0.0] * 3 + [-9.0, -9.0, -9.0, -1.0, -2.0, -0.5, 0.0, 0.0]
     scores += [-99.0] * (128 - len(scores))
+    for key in list(writer.kv_data[0]):
+        if key.startswith("tokenizer."):
+            del writer.kv_data[0][key]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_scores(scores)
+    writer.add_token_types([2, 3, 3, *[1] * 6, 6, 6, *[1] * (128 - 11)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
 
-    def change(writer: GGUFWriter) -> None:
-        for key in list(writer.kv_data[0]):
-            if key.startswith("tokenizer."):
-                del writer.kv_data[0][key]
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(words)
-        writer.add_token_scores(scores)
-        writer.add_token_types([2, 3, 3, *[1] * 6, 6, 6, *[1] * (128 - 11)])
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
 
-    path = write_gguf(tmp_path / "m.gguf", "llama", edit=change)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_sentencepiece_vocabulary(architecture: str, tmp_path: Path) -> None:
+    """Merges follow the scores of what they make, and letters that are missing become bytes.
+
+    Of qwen2 transformers has a tokenizer with rules of its own, which are not the file's.
+    """
+    path = write_gguf(tmp_path / "m.gguf", architecture, edit=use_sentencepiece)
     tokenizer = Tokenizer.load(model_directory(path))
     assert tokenizer.tokens(tokenizer.encode("ab")) == ["<s>", "\u2581ab"]
     assert tokenizer.tokens(tokenizer.encode("baba")) == ["<s>", "\u2581", "b", "aba"]
     assert tokenizer.tokens(tokenizer.encode("\u00e4")) == ["<s>", "\u2581", "<0xC3>", "<0xA4>"]
     assert tokenizer.decode(tokenizer.encode("ab \u00e4")) == "ab \u00e4"
+    assert tokenizer.tokens(tokenizer.encode("<unk>")) == ["<s>", "<unk>"]
+    assert tokenizer.decode([0, 1, 4]) == "a"
+
+
+def test_sentencepiece_has_its_own_special_tokens_where_a_file_names_none(tmp_path: Path) -> None:
+    def change(writer: GGUFWriter) -> None:
+        use_sentencepiece(writer)
+        for name in ("bos", "eos"):
+            del writer.kv_data[0][f"tokenizer.ggml.{name}_token_id"]
+
+    folder = model_directory(write_gguf(tmp_path / "m.gguf", "llama", edit=change))
+    assert Tokenizer.load(folder).encode("ab")[0] == 1
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2]
+
+
+@pytest.mark.parametrize(("rule", "is_composed"), [("qwen2", True), ("llama-bpe", False)])
+def test_letters_and_accents_are_composed_where_the_checkpoints_tokenizer_does(
+    rule: str, is_composed: bool, tmp_path: Path
+) -> None:
+    def change(writer: GGUFWriter) -> None:
+        writer.kv_data[0]["tokenizer.ggml.pre"].value = rule
+
+    folder = model_directory(write_gguf(tmp_path / "m.gguf", "qwen3", edit=change))
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    found = "e\u0301" if backend.normalizer is None else backend.normalizer.normalize_str("e\u0301")
+    assert found == ("\u00e9" if is_composed else "e\u0301")
+
+
+def test_a_token_that_ends_a_turn_is_special_whatever_its_type(tmp_path: Path) -> None:
+    def change(writer: GGUFWriter) -> None:
+        writer.kv_data[0]["tokenizer.ggml.tokens"].value[127] = "<end_of_turn>"
+
+    folder = model_directory(write_gguf(tmp_path / "m.gguf", "llama", edit=change))
+    settings = json.loads((folder / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == [2, 127]
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.encode("a<end_of_turn>")[1:] == [127]
+    assert tokenizer.decode(tokenizer.encode("a<end_of_turn>")) == "a"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,45 @@ DAMAGED = [
     ),
     (header() + PAD, "does not state its architecture"),
 ]
+
+
+HUGE = 8 << 30  # of files that take no space on the disk
+SPARSE = [
+    (header(pairs=1) + text("k") + struct.pack("<IIQ", 9, 0, HUGE - 100), "values of 'k', more"),
+    (header(pairs=1) + text("k") + struct.pack("<IIQ", 9, 8, HUGE // 9), "strings of 'k', more"),
+    (header(pairs=1) + text("k") + struct.pack("<IQ", 8, HUGE - 100), "bytes for the text of 'k'"),
+    (header(tensors=HUGE // 30), "tensors, more than any model has"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), SPARSE, ids=[m for _, m in SPARSE])
+def test_lengths_that_a_huge_file_has_room_for(data: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    with path.open("wb") as file:
+        file.write(data)
+        file.truncate(HUGE)
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match=message):
+        read_header(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_a_damaged_file_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(header(version=9) + PAD)
+    code = f"""
+import sys
+from llmc.config import EngineConfig
+from llmc.errors import CheckpointError
+from llmc.startup.model_files import resolve_model
+try:
+    resolve_model(EngineConfig(model={str(tmp_path / "m.gguf")!r}))
+except CheckpointError:
+    print("torch" in sys.modules or "transformers" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
 
 
 @pytest.mark.parametrize(("data", "message"), DAMAGED, ids=[m for _, m in DAMAGED])
@@ -202,6 +243,14 @@ def test_damaged_tokenizers(key: str, value: Any, message: str, tmp_path: Path) 
     with pytest.raises(CheckpointError, match=message) as caught:
         model_directory(path)
     assert str(caught.value).startswith("m.gguf: ") and len(str(caught.value)) < 300
+
+
+def test_a_later_part_under_the_name_of_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "m-00001-of-00002.gguf"
+    path.write_bytes(header(pairs=1) + text("split.no") + struct.pack("<IH", 2, 1) + PAD)
+    (tmp_path / "m-00002-of-00002.gguf").write_bytes(header() + PAD)
+    with pytest.raises(CheckpointError, match="holds part 2 of a split model, by what it says"):
+        read_header(path)
 
 
 def test_parts_that_repeat_or_miss_tensors(whole: bytes, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from llmc.weights.gguf.reader import GgufHeader, GgufTensorInfo, shown
 from llmc.weights.gguf.rules import rule_of, rules, squashed
 
 _FREE = 0.9  # share of the weights that stay quantized, above which any dtype is suitable
-_MARKS = (3, 4)  # token types: control and user-defined
 _SCALINGS = ("linear", "yarn", "longrope")
 # metadata under <architecture>.rope.scaling. -> fields of `rope_parameters`
 _SCALING_FIELDS = {
@@ -323,11 +322,10 @@ def generation_config(header: GgufHeader) -> dict[str, Any]:
     """End tokens and sampling parameters, under the names of generation_config.json."""
     data = header.metadata
     ends = [data.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    tokens, kinds = data.get("tokenizer.ggml.tokens"), data.get("tokenizer.ggml.token_type")
-    if isinstance(tokens, list) and isinstance(kinds, list):
-        marked = {
-            t: i for i, (t, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind in _MARKS
-        }
+    tokens = data.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list):
+        known = set(rules()["end_of_turn"])
+        marked = {t: i for i, t in enumerate(tokens) if isinstance(t, str) and t in known}
         ends += [marked[mark] for mark in rules()["end_of_turn"] if mark in marked]
         for mark, others in rules()["end_of_part"].items():  # one message of a turn, not the turn
             if any(other in marked for other in others):

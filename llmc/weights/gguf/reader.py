@@ -24,6 +24,8 @@ _SCALARS = {  # type -> (struct format, bytes)
     6: ("f", 4), 7: ("?", 1), 10: ("Q", 8), 11: ("q", 8), 12: ("d", 8),
 }  # fmt: skip
 _MAX_DIMS = 4
+_LONGEST_LIST = 1 << 22  # values; vocabularies have a quarter of a million
+_LONGEST_TEXT = 1 << 26  # bytes
 _LONGEST_NAME = 65535  # bytes, of a key or a tensor; the format's limit for a key
 
 
@@ -70,6 +72,12 @@ def read_header(path: Path) -> GgufHeader:
     """
     files = _parts(path)
     metadata, tensors = _read_file(files[0])
+    number = metadata.get("split.no")
+    if type(number) is int and number != 0:
+        raise CheckpointError(
+            f"{files[0].name} holds part {number + 1} of a split model, by what it says itself; "
+            "name its first part"
+        )
     for other in files[1:]:
         for name, tensor in _read_file(other)[1].items():
             if name in tensors:
@@ -157,7 +165,7 @@ class _Cursor:
         if kind in _SCALARS:
             return self._scalar(_SCALARS[kind][0])
         if kind == _STRING:
-            return self._string(self._size, key)
+            return self._string(_LONGEST_TEXT, key)
         if kind != _ARRAY:
             self._fail(f"has metadata {shown(key)} of unknown type {kind}")
         kind, count = self._scalar("I"), self._scalar("Q")
@@ -170,7 +178,7 @@ class _Cursor:
         if kind != _STRING:
             self._fail(f"has an array {shown(key)} of unreadable type {kind}")
         self._expect(count, 8, f"strings of {shown(key)}")
-        return [self._string(self._size, key) for _ in range(count)]
+        return [self._string(_LONGEST_TEXT, key) for _ in range(count)]
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string(_LONGEST_NAME, "a tensor's name")
@@ -244,6 +252,8 @@ class _Cursor:
         """Check that there is room for `count` items of at least `width` bytes."""
         if count * width > self._size - self._at:
             self._fail(f"states {count} {what}, more than its {self._size} bytes can contain")
+        if count > _LONGEST_LIST:
+            self._fail(f"states {count} {what}, more than any model has ({_LONGEST_LIST})")
 
     def _fail(self, problem: str) -> NoReturn:
         raise CheckpointError(f"{self._path.name} {problem}")
