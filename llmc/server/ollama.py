@@ -234,7 +234,7 @@ def card(name: str, created: int, info: ModelInfo | None) -> dict[str, Any]:
 
 
 def running_card(name: str, created: int, info: ModelInfo) -> dict[str, Any]:
-    """What is told of a model that is loaded."""
+    """Ollama's description of a loaded model."""
     return {
         **card(name, created, info),
         "expires_at": "9999-12-31T23:59:59Z",  # no time after which it would be unloaded

@@ -1,9 +1,9 @@
-"""Messages -> prompt token ids, by the chat template that came with the model.
+"""Messages -> prompt token ids, with the chat template that comes with the model.
 
-The template runs in jinja2's immutable sandbox. Requests can't bring their own, and
-their extra variables can't replace what the renderer itself is given (RESERVED). Text of a message
-that spells a control token is encoded as plain text where transformers can do that, so a user
-can't forge a turn.
+The template runs in jinja2's immutable sandbox. Requests can't replace it, and their extra
+variables can't replace the renderer's own arguments (RESERVED). If the text of a message spells a
+control token, it is encoded as plain text (if transformers supports that), so a user can't forge a
+turn.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RESERVED = frozenset(
 )
 
 IMAGE_PART = {"type": "image"}  # a part of a message, as templates know it
-# What a template's own arithmetic, lookups and macros raise.
+# Errors raised by a template's arithmetic, lookups and macros.
 _TEMPLATE_FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
 
 
@@ -54,7 +54,7 @@ def render_chat(
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of the conversation, ready to generate the next turn from."""
+    """Token ids of the conversation, from which the next turn can be generated."""
     conversation, extra = _conversation(
         tokenizer,
         messages,
@@ -89,8 +89,8 @@ def render_text(
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of a conversation with {"type": "image"} among its parts, for which the template
-    writes what stands for an image. Special tokens are in it."""
+    """The text of a conversation with {"type": "image"} parts, with special tokens. The template
+    writes a placeholder for each image."""
     conversation, extra = _conversation(
         tokenizer,
         messages,
@@ -101,8 +101,8 @@ def render_text(
     )
     if _spells_control_token(tokenizer, [conversation, extra["tools"]]):
         raise InvalidRequestError(
-            "a message spells a control token of the model, which can't be told from a real one "
-            "beside images; leave it out",
+            "a message spells a control token of the model, which can't be distinguished from a "
+            "real one if there are images; leave it out",
             param="messages",
         )
     return _render(tokenizer, conversation, **extra)
@@ -116,7 +116,7 @@ def _conversation(
     continue_final_message: bool,
     template_kwargs: Mapping[str, Any] | None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The conversation as its template reads it, and the template's other variables."""
+    """The conversation in the form that the template reads, and the template's other variables."""
     if tokenizer.chat_template is None:
         raise InvalidRequestError(
             "this model has no chat template; use completions with a prompt instead",
@@ -132,7 +132,7 @@ def _conversation(
     parts = _reads_parts_alone(tokenizer, tokenizer.chat_template)
     conversation = [_flat(index, message, parts) for index, message in enumerate(messages)]
     if "developer" not in tokenizer.chat_template:
-        # OpenAI's newer name; a template that does not know it drops or misreads such a message
+        # OpenAI's newer name; a template without it drops or misreads such a message
         for message in conversation:
             message["role"] = {"developer": "system"}.get(message["role"], message["role"])
     if any("tool_calls" in message for message in conversation):
@@ -174,9 +174,10 @@ def _render(tokenizer: Tokenizer, conversation: list[dict[str, Any]], **options:
 
 @contextlib.contextmanager
 def _as_request_errors() -> Iterator[None]:
-    """What a template refuses (its own raise_exception, an undefined name, a bad type, a range
-    beyond the sandbox's limit) or trips over (it computes with what it is given) is about these
-    messages, not about the server.
+    """Turn a template's errors into InvalidRequestError: they are about the messages.
+
+    Templates raise errors themselves (raise_exception), use undefined names, exceed the sandbox's
+    limits, or fail to compute with the values that they get.
     """
     try:
         yield
@@ -189,11 +190,11 @@ def _as_request_errors() -> Iterator[None]:
 
 
 def check_tools(tokenizer: Tokenizer, tools: Sequence[Tool]) -> ToolFormat:
-    """The format of the calls; InvalidRequestError where these tools can't go to the template."""
+    """The tool call format. InvalidRequestError if these tools can't be rendered."""
     form = tool_format(tokenizer)
     if form is None:
         raise InvalidRequestError(
-            "this model has no chat template, so it can't be told of tools; leave them out",
+            "this model has no chat template, so it can't use tools; leave them out",
             param="tools",
             code="no_chat_template",
         )
@@ -204,7 +205,7 @@ def check_tools(tokenizer: Tokenizer, tools: Sequence[Tool]) -> ToolFormat:
             f"tools must be a list of JSON objects: {str(exc)[:200]}", param="tools"
         ) from exc
     check_text(text, "tools")
-    if form is GENERIC:  # llmc reads them itself; other templates read what they like
+    if form is GENERIC:  # llmc renders these itself; chat templates have their own rules
         for index, tool in enumerate(tools):
             if not isinstance(dict(tool).get("function"), Mapping):
                 raise InvalidRequestError(
@@ -216,8 +217,8 @@ def check_tools(tokenizer: Tokenizer, tools: Sequence[Tool]) -> ToolFormat:
 
 
 def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
-    """How the model writes calls of tools: as the user gave it, else learned once from its chat
-    template, or GENERIC where that writes none that could be read; None without a template."""
+    """How the model writes tool calls: the user's format, otherwise the one inferred once from the
+    chat template, or GENERIC if that has no readable one. None without a template."""
     template = tokenizer.chat_template
     if template is None:
         return None
@@ -239,12 +240,12 @@ def _learned(tokenizer: Tokenizer, template: str) -> ToolFormat:
 
 
 def _needs_plain_turns(messages: Sequence[Message], tools: Sequence[Tool] | None) -> bool:
-    """Whether there is something that a template without tools does not know."""
+    """Whether there are tools, calls or results, which a template without tools can't render."""
     return bool(tools) or any("tool_calls" in m or m.get("role") == "tool" for m in messages)
 
 
 def reasoning_format(tokenizer: Tokenizer) -> ReasoningFormat | None:
-    """How the model marks its reasoning, learned once; None where its template has none."""
+    """How the model marks its reasoning, inferred once; None if its template has no marks."""
     template = tokenizer.chat_template
     return None if template is None else _learned_reasoning(tokenizer, template)
 
@@ -265,7 +266,7 @@ def _learned_reasoning(tokenizer: Tokenizer, template: str) -> ReasoningFormat |
 
 
 def _with_reasoning(where: str, message: dict[str, Any], key: str | None) -> dict[str, Any]:
-    """The message with its reasoning in the field that the template reads; None: in no field."""
+    """The message with its reasoning in the field `key` that the template reads; None drops it."""
     given = {name: message[name] for name in KEYS if name in message}
     if not given:
         return message
@@ -282,7 +283,7 @@ def _with_reasoning(where: str, message: dict[str, Any], key: str | None) -> dic
 
 @functools.lru_cache(maxsize=8)
 def _takes_system(tokenizer: Tokenizer, template: str) -> bool:
-    """Whether the text of a system message is written. Found out by trying."""
+    """Whether the template renders system messages, determined by rendering one."""
     word, parts = "wordofaprobe", _reads_parts_alone(tokenizer, template)
     messages = [{"role": "system", "content": word}, {"role": "user", "content": "a"}]
     flat = [_flat(index, message, parts) for index, message in enumerate(messages)]
@@ -295,9 +296,9 @@ def _takes_system(tokenizer: Tokenizer, template: str) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _reads_parts_alone(tokenizer: Tokenizer, template: str) -> bool:
-    """Whether content has to be a list of parts: of a string the template would write nothing.
+    """Whether content has to be a list of parts: the template renders nothing of a string.
 
-    Those of models that also take images may loop over the parts. Found out by trying both.
+    Templates of multimodal models may loop over the parts. Determined by rendering both forms.
     """
     word = "wordofaprobe"
 
@@ -313,7 +314,7 @@ def _reads_parts_alone(tokenizer: Tokenizer, template: str) -> bool:
 
 
 def _flat(index: int, message: Message, parts: bool) -> dict[str, Any]:
-    """The message with its text in one string, or in `parts` where the template expects these."""
+    """The message with its text in one string, or as `parts` if the template expects those."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"{where} must be an object, got {message!r:.80}", param=where)
@@ -323,7 +324,7 @@ def _flat(index: int, message: Message, parts: bool) -> dict[str, Any]:
             f"{where}.role must be a name such as user or assistant, got {role!r:.80}",
             param=f"{where}.role",
         )
-    # A null, or no calls, is the same as nothing; templates ask whether the key is there.
+    # Null, or no calls, means absent; templates test whether the key exists.
     flat = {
         key: value
         for key, value in message.items()
@@ -387,5 +388,5 @@ def _texts(given: Any) -> Iterator[str]:
 
 
 def can_sanitize(hf: Any) -> bool:
-    """Newer transformers only; before, such text is encoded as the control token it spells."""
+    """Whether transformers can encode such text as plain text; older versions can't."""
     return "sanitize_control_tokens" in inspect.signature(hf.apply_chat_template).parameters
