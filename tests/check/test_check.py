@@ -179,6 +179,8 @@ def test_other_weights_need_another_certificate(checkpoint: Path, tmp_path: Path
 class _Numbers:
     """A weight source whose weights are all 1.001, which bfloat16 does not hold."""
 
+    is_thread_safe = True
+
     def check(self, names: Any) -> None: ...
 
     def blocks(self, name: str, to: Any, part: Any = None) -> Any: ...

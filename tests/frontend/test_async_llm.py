@@ -253,14 +253,14 @@ def test_a_template_without_an_end_keeps_no_worker(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(preparation, "RENDER_TIMEOUT_S", 0.2)
 
     async def body(llm: AsyncLLM, scripted: Scripted) -> None:
-        good, scripted.tokenizer.hf.chat_template = scripted.tokenizer.hf.chat_template, endless
+        good, scripted.tokenizer.chat_template = scripted.tokenizer.chat_template, endless
         ask = functools.partial(llm.prepare.chat, [{"role": "user", "content": "x"}], LONG)
         try:
             for _ in range(3):
                 with pytest.raises(InvalidRequestError, match="chat template took more than"):
                     await ask()
         finally:
-            scripted.tokenizer.hf.chat_template = good
+            scripted.tokenizer.chat_template = good
         monkeypatch.setattr(preparation, "RENDER_TIMEOUT_S", 30.0)
         assert (await ask()).prompt_token_ids
 
