@@ -154,7 +154,7 @@ def port(words: Sequence[str], options: Mapping[str, bool] | None = None) -> Por
             elif name in NOT_NEEDED_WITH_VALUE:
                 left_out[name] = NOT_NEEDED_WITH_VALUE[name]
             elif value in VALUES[name][0]:
-                left_out[name] = f"{value} is what llmc does"
+                left_out[name] = f"llmc always does {value}"
             else:
                 refused[f"{name} {value}"] = VALUES[name][1]
     if unknown and options is not None:

@@ -264,7 +264,7 @@ def test_a_head_for_another_model_is_refused(
         start(target, head)
     layers = {"eagle_aux_hidden_state_layer_ids": [2, 3, 5]}
     head = tiny_heads.save(folder / "deep", tiny_heads.random_weights(), **layers)
-    with pytest.raises(CompileError, match="enters layers 2, 3, 5 .* the model has 4 layers"):
+    with pytest.raises(CompileError, match="inputs of layers 2, 3, 5 .* the model has 4 layers"):
         start(target, head)
 
 
