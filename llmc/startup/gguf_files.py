@@ -16,12 +16,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmc.cache_dir import cache_dir
 from llmc.errors import CheckpointError, reason_of
 from llmc.weights.gguf.files import INDEX, PART
 
+if TYPE_CHECKING:
+    from llmc.weights.gguf.reader import GgufHeader
+
+_POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}  # pooling_type
 _LAYOUT = 7  # version of the directory layout; directories of other versions are not used
 
 
@@ -72,6 +76,7 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
             write_tokenizer(header.metadata, folder, ends)
         except CheckpointError as e:
             raise CheckpointError(f"{path.name}: {e}") from e
+        _write_pooling(header, folder)
         write_index(folder, header, parameters, config)
         try:
             os.rename(folder, made)
@@ -81,6 +86,23 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return made
+
+
+def _write_pooling(header: GgufHeader, folder: Path) -> None:
+    """Describe an embedding model's pooling as sentence-transformers does, if the file has one."""
+    stated = header.metadata.get(f"{header.architecture}.pooling_type")
+    method = _POOLINGS.get(stated) if isinstance(stated, int) else None
+    if method is None:
+        return
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(kinds.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
+    (folder / "1_Pooling").mkdir()
+    pooling = json.dumps({"pooling_mode": method})
+    (folder / "1_Pooling" / "config.json").write_text(pooling, encoding="utf-8")
 
 
 def is_new(path: Path, sampling: Mapping[str, float] | None = None) -> bool:

@@ -19,7 +19,7 @@ from tiny_gguf import ARCHITECTURES, write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from llmc import LLM, SamplingParams
+from llmc import LLM, PoolingParams, SamplingParams
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
 from llmc.kernels.quantized_linear import dequantize as op_numbers
@@ -137,6 +137,31 @@ def test_extreme_scales_and_nan_stay(tmp_path: Path) -> None:
         want = torch.from_numpy(dequantize(raw.reshape(128, 68), Type.Q8_0))
     assert torch.equal(got.read().view(torch.int32), want.view(torch.int32))
     assert bool(want.isnan().any()) and bool(want.isinf().any())
+
+
+@pytest.mark.parametrize(("kind", "want"), [(1, "mean"), (3, "last"), (0, None), ("x", None)])
+def test_an_embedding_model_says_how_it_pools(kind: Any, want: str | None, tmp_path: Path) -> None:
+    def edit(writer: GGUFWriter) -> None:
+        add = writer.add_string if isinstance(kind, str) else writer.add_uint32
+        add("qwen3.pooling_type", kind)
+
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", edit=edit)
+    options: Any = {"opt_level": 0, "max_model_len": 32, "kv_cache_memory": 1 << 20}
+    with LLM(str(path), **options) as llm:
+        assert (llm.info.pooling is None) == (want is None)
+        if want is None:
+            return
+        assert llm.info.pooling is not None and llm.info.pooling.method == want
+        (output,) = llm.embed([[5, 6, 7, 8]])
+        assert output.outputs is not None
+        got = torch.tensor(output.outputs.embedding)
+    raw = PoolingParams(use_activation=False)
+    with LLM(str(path), task="token_embed", **options) as llm:
+        (output,) = llm.encode([[5, 6, 7, 8]], raw, pooling_task="token_embed", use_tqdm=False)
+        assert output.outputs is not None
+        hidden = torch.tensor(output.outputs.data)
+    vector = hidden.mean(0) if want == "mean" else hidden[-1]
+    torch.testing.assert_close(got, torch.nn.functional.normalize(vector, dim=0))
 
 
 def test_split_files_are_one_model(tmp_path: Path) -> None:
