@@ -8,9 +8,10 @@ names the line of the model's code.
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -170,6 +171,7 @@ def _run_dynamo(model: nn.Module, head: Head, tokens: int) -> tuple[fx.GraphModu
             traceable_torch(),
             unpacked_positions() if has_markers else nullcontext(),
             no_masks(model),
+            _unlogged_traces(),
         ):
             torch.compile(wrapper, backend=backend, fullgraph=True)(ids, positions)
     except _Captured:
@@ -184,6 +186,19 @@ def _run_dynamo(model: nn.Module, head: Head, tokens: int) -> tuple[fx.GraphModu
         raise CompileError(f"capture produced {len(captured)} graphs instead of one")
     _refuse_scalars(captured[0][0], model)
     return captured[0]
+
+
+@contextmanager
+def _unlogged_traces() -> Iterator[None]:
+    """torch logs the trace of each failing op as an error. It is raised too, and then explained to
+    the user, or handled: capture tries a model's own attention code after its attention interface.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 def _refuse_scalars(gm: fx.GraphModule, model: nn.Module) -> None:
