@@ -217,7 +217,8 @@ def _fake(graph: fx.Graph, name: str, sizes: Mapping[str, Any]) -> Tensor:
         known["T"] = token_input(graph).meta["val"].shape[0]
     like = next(n for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)).meta["val"]
     device = torch.device("cpu") if spec.on_host else like.device
-    fake: Tensor = like.new_empty(spec.shape(known), dtype=spec.dtype, device=device)
+    with like.fake_mode:  # else torch would start CUDA, if it is asked for
+        fake: Tensor = like.new_empty(spec.shape(known), dtype=spec.dtype, device=device)
     return fake
 
 

@@ -120,11 +120,21 @@ def _tables(
     texts: list[tuple[Tensor, ...]] = []
     with torch.no_grad():
         for length in lengths:
-            found = rotary(x, position_ids=torch.arange(length)[None], **given)
+            found = rotary(x, position_ids=_positions(rotary, layer_type, length), **given)
             if isinstance(found, Tensor):
                 found = (torch.view_as_real(found).flatten(-2),)
             texts.append(tuple(part[0].float() for part in found))
     return tuple(torch.cat(parts) for parts in zip(*texts, strict=True))
+
+
+def _positions(rotary: nn.Module, layer_type: str | None, length: int) -> Tensor:
+    """Those of a text [1, T], or [axes, 1, T] where the frequencies are shared out among axes;
+    older transformers do not expand [1, T] themselves."""
+    sections: Any = getattr(rotary, "mrope_section", None)
+    if isinstance(sections, dict):
+        sections = sections.get(layer_type)
+    positions = torch.arange(length)[None]
+    return positions.expand(len(sections), 1, length) if sections else positions
 
 
 def _parameters(text_config: Any) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,8 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self._running = profile(activities=activities)
+        # There is only one cycle, but torch 2.11 warns about the events of earlier ones otherwise.
+        self._running = profile(activities=activities, acc_events=True)
         self._running.start()
 
     def stop(self, folder: str) -> str:

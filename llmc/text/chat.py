@@ -20,6 +20,7 @@ import jinja2
 from llmc.errors import InvalidRequestError
 from llmc.text.learn_reasoning import KEYS, learn_reasoning
 from llmc.text.reasoning import ReasoningFormat
+from llmc.text.template import plain
 from llmc.text.tokenizer import Tokenizer, check_text
 from llmc.text.tools.generic import GENERIC, as_plain_turns
 from llmc.text.tools.history import with_arguments
@@ -164,7 +165,7 @@ def _conversation(
     extra["add_generation_prompt"] = add_generation_prompt
     extra["continue_final_message"] = continue_final_message
     extra["tools"] = list(tools) if tools else None
-    return conversation, extra
+    return plain(conversation), plain(extra)
 
 
 def _render(tokenizer: Tokenizer, conversation: list[dict[str, Any]], **options: Any) -> str:

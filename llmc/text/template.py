@@ -8,6 +8,7 @@ change the text. `renders_alike` compares the two, so a difference between versi
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ def render_template(
     """Render a conversation. `variables` are the special tokens and the caller's own variables.
 
     Raises whatever the template raises (jinja2.TemplateError, TypeError ...). All arguments must be
-    plain data (`is_plain`): a template is untrusted code, and could call methods of objects.
+    `plain` data: a template is untrusted code, and could call methods of objects.
     """
     return _compiled(template).render(
         messages=[_with_reasoning(message) for message in conversation],
@@ -45,13 +46,35 @@ def render_template(
     )
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value consists only of JSON types."""
-    if isinstance(value, dict):
-        return all(is_plain(key) and is_plain(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(is_plain, value))
-    return value is None or type(value) in (str, int, float, bool)
+def plain(value: Any) -> Any:
+    """A copy that consists only of JSON types, as newer transformers make it themselves.
+
+    Any other object becomes the name of its type, so that a template has nothing to call.
+    """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):  # an enum or np.str_, whose further methods are left behind
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(plain(item) for item in value)
+    import numpy as np  # only here: a wrong path is reported before it is imported
+
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
+        return plain(value.item())
+    if not isinstance(value, type):
+        if dataclasses.is_dataclass(value):
+            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        if callable(getattr(value, "model_dump", None)):  # of pydantic
+            return plain(value.model_dump())
+    return f"<{type(value).__name__}>"
 
 
 def renders_alike(hf: Any, template: str) -> bool:

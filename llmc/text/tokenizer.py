@@ -21,7 +21,7 @@ from typing import Any
 from llmc.cache_dir import cache_dir
 from llmc.errors import CheckpointError, InvalidRequestError, reason_of
 from llmc.text.known_tokenizer import ChatTemplates, KnownTokenizer, without_truncation
-from llmc.text.template import is_plain, render_template
+from llmc.text.template import plain, render_template
 from llmc.text.tokenizer_cache import TokenizerCache
 from llmc.text.tools.tool_format import ToolFormat
 
@@ -247,6 +247,7 @@ class Tokenizer:
     ) -> str:
         """Render a conversation with the chat template, or with the given one.
 
+        Objects that are not plain data do not reach the template, which could call their methods.
         Raises what templates raise: jinja2.TemplateError, and errors of their arithmetic.
         """
         templates = self._templates
@@ -254,8 +255,8 @@ class Tokenizer:
             name = "tool_use" if tools is not None and "tool_use" in templates else "default"
             chat_template = templates.get(name)
         chat_template = chat_template or self.chat_template
-        is_ours = self._renders_alike and chat_template and not continue_final_message
-        if is_ours and is_plain([conversation, tools, variables]):
+        conversation, tools, variables = plain(list(conversation)), plain(tools), plain(variables)
+        if self._renders_alike and chat_template and not continue_final_message:
             return render_template(
                 str(chat_template),
                 conversation,

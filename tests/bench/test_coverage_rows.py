@@ -5,15 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import bench_package  # noqa: F401
+import pytest
 import tiny_configs
+import transformers as tf
 
 from bench.coverage import read_results, summary, table
 
 DOCS = Path(__file__).parents[2] / "docs" / "coverage.md"
 
 
-def test_every_class_has_a_row_and_no_other() -> None:
-    assert sorted(read_results()) == sorted(tiny_configs.decoder_types())
+def test_every_class_has_a_row() -> None:
+    assert set(tiny_configs.decoder_types()) - set(read_results()) == set()
+
+
+def test_nothing_else_has_a_row() -> None:
+    others = set(read_results()) - set(tiny_configs.decoder_types())
+    assert others & set(tf.CONFIG_MAPPING) == set()
+    if others:  # a row that is too old fails below
+        pytest.skip(f"this transformers does not know {', '.join(sorted(others))}")
 
 
 def test_no_class_answers_otherwise_than_transformers() -> None:

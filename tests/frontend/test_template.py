@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
+import pydantic
 import pytest
 from scripted_engine import make_hf_tokenizer
 from tool_templates import STYLES
+from transformers.utils import chat_template_utils
 
+from llmc.errors import InvalidRequestError
+from llmc.text.chat import render_chat
 from llmc.text.known_tokenizer import KnownTokenizer
-from llmc.text.template import is_plain, render_template, renders_alike
+from llmc.text.template import plain, render_template, renders_alike
 from llmc.text.tokenizer import Tokenizer
 
 FRAGMENTS = {
@@ -43,7 +51,18 @@ FRAGMENTS = {
 
 @pytest.mark.parametrize("name", list(FRAGMENTS))
 def test_gives_what_transformers_gives(name: str) -> None:
-    assert renders_alike(make_hf_tokenizer(), FRAGMENTS[name])
+    hf = make_hf_tokenizer()
+    if name in ("json", "reasoning") and not copies_reasoning(hf):
+        assert not renders_alike(hf, FRAGMENTS[name])  # so transformers renders it
+        pytest.skip("this transformers gives templates a message's reasoning under one name only")
+    assert renders_alike(hf, FRAGMENTS[name])
+
+
+def copies_reasoning(hf: Any) -> bool:
+    """Whether transformers gives templates a message's reasoning under all names they use."""
+    message = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    template = "{{ messages[0].thinking }}"
+    return bool(hf.apply_chat_template([message], chat_template=template, tokenize=False) == "hm")
 
 
 @pytest.mark.parametrize("name", list(STYLES))
@@ -77,9 +96,61 @@ def test_a_template_can_not_leave_the_sandbox(template: str) -> None:
         render_template(template, [{"role": "user", "content": "a"}])
 
 
-def test_only_plain_data_is_given_to_a_template() -> None:
-    assert is_plain([{"a": [1, 2.5, None, True, "x", ("y",)]}])
-    assert not is_plain([{"a": Path("x")}]) and not is_plain({1: {object()}})
+class Color(enum.Enum):
+    RED = 1
+
+
+class Word(enum.StrEnum):
+    YES = "yes"
+
+
+class Level(enum.IntEnum):
+    LOW = 3
+
+
+class Share(float):
+    pass
+
+
+@dataclasses.dataclass
+class Point:
+    x: Any
+
+
+class Record(pydantic.BaseModel):
+    name: str
+    level: Level
+
+
+PLAIN: list[tuple[Any, Any]] = [
+    ([{"a": [1, 2.5, None, True, "x"]}], [{"a": [1, 2.5, None, True, "x"]}]),
+    (types.MappingProxyType({Word.YES: ("y",)}), {"yes": ("y",)}),
+    ([Word.YES, Level.LOW, Share(0.5), Color.RED], ["yes", 3, 0.5, "<Color>"]),
+    ([np.int64(2), np.float32(0.5), np.bool_(False), np.str_("s")], [2, 0.5, False, "s"]),
+    (Point(Path("x")), {"x": f"<{type(Path()).__name__}>"}),
+    (Record(name="r", level=Level.LOW), {"name": "r", "level": 3}),
+    (
+        [np.zeros(2), {1}, Point, print],
+        ["<ndarray>", "<set>", "<type>", f"<{type(print).__name__}>"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("value", "expected"), PLAIN)
+def test_only_plain_data_is_given_to_a_template(value: Any, expected: Any) -> None:
+    assert repr(plain(value)) == repr(expected)  # np.float64(1.0) == 1.0
+
+
+def test_objects_become_what_transformers_makes_of_them() -> None:
+    theirs = getattr(chat_template_utils, "_plain_template_data", None)
+    if theirs is None:
+        pytest.skip("this transformers gives templates objects as they are")
+    for value, expected in PLAIN:
+        assert repr(theirs(value)) == repr(expected)
+
+
+def test_a_number_that_is_no_python_number_is_named() -> None:
+    assert plain([np.longdouble(2)]) == ["<longdouble>"]
 
 
 @pytest.fixture
@@ -111,12 +182,34 @@ def test_a_chat_needs_no_transformers_object(lazily: Any) -> None:
     assert text == hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def test_an_object_in_a_message_goes_to_transformers(lazily: Any) -> None:
-    """Which replaces it: a template could call its methods."""
-    tokenizer, loads = lazily(make_hf_tokenizer("{{ messages[0].file.unlink() }}"))
+@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "transformers'"])
+def test_a_template_can_not_call_an_object_in_a_message(
+    lazily: Any, is_ours: bool, tmp_path: Path
+) -> None:
+    precious = tmp_path / "precious"
+    precious.touch()
+    tokenizer, loads = lazily(make_hf_tokenizer("{{ messages[0].file }}"))
+    if not is_ours:
+        tokenizer.chat_template = tokenizer.chat_template
+    messages = [{"role": "user", "content": "a", "file": precious}]
+    name = f"<{type(precious).__name__}>"
+    assert tokenizer.render(messages) == name
+    assert tokenizer.render(messages, chat_template="{{ at.file }}", at=messages[0]) == name
     with pytest.raises(jinja2.TemplateError):
-        tokenizer.render([{"role": "user", "content": "a", "file": Path("precious")}])
-    assert len(loads) == 1
+        tokenizer.render(messages, chat_template="{{ messages[0].file.unlink() }}")
+    assert precious.exists() and len(loads) == (0 if is_ours else 1)
+
+
+def test_no_object_in_a_chat_reaches_its_template(tmp_path: Path) -> None:
+    """Nor where transformers itself tokenizes, for a text that spells a control token."""
+    precious = tmp_path / "precious"
+    precious.touch()
+    tokenizer = Tokenizer(make_hf_tokenizer("{{ messages[0].file.unlink() }}"))
+    for content in ("a", "</s>"):
+        message = {"role": "user", "content": content, "file": precious}
+        with pytest.raises(InvalidRequestError, match="unlink"):
+            render_chat(tokenizer, [message])
+    assert precious.exists()
 
 
 def test_another_template_is_rendered_by_transformers_too(lazily: Any) -> None:

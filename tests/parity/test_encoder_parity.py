@@ -301,5 +301,6 @@ def test_no_model_that_writes_text_is_taken_for_an_encoder() -> None:
         assert not is_encoder(config), name
     assert seen > 150
     for name in ("bert", "deberta-v2", "nomic_bert", "embedding_gemma2"):
-        assert is_encoder(tf.AutoConfig.for_model(name)), name
+        if name in tf.CONFIG_MAPPING:  # the newest is unknown to older transformers
+            assert is_encoder(tf.AutoConfig.for_model(name)), name
     assert not is_encoder(tf.AutoConfig.for_model("bert", is_decoder=True))

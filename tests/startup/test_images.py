@@ -21,6 +21,9 @@ from llmc.text.processor import load_processor
 
 CPU = torch.device("cpu")
 
+# transformers 5.17 has NumPy sum tensors of torch 2.11, which do not follow NumPy 2's protocol.
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+
 
 def proved(family: str, processor_patch: Any = None) -> Any:
     path = tiny_image_model(family)

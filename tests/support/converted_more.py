@@ -54,11 +54,11 @@ def joined_heads(change: Change) -> Change:
 
 def joined_experts(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
     """Gate and up matrices are one tensor, gates first."""
+    alternate = config.model_type == "gpt_oss"  # in the model, and are transposed
     if not name.endswith(("experts.gate_up_proj", "experts.gate_up_proj_bias")):
-        is_joined = hasattr(config, "swiglu_limit")
-        return interleaved(name, value, config) if is_joined else {name: value}
+        return interleaved(name, value, config) if alternate else {name: value}
     end = "bias" if name.endswith("bias") else "weight"
-    if hasattr(config, "swiglu_limit"):  # in the model they alternate and are transposed
+    if alternate:
         parts = interleaved(name, value, config).values()
         value = torch.cat(list(parts), dim=1)
     return {f"blk.{layer_of(name)}.ffn_gate_up_exps.{end}": value}
