@@ -40,7 +40,9 @@ StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 class OllamaOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = None
+    num_predict: (
+        Annotated[int, Field(ge=-2, le=2**31 - 1, json_schema_extra={"not": {"const": 0}})] | None
+    ) = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
