@@ -42,7 +42,7 @@ from llmc.weights.parameters import Parameters
 
 log = logging.getLogger(__name__)
 
-_MAX_THREADS = 8  # that read weights; each needs memory for the weight it unpacks
+_MAX_THREADS = 4  # that read weights: each needs memory to unpack one, and may use all cores
 NONE_GIVEN: Mapping[WeightInput, Tensor] = MappingProxyType({})  # weights loaded earlier
 
 
