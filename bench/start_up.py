@@ -44,7 +44,7 @@ def main() -> None:
         from llmc.load_test.report import context, write_json
 
         facts = {**context(), "versions": package_versions(), "machine": describe_machine()}
-        write_json(args.output_json, {**facts, "command": " ".join(sys.argv), "starts": results})
+        write_json(args.output_json, {**facts, "starts": results})
 
 
 def _arguments() -> argparse.Namespace:
