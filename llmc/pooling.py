@@ -151,10 +151,15 @@ def values_of(vector: bytes) -> array[float]:
     return array("f", vector)
 
 
+def is_normalized(info: PoolingInfo, params: PoolingParams) -> bool:
+    """Whether embeddings are scaled to length 1: as the call asks, otherwise as the model does."""
+    return info.normalize if params.use_activation is None else params.use_activation
+
+
 def embedding(raw: Sequence[float], info: PoolingInfo, params: PoolingParams) -> array[float]:
     """Turn a raw vector into an embedding: keep `dimensions` values, then normalize to length 1."""
     values = raw[: params.dimensions]
-    if info.normalize if params.use_activation is None else params.use_activation:
+    if is_normalized(info, params):
         length = math.sqrt(math.fsum(v * v for v in values)) or 1.0
         return array("f", [v / length for v in values])
     return array("f", values)

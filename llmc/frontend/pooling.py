@@ -16,6 +16,7 @@ from llmc.pooling import (
     check_dimensions,
     cosine,
     embedding,
+    is_normalized,
     probabilities,
     values_of,
 )
@@ -129,7 +130,7 @@ def _token_rows(vector: bytes, info: PoolingInfo, params: PoolingParams) -> NDAr
 
     rows: NDArray[np.float32]
     rows = np.frombuffer(vector, np.float32).reshape(-1, info.size)[:, : params.dimensions]
-    if info.normalize if params.use_activation is None else params.use_activation:
+    if is_normalized(info, params):
         lengths = np.sqrt((rows * rows).sum(axis=1, keepdims=True))
         lengths[lengths == 0] = 1
         rows = rows / lengths
