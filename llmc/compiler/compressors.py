@@ -24,7 +24,8 @@ from llmc.errors import CompileError
 from llmc.kernels.entries import entries
 from llmc.kernels.pool_windows import pool_windows
 
-_PARAMETERS = ["hidden_states", "q_residual", "position_ids", "past_key_values", "layer_idx"]
+_PARAMETERS = ["hidden_states", "q_residual", "position_ids", "cache", "layer_idx"]
+_OLD_NAMES = {"past_key_values": "cache"}  # until transformers 5.23
 _PARTS = ("compress_rate", "head_dim", "kv_proj", "gate_proj", "position_bias", "kv_norm")
 _INDEX_PARTS = (*_PARTS, "q_b_proj", "num_heads", "index_topk", "scorer")
 _ROTATION = "apply_rotary_pos_emb"  # transformers' name for it, in every model's file
@@ -65,7 +66,7 @@ def has_compressors(model: nn.Module) -> bool:
 
 
 def _is_compressor(module: nn.Module) -> bool:
-    names = list(inspect.signature(module.forward).parameters)
+    names = [_OLD_NAMES.get(n, n) for n in inspect.signature(module.forward).parameters]
     return names == _PARAMETERS and all(hasattr(module, name) for name in _PARTS)
 
 
@@ -74,7 +75,7 @@ def _marked(
     hidden_states: Tensor,
     q_residual: Tensor,
     position_ids: Tensor,
-    past_key_values: Any,
+    cache: Any,
     layer_idx: int,
 ) -> tuple[Tensor, None]:
     """hidden [1, T, N] -> each token's entry [1, 1, T, D] as a marker op, and no mask."""

@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from llmc.errors import CompileError
 from llmc.kernels.attention import attention as attention_marker
@@ -37,6 +38,8 @@ _CHOSEN_KEYS = "indices"
 _CHOSEN_BLOCKS = "block_indices"
 # A bias that is added to the scores, for each query and key.
 _BIAS = "position_bias"
+# A length below this is not that of the tokens, which has no bound.
+_MAX_STATES = 1 << 31
 # Only passed by functions that make bidirectional masks.
 _BOTH_WAYS = "allow_is_bidirectional_skip"
 _SHOWS_ALL = "bidirectional_mask_function"  # transformers' mask without a limit
@@ -147,32 +150,35 @@ def attention_function(
         raise CompileError(
             f"{type(module).__name__} passes {unknown} to its attention, which is not supported"
         )
+    scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
     bias = None
     if _has_row_for_each(query, attention_mask):
         # passes/find_key_biases.py determines what the model's code computed from the marker
         attention_mask, bias = None, attention_mask
     mask = MaskMarker.decode(attention_mask)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    extras = (s_aux, sinks, kwargs.get(_BIAS))
+    is_plain = not softcap and all(extra is None for extra in extras)
+    if not causal and attention_mask is None and is_plain and _is_within_tokens(query, key):
+        return _attend_within_tokens(query, key, value, scale), None
     causal = causal and mask.causal
     window = mask.window or (0 if mask.chunk or bias is not None else int(sliding_window or 0))
     if not causal:
         # A causal mask's limit can differ from what FlashAttention gets: tokens within less than
         # this distance on both sides.
         window = int(sliding_window or 0) if mask.causal else mask.window
-        extras = (s_aux, sinks, kwargs.get(_BIAS))
-        if mask.chunk or softcap or any(extra is not None for extra in extras):
+        if mask.chunk or not is_plain:
             raise CompileError(
                 f"{type(module).__name__} attends to later tokens with chunks, a soft cap, sinks "
                 "or a position bias, which is not supported"
             )
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = attention_marker.overload(
         query,
         key,
         value,
         getattr(module, KEY_CACHE),
         getattr(module, VALUE_CACHE),
-        float(scale),
+        scale,
         window,
         mask.chunk,
         float(softcap or 0.0),
@@ -185,6 +191,21 @@ def attention_function(
         _position_bias(module, query, key, kwargs.get(_BIAS)),
     )
     return out, None
+
+
+def _is_within_tokens(query: Tensor, key: Tensor) -> bool:
+    """Whether tokens are not the sequence of an attention but its heads: each token attends to some
+    of its own states, such as the outputs of earlier layers. The sequence then has a fixed length.
+    """
+    has_fixed_length = statically_known_true(query.shape[2] < _MAX_STATES)
+    return has_fixed_length and statically_known_true(query.shape[1] == key.shape[1])
+
+
+def _attend_within_tokens(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """query [1, T, Q, D], key, value [1, T, N, D] -> [1, Q, T, Dv]. Every query sees all N keys."""
+    scores = torch.matmul(query, key.transpose(2, 3)) * scale
+    out = torch.matmul(scores.softmax(-1, dtype=torch.float32).to(value.dtype), value)
+    return out.transpose(1, 2)
 
 
 def _has_row_for_each(query: Tensor, mask: Tensor | None) -> bool:

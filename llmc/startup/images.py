@@ -45,7 +45,7 @@ _SEES = ("vision", "image")  # parts of a config
 # Allowed arguments of the text model: those that are compared, and those that the step knows.
 _KNOWN = {
     *("inputs_embeds", "attention_mask", "position_ids", LAYER_MASK, LAYER_ROWS),
-    *("input_ids", "past_key_values", "cache_position"),
+    *("input_ids", "cache", "past_key_values", "cache_position"),
 }
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # these mark the tokens of images
 WINDOWED = "sliding_attention"  # transformers' name of the masks of layers with a window

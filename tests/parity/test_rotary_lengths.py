@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from functools import partial
 from pathlib import Path
@@ -63,9 +64,10 @@ def _computes_again(path: Path) -> bool:
     model = load_reference(path)
     ids = torch.tensor(prompts((TRAINED + 1,)))
     cache = tf.DynamicCache(config=model.config)
+    parameters = inspect.signature(model.prepare_inputs_for_generation).parameters
     given = model.prepare_inputs_for_generation(
         ids,
-        past_key_values=cache,
+        **{"cache" if "cache" in parameters else "past_key_values": cache},
         attention_mask=torch.ones_like(ids),
         use_cache=True,
         next_sequence_length=1,
