@@ -1,7 +1,8 @@
 """The reference side of the comparison: the model as transformers runs it, unmodified and eager.
 
-It runs one sequence at a time, so that nothing is padded, and without a cache. Hooks on the decoder
-layers record hidden states.
+It runs one sequence at a time, so that nothing is padded, and without a cache; then one sequence
+with the model's own cache, which must not change its logits. Hooks on the decoder layers record
+hidden states.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,11 @@ from llmc.weights.lora import LoraWeights
 from llmc.weights.quantized.quantization_config import StoredQuantization
 from llmc.weights.tensors import open_tensors
 
+log = logging.getLogger(__name__)
+
 _FLOAT32_SHARE = 0.8  # of free memory that a float32 copy may use
+_PREFILLED = 4  # tokens that are computed at once before others are decoded with a cache
+_CACHES = ("cache", "past_key_values", "cache_params")  # transformers' names for it, new to old
 _SPREAD = 0.85  # standard deviation of random weights, times the square root of their inputs
 
 
@@ -45,10 +51,13 @@ class Reference:
     """`exact` is what the step is compared with; `rounded` is the model's own run in its dtype.
 
     They are the same object if the dtype is float32 or a float32 copy does not fit in memory.
+    `cached_error`: how far the logits are from those that the model's code computes with its own
+    cache, as `generate` does; relative, in float32. None if that is not known.
     """
 
     exact: Run
     rounded: Run
+    cached_error: float | None = None
 
     @property
     def has_noise(self) -> bool:
@@ -95,9 +104,11 @@ def run_reference(
         for name, table in tables.items():
             module.get_buffer(name).copy_(table)
         exact = _run(module, sequences, layers, device, adapters)
+    is_float32 = dtype == torch.float32 or exact is not rounded
+    error = _cached_error(module, sequences, exact, device) if is_float32 else None
     del module
     gc.collect()
-    return Reference(exact=exact, rounded=rounded)
+    return Reference(exact=exact, rounded=rounded, cached_error=error)
 
 
 def save_random(config: Any, path: Path, maker: Any = None, *, seed: int = 0) -> None:
@@ -249,11 +260,11 @@ def _run(
     device: torch.device,
     adapters: Sequence[LoraWeights],
 ) -> Run:
-    found: list[Tensor] = []
+    last: dict[nn.Module, Tensor] = {}  # each layer's last output: models may loop over layers
 
     def hook(layer: nn.Module, args: Any, output: Any) -> None:
         value = output[0] if isinstance(output, tuple) else output
-        found.append(value.detach()[0].to("cpu", torch.float32, copy=True))
+        last[layer] = value.detach()[0].to("cpu", torch.float32, copy=True)
 
     members = list(module.get_submodule(layers).children()) if layers else []
     handles = [member.register_forward_hook(hook) for member in members]
@@ -261,18 +272,46 @@ def _run(
     hidden: list[list[Tensor]] = [[] for _ in members]
     try:
         for sequence in sequences:
-            found.clear()
+            last.clear()
             ids = torch.tensor([sequence.token_ids], device=device)
             adapter = adapters[sequence.adapter - 1] if sequence.adapter else None
             with torch.inference_mode(), _adapted(module, adapter):
                 out: Any = module(input_ids=ids, use_cache=False)
             logits.append(out.logits[0].to("cpu", torch.float32, copy=True))
-            for layer, value in zip(hidden, found, strict=True):
-                layer.append(value)
+            for values, member in zip(hidden, members, strict=True):
+                if member in last:
+                    values.append(last[member])
     finally:
         for handle in handles:
             handle.remove()
     return Run(logits=logits, hidden=hidden)
+
+
+def _cached_error(
+    module: nn.Module, sequences: Sequence[TokenSequence], run: Run, device: torch.device
+) -> float | None:
+    """Decode the shortest sequence with the model's own cache; the relative error of its logits."""
+    plain = [i for i, s in enumerate(sequences) if not s.adapter and len(s.token_ids) > _PREFILLED]
+    if not plain:
+        return None
+    index = min(plain, key=lambda i: len(sequences[i].token_ids))
+    ids = torch.tensor([sequences[index].token_ids], device=device)
+    found: list[Tensor] = []
+    given: dict[str, Any] = {}
+    try:
+        with torch.inference_mode():
+            for part in (ids[:, :_PREFILLED], *ids[:, _PREFILLED:].split(1, dim=1)):
+                out: Any = module(input_ids=part, use_cache=True, **given)
+                found.append(out.logits[0].to("cpu", torch.float32, copy=True))
+                name = next((n for n in _CACHES if out.get(n) is not None), None)
+                if name is None:
+                    return None
+                given = {name: out[name]}
+    except Exception as e:  # the model's code can raise anything; it is not what is served
+        log.debug("the model's own cache can't be used: %s", e)
+        return None
+    want = run.logits[index]
+    return float((torch.cat(found) - want).norm() / want.norm().clamp(min=1e-30))
 
 
 def _float32_fits(module: nn.Module, device: torch.device) -> bool:

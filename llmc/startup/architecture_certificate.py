@@ -33,8 +33,8 @@ _STATUSES = ("certified", "different", "not checked")
 class ArchitectureCertificate:
     """The result of a comparison.
 
-    `reason` is the cause of a difference, or why nothing was compared. `fixed_by` are the passes
-    that must be left out for the output to be right.
+    `reason` is the cause of a difference, why nothing was compared, or a remark. `fixed_by` are the
+    passes that must be left out for the output to be right.
     """
 
     status: Status
@@ -63,7 +63,8 @@ class ArchitectureCertificate:
     def __str__(self) -> str:
         """One line for a log or a screen."""
         if self.status == "certified":
-            return "certified: a small model of this architecture matches transformers"
+            remark = f"; {self.reason}" if self.reason else ""
+            return f"certified: a small model of this architecture matches transformers{remark}"
         if self.status == "not checked":
             return f"this architecture was not compared with transformers: {self.reason}"
         way = (

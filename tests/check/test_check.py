@@ -11,13 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers as tf
 from safetensors.torch import load_file, save_file
 from tiny_configs import tiny_config
 from tiny_models import save_checkpoint
 
 from llmc.check import check as check_module
 from llmc.check.certificate import Certificate, CertificateStore, fingerprint, from_json
-from llmc.check.check import check_model, find_certificate, fixed_config
+from llmc.check.check import CACHE_NOTE, check_model, find_certificate, fixed_config
 from llmc.check.identity import identify
 from llmc.check.variants import RoundedWeights
 from llmc.config import EngineConfig
@@ -135,6 +136,50 @@ def test_other_mechanisms_are_certified_too(tmp_path: Path, model_type: str, op:
     certificate = check_model(config(tmp_path, load_format="dummy"))
     assert certificate.certified and certificate.logits.relative < 2e-5
     assert op in certificate.kernels
+
+
+def test_a_model_that_loops_over_its_layers_is_compared_by_their_last_outputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save_checkpoint("llama", tmp_path, **_THREE, intermediate_size=80)
+    kind: Any = tf.LlamaModel
+    built = kind.__init__
+
+    def looped(self: Any, config: Any) -> None:
+        built(self, config)
+        self.layers.__class__ = _Twice
+
+    monkeypatch.setattr(kind, "__init__", looped)
+    certificate = check_model(config(checkpoint))
+    assert certificate.certified
+    assert [layer.layer for layer in certificate.layers] == [0, 1, 2]
+
+
+class _Twice(torch.nn.ModuleList):
+    """Layers that are run twice, each time with keys and values of their own."""
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return [*found, *found] if isinstance(index, slice) else found
+
+
+def test_other_answers_with_the_models_own_cache_are_noted(
+    checkpoint: Path, certificate: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not any(note.startswith(CACHE_NOTE) for note in certificate.notes)
+    head: Any = tf.LlamaForCausalLM
+    forward = head.forward
+
+    def drifting(self: Any, *args: Any, use_cache: bool | None = None, **given: Any) -> Any:
+        found = forward(self, *args, use_cache=use_cache, **given)
+        if use_cache:
+            found.logits = found.logits * 1.01
+        return found
+
+    monkeypatch.setattr(head, "forward", drifting)
+    drifted = check_model(config(checkpoint))
+    assert drifted.certified, "llmc computes what the model computes without a cache"
+    assert any(n.startswith(CACHE_NOTE) for n in drifted.notes), drifted.notes
 
 
 def test_made_up_weights_are_the_same_on_both_sides(checkpoint: Path, tmp_path: Path) -> None:
