@@ -23,8 +23,11 @@ from llmc.engine.kv.swap import SwapCost, SwapRoom
 from llmc.engine.messages import AddRequest
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan import PendingStep, Runner, StepPlan, StepResult
+from llmc.llm import LLM
 from llmc.sampling_params import SamplingParams
+from llmc.startup.model_files import resolve_model
 from llmc.startup.start import Started, start_engine
+from llmc.text.tokenizer import Tokenizer
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONTEXT = 2048
@@ -196,6 +199,7 @@ class Bench:
         self._opt_level = opt_level
         self._stack = ExitStack()
         self._subjects: dict[str, Subject] = {}
+        self._llms: dict[Subject, LLM] = {}
 
     def __enter__(self) -> Bench:
         return self
@@ -210,6 +214,18 @@ class Bench:
     def small(self) -> Subject:
         """The default model."""
         return self._subject("small", None)
+
+    def variant(self, name: str, **options: Any) -> Subject:
+        """The default model with other options of EngineConfig; `name` identifies them."""
+        return self._subject(name, None, **options)
+
+    def llm(self, subject: Subject) -> LLM:
+        """The Python API on a started model. Only one such object may use it at a time."""
+        if subject not in self._llms:
+            config = EngineConfig(model=subject.model)
+            tokenizer = Tokenizer.load(resolve_model(config).path)
+            self._llms[subject] = LLM.from_started(subject.started, config, tokenizer)
+        return self._llms[subject]
 
     @property
     def large(self) -> Subject:

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.ablations import lora, memory, processes, serving, text
+from bench.ablations import lora, memory, model, processes, serving, text
 from bench.ablations.row import Row
 
-ROWS: tuple[Row, ...] = (*text.ROWS, *memory.ROWS, *serving.ROWS, *lora.ROWS, *processes.ROWS)
+ROWS: tuple[Row, ...] = (
+    *text.ROWS,
+    *model.ROWS,
+    *memory.ROWS,
+    *serving.ROWS,
+    *lora.ROWS,
+    *processes.ROWS,
+)
 
 
 def choose(names: Sequence[str] | None) -> tuple[Row, ...]:
