@@ -18,7 +18,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from llmc.errors import CompileError
 from llmc.kernels.attention import attention as attention_marker
@@ -197,6 +196,8 @@ def _is_within_tokens(query: Tensor, key: Tensor) -> bool:
     """Whether tokens are not the sequence of an attention but its heads: each token attends to some
     of its own states, such as the outputs of earlier layers. The sequence then has a fixed length.
     """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
     has_fixed_length = statically_known_true(query.shape[2] < _MAX_STATES)
     return has_fixed_length and statically_known_true(query.shape[1] == key.shape[1])
 
