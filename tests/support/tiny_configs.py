@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as tf
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -37,8 +38,10 @@ def decoder_types() -> list[str]:
 def tiny_config(model_type: str, **fields: Any) -> Any:
     """A config with a few thousand parameters and no end token, so that greedy decoding continues.
 
-    `fields` take precedence over the rules.
+    `fields` take precedence over the rules. Skips a test whose class this transformers lacks.
     """
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers does not know {model_type}")
     config = _shrunk(CONFIG_MAPPING[model_type], "", fields)
     for part in (config, *_parts(config)):
         _shrink_rope(part)
