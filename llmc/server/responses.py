@@ -1,4 +1,5 @@
-"""POST /v1/responses, GET and DELETE /v1/responses/{name}: OpenAI's Responses API."""
+"""OpenAI's Responses API: POST /v1/responses and /v1/responses/input_tokens, GET and DELETE
+/v1/responses/{name}."""
 
 from __future__ import annotations
 
@@ -25,13 +26,7 @@ from llmc.text.tools.parse import CallDelta, Delta
 
 async def create_response(request: Request) -> GenerationResponse:
     body = await read_body(request, ResponsesBody)
-    before: Sequence[Mapping[str, Any]] = ()
-    if body.previous_response_id is not None:
-        before = (
-            _store(request)
-            .get(body.previous_response_id, _caller(request), param="previous_response_id")
-            .messages
-        )
+    before = _before(request, body)
     with naming(NAMES):
         turn = await prepare_turn(request, body.chat(before))
     messages = [*before, *body.messages()]
@@ -40,6 +35,14 @@ async def create_response(request: Request) -> GenerationResponse:
         caller = _caller(request)
         call.keep = lambda response, said: _store(request).put(response, [*messages, said], caller)
     return turn.respond(request, call)
+
+
+async def count_input_tokens(request: Request) -> Response:
+    body = await read_body(request, ResponsesBody)
+    with naming(NAMES):
+        turn = await prepare_turn(request, body.chat(_before(request, body)))
+    count = len(turn.source.prompt_token_ids)
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
 async def get_response(request: Request) -> Response:
@@ -51,6 +54,14 @@ async def delete_response(request: Request) -> Response:
     name = request.path_params["name"]
     _store(request).delete(name, _caller(request))
     return json_response({"id": name, "object": "response", "deleted": True})
+
+
+def _before(request: Request, body: ResponsesBody) -> Sequence[Mapping[str, Any]]:
+    """The messages up to the previous response."""
+    name = body.previous_response_id
+    if name is None:
+        return ()
+    return _store(request).get(name, _caller(request), param="previous_response_id").messages
 
 
 def _store(request: Request) -> ResponseStore:

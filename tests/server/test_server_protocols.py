@@ -307,6 +307,20 @@ def test_a_response_goes_on_from_another(live: Live) -> None:
     assert live.client.get(f"{RESPONSES}/{answers[0]['id']}").status_code == 404
 
 
+def test_the_input_tokens_of_a_response_are_counted(live: Live) -> None:
+    count = f"{RESPONSES}/input_tokens"
+    first = live.post(RESPONSES, CREATE).json()
+    for body in (
+        CREATE,
+        {**CREATE, "instructions": "Be brief.", "previous_response_id": first["id"]},
+    ):
+        tokens = live.post(RESPONSES, body).json()["usage"]["input_tokens"]
+        assert live.post(count, body).json() == {
+            "object": "response.input_tokens",
+            "input_tokens": tokens,
+        }
+
+
 def test_a_stored_response_is_its_callers(live: Live) -> None:
     made = live.post(RESPONSES, {"input": "plain"}).json()
     path = f"{RESPONSES}/{made['id']}"
@@ -367,9 +381,10 @@ WRONG_RESPONSES: list[tuple[dict[str, Any], str]] = [
 def test_wrong_fields_of_a_response_are_named(
     fields: dict[str, Any], param: str, live: Live
 ) -> None:
-    response = live.post(RESPONSES, {"input": "call", **fields})
-    assert response.status_code in (400, 404), response.text
-    assert response.json()["error"]["param"] == param, response.text
+    for path in (RESPONSES, f"{RESPONSES}/input_tokens"):
+        response = live.post(path, {"input": "call", **fields})
+        assert response.status_code in (400, 404), response.text
+        assert response.json()["error"]["param"] == param, response.text
 
 
 def test_more_processes_keep_no_responses() -> None:
