@@ -75,6 +75,9 @@ class CountTokensBody(Body):
         "output_format": (None,),
         "speed": (None, "standard"),
         "inference_geo": (None,),
+        "thread": (None,),
+        "compaction": (None,),
+        "fallbacks": (None,),
     }
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]

@@ -96,7 +96,10 @@ def code_of(error: ApiError) -> str:
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.shown}}
+    shown: dict[str, Any] = {"type": kind, "message": error.shown}
+    if error.param == "thread":  # the SDK's tool runner then sends whole conversations
+        shown["details"] = {"error_code": "thread_unsupported_request"}
+    return {"type": "error", "error": shown}
 
 
 def ollama_error(error: ApiError) -> dict[str, Any]:
