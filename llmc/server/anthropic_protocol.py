@@ -160,7 +160,6 @@ class MessagesBody(CountTokensBody):
 
     def chat(self, **sampling: Any) -> ChatBody:
         return super().chat(
-            max_tokens=self.max_tokens,
             stop=self.stop_sequences,
             temperature=self.temperature,
             top_p=self.top_p,
