@@ -46,6 +46,8 @@ async def count_input_tokens(request: Request) -> Response:
 
 
 async def get_response(request: Request) -> Response:
+    if request.query_params.get("stream") == "true":
+        raise ApiError(400, "a stored response is not streamed; leave out stream", param="stream")
     found = _store(request).get(request.path_params["name"], _caller(request))
     return json_response(found.response)
 

@@ -182,6 +182,21 @@ def test_why_a_message_ended(
     assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, sequence)
 
 
+def test_a_message_ends_when_the_context_is_full() -> None:
+    """Clients must send max_tokens, and send more than small models have."""
+    over = make_scripted(max_model_len=256)
+    over.runner.scripts = {"call": "one " * 300}
+    with live_server(over=over) as live:
+        body = {"max_tokens": 20000, "messages": [USER]}
+        answer = live.post(MESSAGES, body).json()
+        assert answer["stop_reason"] == "model_context_window_exceeded"
+        assert answer["usage"]["input_tokens"] + answer["usage"]["output_tokens"] == 256
+        ended = named_events(live, MESSAGES, body)[-2]
+        assert ended["delta"]["stop_reason"] == "model_context_window_exceeded"
+        long = {"max_tokens": 1, "messages": [{"role": "user", "content": "x" * 300}]}
+        assert live.post(MESSAGES, long).status_code == 400
+
+
 def test_a_last_message_of_the_assistant_is_continued(live: Live) -> None:
     begun = {"role": "assistant", "content": "The answer"}
     body = {"max_tokens": 5, "messages": [USER, begun]}
@@ -274,7 +289,10 @@ def test_a_response(live: Live) -> None:
     usage = response["usage"]
     assert usage["input_tokens"] == prompt_of(live, [USER], tools=TOOLS)
     assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
-    assert live.client.get(f"{RESPONSES}/{response['id']}").json() == response
+    path = f"{RESPONSES}/{response['id']}"
+    assert live.client.get(path).json() == response
+    streamed = live.client.get(path, params={"stream": "true"})
+    assert (streamed.status_code, streamed.json()["error"]["param"]) == (400, "stream")
 
 
 def test_the_events_of_a_response(live: Live) -> None:
