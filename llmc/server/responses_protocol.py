@@ -193,7 +193,7 @@ def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
             return {"role": "assistant", "reasoning_content": _reasoning(where, item)}
     raise InvalidRequestError(
         f"{where} has type {kind!r:.80}; this server accepts message, function_call, "
-        "function_call_output and reasoning",
+        "function_call_output, reasoning and item_reference",
         param=where,
     )
 

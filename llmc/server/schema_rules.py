@@ -201,6 +201,7 @@ def _responses_items(images: bool) -> Schema:
             output=_content(*responses_protocol.TEXT),
         ),
         _object(("type",), type=_const("reasoning"), content=summary, summary=summary),
+        _object(("type", "id"), type=_const("item_reference"), id=TEXT),
     )
 
 

@@ -320,8 +320,10 @@ def test_a_response_goes_on_from_another(live: Live) -> None:
     body = {"tools": RESPONSES_TOOLS, "store": False}
     by_id = {**body, "input": [output], "previous_response_id": first["id"]}
     whole = {**body, "input": [{"role": "user", "content": "call"}, *first["output"], output]}
-    answers = [live.post(RESPONSES, one).json() for one in (by_id, whole)]
-    assert answers[0]["usage"]["input_tokens"] == answers[1]["usage"]["input_tokens"]
+    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    by_item = {**body, "input": [{"role": "user", "content": "call"}, *references, output]}
+    answers = [live.post(RESPONSES, one).json() for one in (by_id, whole, by_item)]
+    assert len({answer["usage"]["input_tokens"] for answer in answers}) == 1
     assert live.client.get(f"{RESPONSES}/{answers[0]['id']}").status_code == 404
 
 
@@ -348,6 +350,9 @@ def test_a_stored_response_is_its_callers(live: Live) -> None:
     body = {"input": "more", "previous_response_id": made["id"]}
     error = live.post(RESPONSES, body, headers=other).json()["error"]
     assert error["param"] == "previous_response_id"
+    reference = {"type": "item_reference", "id": made["output"][0]["id"]}
+    error = live.post(RESPONSES, {"input": [reference]}, headers=other).json()["error"]
+    assert error["param"] == "input[0]" and "send the item itself" in error["message"]
     assert live.client.delete(path).json()["deleted"] is True
     assert live.client.delete(path).status_code == 404
 
@@ -412,6 +417,7 @@ def test_more_processes_keep_no_responses() -> None:
         for answer in (
             live.client.get(f"{RESPONSES}/{made['id']}"),
             live.post(RESPONSES, {"input": "count", "previous_response_id": made["id"]}),
+            live.post(RESPONSES, {"input": [{"type": "item_reference", "id": "msg_1"}]}),
         ):
             assert answer.status_code == 400
             assert answer.json()["error"]["code"] == "unsupported_parameter"
