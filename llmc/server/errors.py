@@ -168,7 +168,8 @@ async def unknown_route(request: Request, exc: Exception) -> Response:
     response = error_response(error, request.scope["path"], request.state.request_id)
     if exc.status_code == 405:  # the methods of all routes of this path; the router names one's
         routes = request.app.routes
-        same = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+        found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+        same = [route for route in found if route.path == found[0].path]  # not a {name}
         response.headers["allow"] = ", ".join(sorted(set().union(*(r.methods for r in same))))
     return response
 

@@ -329,6 +329,7 @@ def test_a_response_goes_on_from_another(live: Live) -> None:
 
 def test_the_input_tokens_of_a_response_are_counted(live: Live) -> None:
     count = f"{RESPONSES}/input_tokens"
+    assert live.client.put(count).headers["allow"] == "POST"
     first = live.post(RESPONSES, CREATE).json()
     for body in (
         CREATE,
