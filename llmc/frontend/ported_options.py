@@ -283,7 +283,7 @@ REFUSED: Mapping[str, str] = {
     "--media-io-kwargs": "images are processed as the model's files specify",
     "--override-generation-config": _WITH_REQUEST,
     "--preferred-sampling-params": _WITH_REQUEST,
-    "--temp": _WITH_REQUEST,
+    "--temp": "send temperature with each request; llmc chat has --temperature",
     "--temperature": _WITH_REQUEST,
     "--top-k": _WITH_REQUEST,
     "--top-p": _WITH_REQUEST,
