@@ -242,8 +242,20 @@ def _split(word: str, options: Mapping[str, bool]) -> list[str]:
     return [known, value] if equals else [known]
 
 
+# Flags of `vllm bench`, for `llmc bench`.
+_RESULT = "write the result with --output-json FILE"
+_BENCH: Mapping[str, str] = {
+    "--dataset-name": "prompts are random with --random-input-len, or from --dataset-path FILE",
+    "--save-result": _RESULT,
+    "--result-dir": _RESULT,
+    "--result-filename": _RESULT,
+}
+
+
 def hint(name: str) -> str | None:
     """Advice for a vLLM flag given to a command without that option."""
+    if name in _BENCH:
+        return _BENCH[name]
     if name in RENAMED:
         return f"the option is called {RENAMED[name]}"
     if name in WRITTEN:

@@ -165,6 +165,13 @@ def test_what_is_left_out_is_told_with_the_reason() -> None:
     assert all(ported.left_out.values())
 
 
+def test_flags_of_their_benchmarks_get_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--dataset-name", "random"]) == 2
+    assert "hint: prompts are random with --random-input-len" in capsys.readouterr().err
+    assert main(["bench", "serve", "--save-result"]) == 2
+    assert "--output-json FILE" in capsys.readouterr().err
+
+
 def test_origins_are_json() -> None:
     origins = json.dumps(["http://a", "*"])
     words = port(["m", "--allowed-origins", origins]).words
