@@ -101,6 +101,7 @@ class ResponsesBody(Body):
     prompt_cache_retention: Any = None
     prompt_cache_options: Any = None
     service_tier: Any = None
+    client_metadata: Any = None
 
     def chat(self, before: Sequence[Mapping[str, Any]]) -> ChatBody:
         """The equivalent chat call. `before`: the messages up to the previous response."""

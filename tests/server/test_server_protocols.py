@@ -283,7 +283,7 @@ def checked_items(items: list[dict[str, Any]]) -> None:
 
 
 def test_a_response(live: Live) -> None:
-    response = live.post(RESPONSES, CREATE).json()
+    response = live.post(RESPONSES, {**CREATE, "client_metadata": {"turn": "1"}}).json()
     checked_items(response["output"])
     assert (response["status"], response["store"]) == ("completed", True)
     usage = response["usage"]
