@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +21,7 @@ from llmc.cli.options import engine_options, option
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
 from llmc.startup.default_model import default_model
+from llmc.weights.gguf.files import is_gguf_file
 
 CHAT_PANEL = "Chat"
 SAMPLING_PANEL = "Sampling"
@@ -42,7 +44,7 @@ def is_model_word(word: str) -> bool:
     """Whether a bare word is a model: a directory, path, .gguf file, hub id or the default."""
     if word == default_model().name or word.startswith(("./", "../", "/", "~")):
         return True
-    if os.path.isdir(word) or word.endswith(".gguf"):
+    if os.path.isdir(word) or is_gguf_file(Path(word)):
         return True
     return _HUB_ID.fullmatch(word) is not None
 

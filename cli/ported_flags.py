@@ -119,7 +119,9 @@ def port(words: Sequence[str], options: Mapping[str, bool] | None = None) -> Por
     has_model = bool(rest) and (not rest[0].startswith("-") or not _MODEL.isdisjoint(rest))
     while rest:
         name = rest.pop(0)
-        if name in WRITTEN:
+        if (name in WRITTEN or name in NOT_NEEDED) and _is_off(rest):
+            refused[f"{name} false"] = NOT_NEEDED.get(name, "leave it out")
+        elif name in WRITTEN:
             out += WRITTEN[name]
         elif name in NOT_NEEDED:
             left_out[name] = NOT_NEEDED[name]
@@ -135,7 +137,8 @@ def port(words: Sequence[str], options: Mapping[str, bool] | None = None) -> Por
             _set(objects, name, rest)
         elif name not in _WITH_VALUE:
             option = name.partition("=")[0]
-            if options is None or not option.startswith("--") or option in options:
+            is_short = not option.startswith("--") and option[:2] in (options or ())  # -O3, -qint8
+            if options is None or option in options or is_short or not option.startswith("-"):
                 out.append(name)
                 if options is not None and options.get(name):
                     out += rest[:1]
@@ -143,6 +146,10 @@ def port(words: Sequence[str], options: Mapping[str, bool] | None = None) -> Por
             else:
                 unknown.append(option)
                 _drop_values(rest)
+        elif name in NOT_NEEDED_WITH_VALUE:
+            left_out[name] = NOT_NEEDED_WITH_VALUE[name]
+            if rest and not re.match("-[^0-9]", rest[0]):  # older servers took some as switches
+                del rest[0]
         elif not rest:
             raise ConfigError(f"{name} needs a value")
         else:
@@ -151,8 +158,6 @@ def port(words: Sequence[str], options: Mapping[str, bool] | None = None) -> Por
                 out += [RENAMED[name], value]
             elif name in _TRANSLATED:
                 out += _TRANSLATED[name](value, left_out)
-            elif name in NOT_NEEDED_WITH_VALUE:
-                left_out[name] = NOT_NEEDED_WITH_VALUE[name]
             elif value in VALUES[name][0]:
                 left_out[name] = f"llmc always does {value}"
             else:
@@ -172,6 +177,14 @@ def left_out_variables(environment: Iterable[str]) -> dict[str, str]:
         for name in sorted(environment)
         if name.startswith("VLLM_") and name != "VLLM_API_KEY"
     }
+
+
+def _is_off(rest: list[str]) -> bool:
+    """Whether the word after a switch turns it off; a true or false is removed."""
+    value = rest[0].lower() if rest else ""
+    if value in ("true", "false"):
+        del rest[0]
+    return value == "false"
 
 
 def _drop_values(rest: list[str]) -> None:
@@ -218,6 +231,8 @@ def _split(word: str, options: Mapping[str, bool]) -> list[str]:
         return [word]
     known, dot, key = name.partition(".")
     known = known.replace("_", "-")
+    if dot and known == "-O":  # -O.key, vLLM's short form of its --compilation-config
+        known = "-cc"
     if dot and known in _IN_JSON:
         return [known + dot + key + equals + value]
     if known in _SEVERAL:  # with `=` there is one value, which can begin with a dash
@@ -227,8 +242,20 @@ def _split(word: str, options: Mapping[str, bool]) -> list[str]:
     return [known, value] if equals else [known]
 
 
+# Flags of `vllm bench`, for `llmc bench`.
+_RESULT = "write the result with --output-json FILE"
+_BENCH: Mapping[str, str] = {
+    "--dataset-name": "prompts are random with --random-input-len, or from --dataset-path FILE",
+    "--save-result": _RESULT,
+    "--result-dir": _RESULT,
+    "--result-filename": _RESULT,
+}
+
+
 def hint(name: str) -> str | None:
     """Advice for a vLLM flag given to a command without that option."""
+    if name in _BENCH:
+        return _BENCH[name]
     if name in RENAMED:
         return f"the option is called {RENAMED[name]}"
     if name in WRITTEN:

@@ -28,7 +28,7 @@ async def create_message(request: Request) -> GenerationResponse:
     body = await read_body(request, MessagesBody)
     with naming(NAMES):
         turn = await prepare_turn(request, body.chat())
-    return turn.respond(request, MessageCall(turn, body))
+    return turn.respond(request, MessageCall(turn.with_most(body.max_tokens), body))
 
 
 async def count_tokens(request: Request) -> Response:
@@ -47,6 +47,7 @@ class MessageCall:
         self.sources: Sequence[Input] = [turn.source]
         self.stream = body.stream
         self._turn = turn
+        self._max_tokens = body.max_tokens
         self._reader = turn.reader()
         self._shows_reasoning = body.shows_reasoning
         self._id = f"msg_{uuid.uuid4().hex}"
@@ -65,14 +66,14 @@ class MessageCall:
     def last_chunks(self, stream: Stream) -> Iterable[dict[str, Any]]:
         yield from self._close()
         [one] = stream.requests[0].output().outputs
-        ending = _ending(one, called=self._reader.has_called)
+        ending = self._ending(one, called=self._reader.has_called)
         yield {"type": "message_delta", "delta": ending, "usage": self._usage(stream)}
         yield {"type": "message_stop"}
 
     def body(self, stream: Stream) -> dict[str, Any]:
         [one] = stream.requests[0].output().outputs
         read = self._turn.read(one)
-        ending = _ending(one, called=bool(read.calls))
+        ending = self._ending(one, called=bool(read.calls))
         return self._message(stream, self._blocks(read), ending)
 
     def _message(
@@ -87,6 +88,16 @@ class MessageCall:
             **(ending or {"stop_reason": None, "stop_sequence": None}),
             "usage": self._usage(stream),
         }
+
+    def _ending(self, one: CompletionOutput, *, called: bool) -> dict[str, Any]:
+        sequence: str | None = None
+        reason = "tool_use" if called else "end_turn"
+        if one.finish_reason == "length":
+            is_full = len(one.token_ids) < self._max_tokens
+            reason = "model_context_window_exceeded" if is_full else "max_tokens"
+        elif isinstance(one.stop_reason, str):
+            reason, sequence = "stop_sequence", one.stop_reason
+        return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage(self, stream: Stream) -> dict[str, Any]:
         """Token counts. Anthropic's input_tokens exclude tokens read from the cache."""
@@ -161,13 +172,3 @@ _EMPTY: dict[str, dict[str, Any]] = {
 
 def _tool_use(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
     return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
-
-
-def _ending(one: CompletionOutput, *, called: bool) -> dict[str, Any]:
-    if one.finish_reason == "length":
-        reason, sequence = "max_tokens", None
-    elif isinstance(one.stop_reason, str):
-        reason, sequence = "stop_sequence", one.stop_reason
-    else:
-        reason, sequence = "tool_use" if called else "end_turn", None
-    return {"stop_reason": reason, "stop_sequence": sequence}

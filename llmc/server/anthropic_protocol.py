@@ -75,6 +75,9 @@ class CountTokensBody(Body):
         "output_format": (None,),
         "speed": (None, "standard"),
         "inference_geo": (None,),
+        "thread": (None,),
+        "compaction": (None,),
+        "fallbacks": (None,),
     }
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -157,7 +160,6 @@ class MessagesBody(CountTokensBody):
 
     def chat(self, **sampling: Any) -> ChatBody:
         return super().chat(
-            max_tokens=self.max_tokens,
             stop=self.stop_sequences,
             temperature=self.temperature,
             top_p=self.top_p,

@@ -56,6 +56,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/chat/completions", chat.create_chat_completion),
     ("POST", "/v1/completions", completions.create_completion),
     ("POST", "/v1/responses", responses.create_response),
+    ("POST", "/v1/responses/input_tokens", responses.count_input_tokens),
     ("GET", "/v1/responses/{name}", responses.get_response),
     ("DELETE", "/v1/responses/{name}", responses.delete_response),
     ("POST", "/v1/messages", anthropic.create_message),

@@ -96,7 +96,10 @@ def code_of(error: ApiError) -> str:
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.shown}}
+    shown: dict[str, Any] = {"type": kind, "message": error.shown}
+    if error.param == "thread":  # the SDK's tool runner then sends whole conversations
+        shown["details"] = {"error_code": "thread_unsupported_request"}
+    return {"type": "error", "error": shown}
 
 
 def ollama_error(error: ApiError) -> dict[str, Any]:
@@ -161,13 +164,24 @@ async def unknown_route(request: Request, exc: Exception) -> Response:
     what = {404: "no such path", 405: "this path takes another method"}
     message = what.get(exc.status_code, str(exc.detail))
     asked = f"{request.method} {request.scope['path']!r:.200}"
+    if exc.status_code == 404 and (near := _meant(request)) is not None:
+        asked += f"; did you mean {near}?"
     error = request.state.error = ApiError(exc.status_code, f"{message}: {asked}")
     response = error_response(error, request.scope["path"], request.state.request_id)
     if exc.status_code == 405:  # the methods of all routes of this path; the router names one's
         routes = request.app.routes
-        same = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+        found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+        same = [route for route in found if route.path == found[0].path]  # not a {name}
         response.headers["allow"] = ", ".join(sorted(set().union(*(r.methods for r in same))))
     return response
+
+
+def _meant(request: Request) -> str | None:
+    """The path of a client whose base URL has one part too many or too few."""
+    path = request.scope["path"].rstrip("/")
+    paths = [route.path for route in request.app.routes if len(route.path) > 1]
+    near = (one for one in paths if path.endswith(one) or one == f"/v1{path}")
+    return max(near, key=len, default=None)
 
 
 def _of_validation(exc: ValidationError) -> ApiError:

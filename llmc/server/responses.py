@@ -1,4 +1,5 @@
-"""POST /v1/responses, GET and DELETE /v1/responses/{name}: OpenAI's Responses API."""
+"""OpenAI's Responses API: POST /v1/responses and /v1/responses/input_tokens, GET and DELETE
+/v1/responses/{name}."""
 
 from __future__ import annotations
 
@@ -24,14 +25,8 @@ from llmc.text.tools.parse import CallDelta, Delta
 
 
 async def create_response(request: Request) -> GenerationResponse:
-    body = await read_body(request, ResponsesBody)
-    before: Sequence[Mapping[str, Any]] = ()
-    if body.previous_response_id is not None:
-        before = (
-            _store(request)
-            .get(body.previous_response_id, _caller(request), param="previous_response_id")
-            .messages
-        )
+    body = await _read(request)
+    before = _before(request, body)
     with naming(NAMES):
         turn = await prepare_turn(request, body.chat(before))
     messages = [*before, *body.messages()]
@@ -42,7 +37,17 @@ async def create_response(request: Request) -> GenerationResponse:
     return turn.respond(request, call)
 
 
+async def count_input_tokens(request: Request) -> Response:
+    body = await _read(request)
+    with naming(NAMES):
+        turn = await prepare_turn(request, body.chat(_before(request, body)))
+    count = len(turn.source.prompt_token_ids)
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
+
+
 async def get_response(request: Request) -> Response:
+    if request.query_params.get("stream") == "true":
+        raise ApiError(400, "a stored response is not streamed; leave out stream", param="stream")
     found = _store(request).get(request.path_params["name"], _caller(request))
     return json_response(found.response)
 
@@ -53,13 +58,35 @@ async def delete_response(request: Request) -> Response:
     return json_response({"id": name, "object": "response", "deleted": True})
 
 
-def _store(request: Request) -> ResponseStore:
+async def _read(request: Request) -> ResponsesBody:
+    """The body, with the stored items in place of references to them."""
+    body = await read_body(request, ResponsesBody)
+    if isinstance(body.input, list):
+        for index, item in enumerate(body.input):
+            if item.get("type") == "item_reference":
+                param = f"input[{index}]"
+                store = _store(request, param=param)
+                found = store.item(item.get("id"), _caller(request), param=param)
+                body.input[index] = dict(found)
+    return body
+
+
+def _before(request: Request, body: ResponsesBody) -> Sequence[Mapping[str, Any]]:
+    """The messages up to the previous response."""
+    name = body.previous_response_id
+    if name is None:
+        return ()
+    param = "previous_response_id"
+    return _store(request, param=param).get(name, _caller(request), param=param).messages
+
+
+def _store(request: Request, param: str | None = None) -> ResponseStore:
     if request.app.state.settings.api_workers > 1:
         raise ApiError(
             400,
             "responses are not stored by a server with --api-workers, because its processes share "
             "no memory; send the whole conversation as input",
-            param="previous_response_id",
+            param=param,
             code="unsupported_parameter",
         )
     store: ResponseStore = request.app.state.responses

@@ -101,6 +101,7 @@ class ResponsesBody(Body):
     prompt_cache_retention: Any = None
     prompt_cache_options: Any = None
     service_tier: Any = None
+    client_metadata: Any = None
 
     def chat(self, before: Sequence[Mapping[str, Any]]) -> ChatBody:
         """The equivalent chat call. `before`: the messages up to the previous response."""
@@ -193,7 +194,7 @@ def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
             return {"role": "assistant", "reasoning_content": _reasoning(where, item)}
     raise InvalidRequestError(
         f"{where} has type {kind!r:.80}; this server accepts message, function_call, "
-        "function_call_output and reasoning",
+        "function_call_output, reasoning and item_reference",
         param=where,
     )
 

@@ -57,6 +57,20 @@ class ResponseStore:
             )
         return found
 
+    def item(self, item_id: Any, caller: str, *, param: str) -> Mapping[str, Any]:
+        """An item of a stored response's output; ApiError 404 as for `get`."""
+        for stored in reversed(self._stored.values()):
+            for item in stored.response["output"] if stored.caller == caller else ():
+                if item["id"] == item_id:
+                    found: Mapping[str, Any] = item
+                    return found
+        raise ApiError(
+            404,
+            f"{param} refers to an item {item_id!r:.80}, which no stored response has; send the "
+            "item itself",
+            param=param,
+        )
+
     def delete(self, response_id: str, caller: str) -> None:
         found = self.get(response_id, caller)
         del self._stored[response_id]

@@ -201,6 +201,7 @@ def _responses_items(images: bool) -> Schema:
             output=_content(*responses_protocol.TEXT),
         ),
         _object(("type",), type=_const("reasoning"), content=summary, summary=summary),
+        _object(("type", "id"), type=_const("item_reference"), id=TEXT),
     )
 
 
@@ -280,6 +281,8 @@ def _of_bodies(served: Served) -> Mapping[str, Mapping[str, Schema]]:
             "system": _content(*anthropic_protocol.TEXT),
             "stop_sequences": _list(STOP, maxItems=MAX_STOP_STRINGS),
         },
+        # may be more than fits
+        "MessagesBody": {"max_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}},
         "ResponsesBody": {
             "input": _any(TEXT, _list(_responses_items(images), minItems=1)),
             "include": _list(_const(*responses_protocol.INCLUDABLE)),

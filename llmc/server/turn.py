@@ -72,6 +72,13 @@ class Turn:
         """Whether an answer can have other parts besides its content."""
         return self.use is not None or self.source.reasoning is not None
 
+    def with_most(self, max_tokens: int) -> Turn:
+        """The turn with at most this many tokens, of those that fit."""
+        sampling = self.source.sampling
+        assert sampling.max_tokens is not None, "it is a number in an Input"
+        most = dataclasses.replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
+        return dataclasses.replace(self, source=dataclasses.replace(self.source, sampling=most))
+
     def reader(self, *, streams: bool = True) -> AnswerReader:
         return AnswerReader(self, streams=streams)
 

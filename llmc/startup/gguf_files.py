@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmc.cache_dir import cache_dir
 from llmc.errors import CheckpointError, reason_of
-from llmc.weights.gguf.files import INDEX, PART
+from llmc.weights.gguf.files import INDEX, PART, all_parts
 
 if TYPE_CHECKING:
     from llmc.weights.gguf.reader import GgufHeader
@@ -124,8 +124,8 @@ def _made_at(path: Path, sampling: Mapping[str, float] | None) -> Path:
 def _key(path: Path, sampling: Mapping[str, Any]) -> str:
     """Key of the file in its current version: a replaced file gets another directory."""
     try:
-        parts = sorted(path.parent.glob("*.gguf")) if "-of-" in path.name else [path]
-        stats = [(str(p), (s := p.stat()).st_size, s.st_mtime_ns, s.st_ino) for p in parts]
+        files = all_parts(path)
+        stats = [(str(f), (s := f.stat()).st_size, s.st_mtime_ns, s.st_ino) for f in files]
     except OSError as e:
         raise CheckpointError(f"{path.name} can't be read: {e}") from e
     packages = [version(name) for name in ("transformers", "gguf", "tokenizers", "llmc-engine")]

@@ -13,7 +13,7 @@ from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, ConfigError, reason_of
 from llmc.startup.default_model import default_model, default_model_path
 from llmc.startup.gguf_files import is_new, model_directory
-from llmc.weights.gguf.files import first_part, is_gguf
+from llmc.weights.gguf.files import first_part, is_gguf, is_gguf_file, name_of
 from llmc.weights.quantized.quantization_config import (
     GGUF,
     QUANTIZATION_KEYS,
@@ -91,7 +91,7 @@ def locate(config: EngineConfig) -> Location | None:
         if gguf is not None:
             # not the name that a link leads to: in the hub's cache that is a hash
             name = path.name if path.is_file() else name
-            return Location(name=name.removesuffix(".gguf"), path=gguf)
+            return Location(name=name_of(name), path=gguf)
         return Location(name=name, path=_checked(path))
     if not is_hub_id(config.model):
         raise CheckpointError(
@@ -120,7 +120,7 @@ def served_name(config: EngineConfig) -> str:
 def _gguf_in(path: Path) -> Path | None:
     """The GGUF file at `path`, or in a directory that has no other weights."""
     if path.is_file():
-        return path if path.suffix == ".gguf" else None
+        return path if is_gguf_file(path) else None
     return None if any(path.glob("*.safetensors")) else first_part(path)
 
 

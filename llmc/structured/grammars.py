@@ -67,11 +67,20 @@ def _after(preamble: str, grammar: str) -> str:
     return json.dumps({"grammars": [first, {**answer, "name": "answer"}]})
 
 
+# Errors of the library that only its developers or its own options explain -> ours.
+_PLAINLY = {
+    "NoExtensionBias": "no finite text matches it: a rule (or `$ref`) leads only back to itself",
+    "oneOf constraints are not supported": "several branches of a `oneOf` may match the same "
+    "value, which is not supported; write `anyOf`",
+}
+
+
 def _invalid(spec: StructuredOutputs, reason: str) -> InvalidRequestError:
     lines = reason.strip().splitlines() or ["it is not accepted"]
     causes = [line.strip() for line in lines[1:] if line.startswith("error: ")]  # of a regex
     param = f"structured_outputs.{spec.kind}"
     shown = " ".join((lines[0], *causes))[:500]
+    shown = next((ours for theirs, ours in _PLAINLY.items() if shown.startswith(theirs)), shown)
     return InvalidRequestError(f"{param} can't be used: {shown}", param=param)
 
 

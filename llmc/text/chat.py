@@ -333,7 +333,7 @@ def _flat(index: int, message: Message, parts: bool) -> dict[str, Any]:
     }
     content = message.get("content")
     if content is None:
-        if "tool_calls" in flat:
+        if "tool_calls" in flat or role == "assistant":
             flat["content"] = [] if parts else ""
         return flat
     if isinstance(content, str):
@@ -367,6 +367,7 @@ def _part(where: str, part: Any) -> str:
         text = part.get("text")
         if isinstance(text, str):
             return text
+        raise InvalidRequestError(f"{where}.text must be text, got {text!r:.80}", param=where)
     kind = part.get("type") if isinstance(part, Mapping) else part
     raise InvalidRequestError(
         f"{where} has type {kind!r:.80}; this model takes text parts only", param=where

@@ -207,7 +207,7 @@ def _renders_alike(hf: Any) -> bool:
 def _files(folder: Path) -> Iterator[tuple[str, bytes]]:
     """Name and content of the directory's files, except weights. ValueError for a huge file."""
     for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")]):
-        if path.name.endswith(_NOT_READ) or not path.is_file():
+        if path.name.lower().endswith(_NOT_READ) or not path.is_file():
             continue
         if path.stat().st_size > _MAX_FILE:
             raise ValueError(f"{path} has more than {_MAX_FILE} bytes")

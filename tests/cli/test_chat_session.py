@@ -195,7 +195,8 @@ def test_server_errors_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("word", "expected"),
     [("./m", True), ("/no/such", True), ("~/m", True), ("owner/name", True), ("what?", False),
-     ("hello", False), ("either/or both", False)],
+     ("hello", False), ("either/or both", False), ("m.gguf", True), ("M.GGUF", True),
+     ("a" * 9999, False)],
 )  # fmt: skip
 def test_what_counts_as_a_model(word: str, expected: bool) -> None:
     assert is_model_word(word) is expected

@@ -44,6 +44,15 @@ LINES = {
     "-m m -ngl 99 -c 8k --jinja -fa on": "--model m --max-model-len 8k",
     "m --limit-mm-per-prompt.image 2": 'm --limit-mm-per-prompt={"image":2}',
     "m --structured-outputs-config.backend=x": "m",
+    "m --max_batch_size 8 --max_num_tokens=64 --pp_size 1 --backend pytorch": (
+        "m --max-num-seqs 8 --max-num-batched-tokens 64"
+    ),
+    "--model-path m --page-size 32 --disable-overlap-schedule --ep-size 1": (
+        "--model m --block-size 32 --no-async-scheduling"
+    ),
+    "-m m -fa -ngl 99 --mm-processor-cache-gb -1 --port 9": "--model m --port 9",
+    "m --enable-chunked-prefill=True --enforce-eager true": "m -O0",
+    "m --language-model-only --mm-encoder-tp-mode data": 'm --limit-mm-per-prompt {"image":0}',
     "m --speculative-config.method ngram --speculative_config.num_speculative_tokens=3": (
         'm --speculative-config={"method":"ngram","num_speculative_tokens":3}'
     ),
@@ -88,6 +97,36 @@ def test_all_that_is_refused_is_told_at_once() -> None:
         assert name in str(caught.value)
 
 
+REFUSED_LINES = [
+    "-hf a/b:Q4_K_M --jinja",
+    "--hf-repo a/b --hf-file c.gguf",
+    "-m m --temp 0.7 --top-k 20",
+    "-m m --cache-type-k q8_0 -ctv q8_0",
+    "m -O.cudagraph_mode=FULL",
+    "m --cudagraph-capture-sizes 1 2 4",
+    "m --enable-chunked-prefill False",
+    "m --ep-size 8 --nnodes 2",
+    "m --kv_cache_free_gpu_memory_fraction 0.9 --extra_llm_api_options x.yml",
+]
+
+
+@pytest.mark.parametrize("line", REFUSED_LINES)
+def test_lines_of_other_engines_are_refused_with_advice_for_each_flag(line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        port(line.split(), {"-O": True, "-h": False, "--help": False})
+    told = str(caught.value)
+    assert "has no option" not in told, told
+    for flag in (word.partition("=")[0] for word in line.split() if word[0] == "-"):
+        named = "-cc" if flag.startswith("-O.") else flag.replace("_", "-")
+        assert flag in ("-m", "--jinja") or re.search(rf"{named}\b.*\(\w+", told), told
+
+
+def test_unknown_short_flags_are_told_too() -> None:
+    options = {"-O": True, "-h": False, "--port": True}
+    with pytest.raises(ConfigError, match="no option -x, -dev, --foo"):
+        port(["m", "-O3", "-x", "-dev", "none", "--port", "-1", "--foo"], options)
+
+
 def test_flags_that_nobody_knows_are_told_with_those_that_are_refused() -> None:
     options = {"--port": True, "--max-num-seqs": True, "--enable-lora": False}
     line = "m --foo 1 --max_num_seqs=3 --bar=2 --port --x --max-num-sqs 4 --hf-overrides.a 1"
@@ -124,6 +163,13 @@ def test_what_is_left_out_is_told_with_the_reason() -> None:
     assert ported.words == ["m"]
     assert set(ported.left_out) == {"--enable-chunked-prefill", "--quantization"}
     assert all(ported.left_out.values())
+
+
+def test_flags_of_their_benchmarks_get_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--dataset-name", "random"]) == 2
+    assert "hint: prompts are random with --random-input-len" in capsys.readouterr().err
+    assert main(["bench", "serve", "--save-result"]) == 2
+    assert "--output-json FILE" in capsys.readouterr().err
 
 
 def test_origins_are_json() -> None:

@@ -25,7 +25,7 @@ SAID = "The capital of France is Paris."
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
-    pytest.mark.xdist_group("clients"),  # one server and one environment for all
+    pytest.mark.xdist_group("clients"),  # one server for all
     needs_model,
 ]
 
@@ -88,15 +88,12 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python that has the packages of the snippets which this one has not."""
-    folder = tmp_path_factory.mktemp("others")
-    packages = [package_of(s) for s in snippets() if s.language == "python" and not is_here(s)]
+def python_with(package: str, folder: Path) -> Path:
+    """A new environment's Python. Each package has its own, since two may exclude each other."""
     python = folder / "venv" / "bin" / "python"
     for command in (
         [sys.executable, "-m", "venv", str(folder / "venv")],
-        [str(python), "-m", "pip", "install", "-q", "--no-compile", *packages],
+        [str(python), "-m", "pip", "install", "-q", "--no-compile", package],
     ):
         done = run(command, folder)
         assert done.returncode == 0, done.stderr
@@ -115,7 +112,7 @@ def is_here(snippet: Snippet) -> bool:
         return False
 
 
-def runner(snippet: Snippet, request: pytest.FixtureRequest, folder: Path) -> list[str]:
+def runner(snippet: Snippet, folder: Path) -> list[str]:
     """The command that runs a file of the snippet's language, with its package there."""
     if snippet.language == "bash":
         return ["bash"]
@@ -127,18 +124,16 @@ def runner(snippet: Snippet, request: pytest.FixtureRequest, folder: Path) -> li
         return ["node"]
     if is_here(snippet):
         return [sys.executable, "-P"]
-    return [str(request.getfixturevalue("others"))]  # which is installed for those that need it
+    return [str(python_with(package_of(snippet), folder))]
 
 
 ORDINARY = [snippet for snippet in snippets() if snippet.name == "openai, Python"]
 
 
 @pytest.mark.parametrize("snippet", tiered(snippets(), *ORDINARY), ids=lambda snippet: snippet.name)
-def test_a_snippet_runs(
-    snippet: Snippet, port: int, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_a_snippet_runs(snippet: Snippet, port: int, tmp_path: Path) -> None:
     suffix = {"python": "py", "javascript": "mjs", "bash": "sh"}[snippet.language]
-    command = runner(snippet, request, tmp_path)
+    command = runner(snippet, tmp_path)
     script = tmp_path / f"snippet.{suffix}"
     script.write_text(snippet.code.replace(":8000", f":{port}"), encoding="utf-8")
     done = run([*command, str(script)], tmp_path)

@@ -56,6 +56,17 @@ def test_a_template_that_takes_both_gets_one_string() -> None:
     assert rendered(EITHER, parts) == "one\ntwo"
 
 
+@pytest.mark.parametrize("absent", [{}, {"content": None}, {"content": None, "tool_calls": []}])
+def test_an_answer_without_content_is_empty(absent: dict[str, Any]) -> None:
+    """As of a request that was cut while it reasoned; templates add it to other text."""
+    tokenizer = Tokenizer(
+        make_hf_tokenizer("{% for m in messages %}{{ m.role + m.content }}{% endfor %}")
+    )
+    messages = [{"role": "assistant", "reasoning_content": "Hm.", **absent}]
+    ids = render_chat(tokenizer, messages, add_generation_prompt=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "assistant"
+
+
 @pytest.mark.parametrize("knows_it", [False, True])
 def test_developer_is_system_where_the_template_does_not_name_it(knows_it: bool) -> None:
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

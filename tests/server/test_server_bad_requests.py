@@ -19,6 +19,7 @@ from llmc.text.chat import can_sanitize
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
+TEXT = {"type": "text"}  # without a text
 USER = {"role": "user", "content": "x"}
 
 
@@ -88,6 +89,7 @@ BAD: list[tuple[str, str, bytes, int, str | None, str | None]] = [
     ("12 no role", CHAT, messages(USER, {"content": "x"}), 400, None, "messages[1].role"),
     ("12 null", CHAT, messages({**USER, "content": None}), 400, None, "messages[0].content"),
     ("12 int", CHAT, messages({**USER, "content": 3}), 400, None, "messages[0].content"),
+    ("12 part", CHAT, messages({**USER, "content": [TEXT]}), 400, None, "messages[0].content[0]"),
     ("12 10000", CHAT, messages(*[USER] * 10_000), 400, "context_length_exceeded", None),
     ("13 empty", COMPLETIONS, prompt(prompt=""), 400, None, "prompt"),
     ("13 no ids", COMPLETIONS, prompt(prompt=[]), 400, None, "prompt"),

@@ -182,6 +182,21 @@ def test_why_a_message_ended(
     assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, sequence)
 
 
+def test_a_message_ends_when_the_context_is_full() -> None:
+    """Clients must send max_tokens, and send more than small models have."""
+    over = make_scripted(max_model_len=256)
+    over.runner.scripts = {"call": "one " * 300}
+    with live_server(over=over) as live:
+        body = {"max_tokens": 20000, "messages": [USER]}
+        answer = live.post(MESSAGES, body).json()
+        assert answer["stop_reason"] == "model_context_window_exceeded"
+        assert answer["usage"]["input_tokens"] + answer["usage"]["output_tokens"] == 256
+        ended = named_events(live, MESSAGES, body)[-2]
+        assert ended["delta"]["stop_reason"] == "model_context_window_exceeded"
+        long = {"max_tokens": 1, "messages": [{"role": "user", "content": "x" * 300}]}
+        assert live.post(MESSAGES, long).status_code == 400
+
+
 def test_a_last_message_of_the_assistant_is_continued(live: Live) -> None:
     begun = {"role": "assistant", "content": "The answer"}
     body = {"max_tokens": 5, "messages": [USER, begun]}
@@ -268,13 +283,16 @@ def checked_items(items: list[dict[str, Any]]) -> None:
 
 
 def test_a_response(live: Live) -> None:
-    response = live.post(RESPONSES, CREATE).json()
+    response = live.post(RESPONSES, {**CREATE, "client_metadata": {"turn": "1"}}).json()
     checked_items(response["output"])
     assert (response["status"], response["store"]) == ("completed", True)
     usage = response["usage"]
     assert usage["input_tokens"] == prompt_of(live, [USER], tools=TOOLS)
     assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
-    assert live.client.get(f"{RESPONSES}/{response['id']}").json() == response
+    path = f"{RESPONSES}/{response['id']}"
+    assert live.client.get(path).json() == response
+    streamed = live.client.get(path, params={"stream": "true"})
+    assert (streamed.status_code, streamed.json()["error"]["param"]) == (400, "stream")
 
 
 def test_the_events_of_a_response(live: Live) -> None:
@@ -302,9 +320,26 @@ def test_a_response_goes_on_from_another(live: Live) -> None:
     body = {"tools": RESPONSES_TOOLS, "store": False}
     by_id = {**body, "input": [output], "previous_response_id": first["id"]}
     whole = {**body, "input": [{"role": "user", "content": "call"}, *first["output"], output]}
-    answers = [live.post(RESPONSES, one).json() for one in (by_id, whole)]
-    assert answers[0]["usage"]["input_tokens"] == answers[1]["usage"]["input_tokens"]
+    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    by_item = {**body, "input": [{"role": "user", "content": "call"}, *references, output]}
+    answers = [live.post(RESPONSES, one).json() for one in (by_id, whole, by_item)]
+    assert len({answer["usage"]["input_tokens"] for answer in answers}) == 1
     assert live.client.get(f"{RESPONSES}/{answers[0]['id']}").status_code == 404
+
+
+def test_the_input_tokens_of_a_response_are_counted(live: Live) -> None:
+    count = f"{RESPONSES}/input_tokens"
+    assert live.client.put(count).headers["allow"] == "POST"
+    first = live.post(RESPONSES, CREATE).json()
+    for body in (
+        CREATE,
+        {**CREATE, "instructions": "Be brief.", "previous_response_id": first["id"]},
+    ):
+        tokens = live.post(RESPONSES, body).json()["usage"]["input_tokens"]
+        assert live.post(count, body).json() == {
+            "object": "response.input_tokens",
+            "input_tokens": tokens,
+        }
 
 
 def test_a_stored_response_is_its_callers(live: Live) -> None:
@@ -316,6 +351,9 @@ def test_a_stored_response_is_its_callers(live: Live) -> None:
     body = {"input": "more", "previous_response_id": made["id"]}
     error = live.post(RESPONSES, body, headers=other).json()["error"]
     assert error["param"] == "previous_response_id"
+    reference = {"type": "item_reference", "id": made["output"][0]["id"]}
+    error = live.post(RESPONSES, {"input": [reference]}, headers=other).json()["error"]
+    assert error["param"] == "input[0]" and "send the item itself" in error["message"]
     assert live.client.delete(path).json()["deleted"] is True
     assert live.client.delete(path).status_code == 404
 
@@ -367,9 +405,10 @@ WRONG_RESPONSES: list[tuple[dict[str, Any], str]] = [
 def test_wrong_fields_of_a_response_are_named(
     fields: dict[str, Any], param: str, live: Live
 ) -> None:
-    response = live.post(RESPONSES, {"input": "call", **fields})
-    assert response.status_code in (400, 404), response.text
-    assert response.json()["error"]["param"] == param, response.text
+    for path in (RESPONSES, f"{RESPONSES}/input_tokens"):
+        response = live.post(path, {"input": "call", **fields})
+        assert response.status_code in (400, 404), response.text
+        assert response.json()["error"]["param"] == param, response.text
 
 
 def test_more_processes_keep_no_responses() -> None:
@@ -379,6 +418,7 @@ def test_more_processes_keep_no_responses() -> None:
         for answer in (
             live.client.get(f"{RESPONSES}/{made['id']}"),
             live.post(RESPONSES, {"input": "count", "previous_response_id": made["id"]}),
+            live.post(RESPONSES, {"input": [{"type": "item_reference", "id": "msg_1"}]}),
         ):
             assert answer.status_code == 400
             assert answer.json()["error"]["code"] == "unsupported_parameter"

@@ -150,6 +150,7 @@ CORPUS: list[tuple[str, dict[str, Any], int]] = [
     (COMPLETIONS, {"prompt": "count", "stop": ""}, 400),
     (COMPLETIONS, {"prompt": "count", "guided_choice": []}, 400),
     (MESSAGES, {"max_tokens": 9, "messages": [{}]}, 400),
+    (MESSAGES, {"max_tokens": 10**9, "messages": [USER]}, 200),
     (MESSAGES, {"max_tokens": 9, "messages": [USER], "stop_sequences": [""]}, 400),
     (RESPONSES, {"input": [{"type": "reasoning", "summary": {}}]}, 400),
     (RESPONSES, {"input": [{"type": "reasoning", "content": [], "summary": []}, USER]}, 200),

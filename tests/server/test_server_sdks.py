@@ -39,7 +39,7 @@ def shared() -> Iterator[Live]:
         num_blocks=512,
         blocks_per_request=128,
     )
-    scripted.runner.scripts = {"call": "<think>Hm.</think>" + STYLE.answer}
+    scripted.runner.scripts = {"warm": "Good.", "call": "<think>Hm.</think>" + STYLE.answer}
     with live_server(ServerSettings(api_keys=["a-key"]), over=scripted) as live:
         yield live
 
@@ -98,3 +98,27 @@ def test_anthropic_messages(live: Live) -> None:
         pytest.raises(anthropic.AuthenticationError),
     ):
         client.messages.create(**ASK)
+
+
+def test_anthropics_tool_runner(live: Live) -> None:
+    """It asks for server-side threads, and goes on without them."""
+
+    def weather(city: str, days: int) -> str:
+        """Tell the weather.
+
+        Args:
+            city: Where.
+            days: How many.
+        """
+        return "warm"
+
+    def now() -> str:
+        """Tell the time."""
+        return "noon"
+
+    tools = [anthropic.beta_tool(weather), anthropic.beta_tool(now, name="time-now")]
+    url = f"http://127.0.0.1:{live.port}"
+    with anthropic.Anthropic(base_url=url, api_key="a-key", max_retries=0) as client:
+        runner = client.beta.messages.tool_runner(**{**ASK, "tools": tools})
+        assert [message.content[-1].type for message in runner] == ["tool_use", "text"]
+        assert runner.until_done().content[-1].text == "Good."

@@ -127,6 +127,22 @@ def test_paths(live: Live, parts: list[bytes], status: int, code: str) -> None:
     assert b"x-request-id: " in answer
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/api/chat", "/api/chat"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/nothing", None),
+    ],
+)
+def test_a_wrong_base_url_is_told_the_path(live: Live, path: str, meant: str | None) -> None:
+    error = live.post(path, {}).json()["error"]
+    hint = f"; did you mean {meant}?" if meant else ""
+    assert error["message"] == f"no such path: POST {path!r}{hint}"
+
+
 # ---- row 38: broken HTTP ----
 
 

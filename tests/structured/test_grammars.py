@@ -165,6 +165,21 @@ def test_a_wrong_grammar_is_refused_in_one_line(name: str, grammars: Grammars) -
     assert name != "regex" or "unclosed group" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"json": {"$ref": "#"}}, "no finite text matches it"),
+        ({"grammar": "start: a\na: start"}, "no finite text matches it"),
+        ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "write `anyOf`"),
+    ],
+)
+def test_errors_of_the_library_are_said_plainly(
+    wrong: dict[str, Any], words: str, grammars: Grammars
+) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        grammars.start(StructuredOutputs(**wrong))
+
+
 # The trial
 
 

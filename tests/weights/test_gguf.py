@@ -94,6 +94,22 @@ def test_the_size_of_weights_is_that_of_all_parts(tmp_path: Path) -> None:
     assert weight_file_bytes(EngineConfig(model=str(first))) == 175
 
 
+def test_a_file_is_known_by_its_name_in_capitals_or_its_content(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama")
+    want = open_tensors(model_directory(path), None, torch.float32)
+    folder = tmp_path / "MODELS"
+    folder.mkdir()
+    shout = folder / "M.Q8_0.GGUF"
+    blob = tmp_path / f"sha256-{'a1' * 32}"
+    for other in (shout, blob):
+        other.write_bytes(path.read_bytes())
+    for model, name in ((shout, "M.Q8_0"), (folder, "MODELS"), (blob, blob.name)):
+        files = resolve_model(EngineConfig(model=str(model)))
+        assert files.name == name
+        got = open_tensors(files.path, None, torch.float32)
+        assert all(torch.equal(got[key].read(), want[key].read()) for key in want)
+
+
 def test_fields_of_the_config_are_the_models(tmp_path: Path) -> None:
     for architecture, (_, fields) in ARCHITECTURES.items():
         path = write_gguf(tmp_path / f"{architecture}.gguf", architecture)
@@ -164,7 +180,8 @@ def test_an_embedding_model_says_how_it_pools(kind: Any, want: str | None, tmp_p
     torch.testing.assert_close(got, torch.nn.functional.normalize(vector, dim=0))
 
 
-def test_split_files_are_one_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", [".gguf", ".GGUF"])
+def test_split_files_are_one_model(suffix: str, tmp_path: Path) -> None:
     whole = write_gguf(tmp_path / "whole.gguf", "llama")
     writer = GGUFWriter(tmp_path / "m.gguf", "llama", split_max_tensors=8)
     from gguf import GGUFReader
@@ -180,7 +197,7 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    parts = sorted(tmp_path.glob("m-*.gguf"))
+    parts = [part.rename(part.with_suffix(suffix)) for part in sorted(tmp_path.glob("m-*.gguf"))]
     assert len(parts) > 1
     one, many = (open_tensors(model_directory(p), None, torch.float32) for p in (whole, parts[0]))
     assert {n: t.read().tolist() for n, t in one.items()} == {

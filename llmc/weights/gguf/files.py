@@ -4,19 +4,39 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import re
 from pathlib import Path
 
 from llmc.errors import CheckpointError
 
 INDEX = "gguf.json"  # next to config.json, in a directory created from a file's header
-PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+MAGIC = b"GGUF"  # the first bytes of a file
+SUFFIX = ".gguf"  # also in capitals
+PART = re.compile(r".*-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+
+
+def is_gguf_file(path: Path) -> bool:
+    """Whether a path names a GGUF file: by its suffix, or (as Ollama's blobs) by its content."""
+    if path.suffix.lower() == SUFFIX or not os.path.isfile(path):
+        return path.suffix.lower() == SUFFIX
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def name_of(file: str) -> str:
+    """A file's name without the suffix of GGUF files."""
+    return file[: -len(SUFFIX)] if file.lower().endswith(SUFFIX) else file
 
 
 def first_part(folder: Path) -> Path | None:
     """The GGUF model of a directory; None if there is none, CheckpointError for several."""
     models = []
-    for file in sorted(folder.glob("*.gguf")):
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() == SUFFIX)
+    for file in files:
         part = PART.fullmatch(file.name)
         if part is None or int(part["number"]) == 1:
             models.append(file)
@@ -25,7 +45,7 @@ def first_part(folder: Path) -> Path | None:
         raise CheckpointError(
             f"{folder.name!r} contains several GGUF models ({names}); name one file"
         )
-    if not models and any(folder.glob("*.gguf")):
+    if not models and files:
         raise CheckpointError(f"{folder.name!r} lacks the first part of its split GGUF model")
     return models[0] if models else None
 
@@ -35,7 +55,13 @@ def all_parts(first: Path) -> list[Path]:
     part = PART.fullmatch(first.name)
     if part is None:
         return [first]
-    return sorted(first.parent.glob(f"{glob.escape(part['stem'])}-?????-of-{part['count']}.gguf"))
+    return sorted(first.parent.glob("?????".join(map(glob.escape, around_number(part)))))
+
+
+def around_number(part: re.Match[str]) -> tuple[str, str]:
+    """What comes before and after the number in the name of a part."""
+    name, (start, end) = part.string, part.span("number")
+    return name[:start], name[end:]
 
 
 def is_gguf(folder: Path) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from llmc.errors import CheckpointError
-from llmc.weights.gguf.files import PART
+from llmc.weights.gguf.files import MAGIC, PART, all_parts, around_number
 
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
@@ -102,8 +102,9 @@ def _parts(path: Path) -> tuple[Path, ...]:
         raise CheckpointError(
             f"{path.name} is part {int(part['number'])} of a split model; name its first part"
         )
-    present = {file.name for file in path.parent.glob("*.gguf")}
-    names = (f"{part['stem']}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1))
+    present = {file.name for file in all_parts(path)}
+    before, after = around_number(part)
+    names = (f"{before}{i:05d}{after}" for i in range(1, count + 1))
     files = []
     for name in names:
         if name not in present:
@@ -132,7 +133,7 @@ class _Cursor:
         self._size = len(data)
 
     def read(self) -> tuple[dict[str, Any], dict[str, GgufTensorInfo]]:
-        if self._data[:4] != b"GGUF":
+        if self._data[:4] != MAGIC:
             self._fail("does not begin with the magic number of a GGUF file")
         self._at = 4
         version = self._scalar("I")
