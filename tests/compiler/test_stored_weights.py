@@ -11,6 +11,7 @@ import torch
 from packed_checkpoints import (
     MODULE,
     PACKINGS,
+    Packing,
     awq,
     drawn,
     float_quantized,
@@ -118,6 +119,59 @@ def test_a_name_goes_before_patterns(tmp_path: Path) -> None:
     named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
     got = read_stored(tmp_path, named, config, torch.float32)
     torch.testing.assert_close(got[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
+
+
+def grouped_like(*groups: tuple[Packing, list[str]]) -> dict[str, Any]:
+    config = json.loads(json.dumps(groups[0][0].config))
+    config["config_groups"] = {
+        f"group_{i}": {
+            **packing.config["config_groups"]["group_0"],
+            "format": packing.config["format"],
+            "targets": targets,
+        }
+        for i, (packing, targets) in enumerate(groups)
+    }
+    return {**config, "format": "mixed-precision"}
+
+
+SYMMETRIC, ASYMMETRIC = (pack_quantized(4, 32, symmetric=s) for s in (True, False))
+EIGHT, BYTES = pack_quantized(8, -1, symmetric=True), int_quantized()
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        # Classes: the tensors tell which group is meant.
+        ([(SYMMETRIC, ["Linear"]), (EIGHT, ["Embedding", "re:.*router"])], {"up": 0, "tokens": 1}),
+        ([(SYMMETRIC, ["Linear"]), (ASYMMETRIC, ["Experts"])], {"up": 0, "experts.0.up": 1}),
+        ([(SYMMETRIC, ["Embedding"]), (BYTES, ["Linear"])], {"tokens": 0, "up": 1}),
+        # Names and patterns go before classes, whatever the order; of patterns, the first
+        # in alphabetical order counts.
+        ([(SYMMETRIC, ["Linear", r"re:.*down$"]), (EIGHT, ["Linear"])], {"down": 0, "up": 1}),
+        ([(SYMMETRIC, [r"re:.*up$"]), (EIGHT, [r"re:.*\.up$", "down"])], {"a.up": 1, "down": 1}),
+        ([(EIGHT, [r"re:.*p$"]), (SYMMETRIC, [r"re:.*\.up$"])], {"a.up": 1, "up": 0}),
+    ],
+)
+def test_groups_may_mix_classes_patterns_and_names(
+    groups: Any, expected: dict[str, int], tmp_path: Path
+) -> None:
+    named, want = {}, {}
+    for module, group in expected.items():
+        tensors, want[f"{module}.weight"] = groups[group][0].pack(drawn())
+        named |= {f"{module}.{suffix}": t for suffix, t in tensors.items()}
+    got = read_stored(tmp_path, named, grouped_like(*groups), torch.float32)
+    assert set(got) == set(want)
+    for name, numbers in want.items():
+        torch.testing.assert_close(got[name].read(), numbers, rtol=1e-6, atol=0)
+
+
+def test_tensors_that_fit_no_group_are_named_once(tmp_path: Path) -> None:
+    config = grouped_like((SYMMETRIC, ["Linear"]), (EIGHT, ["Embedding"]))
+    tensors, _ = SYMMETRIC.pack(drawn())
+    tensors["weight_scale"] = tensors["weight_scale"][:, :2]
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    with pytest.raises(CheckpointError, match=r"weight_scale has shape \[56, 2\].*requires"):
+        read_stored(tmp_path, named, config, torch.float32)
 
 
 def test_blocks_may_be_spelled_as_text(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def expected_weights(stored: StoredQuantization, module: nn.Module) -> KeptWeigh
     found = []
     head: Any = getattr(module, "get_output_embeddings", lambda: None)()
     for name, child in module.named_modules():
-        scheme = stored.expected(name)
+        scheme = stored.expected(name, [kind.__name__ for kind in type(child).__mro__])
         if scheme is None or scheme.reorders or child is head:
             continue
         is_mxfp4 = scheme.layout == "mxfp4"  # used only for experts

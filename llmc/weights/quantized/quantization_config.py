@@ -8,7 +8,7 @@ does not depend on it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,41 +51,45 @@ class WeightScheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredQuantization:
-    """A parsed quantization_config. `plain_modules`: names and patterns of unquantized modules."""
+    """A parsed quantization_config. `plain_modules`: names and patterns of unquantized modules.
+    `sorts_patterns`: of several matching patterns the first in alphabetical order counts."""
 
     method: str
     schemes: tuple[WeightScheme, ...]
     plain_modules: tuple[str, ...] = ()
     quantizes_activations: bool = False
+    sorts_patterns: bool = False
 
-    def scheme_of(self, module: str) -> WeightScheme:
-        """The scheme of a module whose weight is stored quantized."""
-        found = self.schemes[0] if len(self.schemes) == 1 else self._targeting(module)
-        if found is None:
+    def schemes_of(self, module: str) -> tuple[WeightScheme, ...]:
+        """The possible schemes of a module whose weight is stored quantized. There are several if
+        they target classes, as a name does not tell the class: the tensors decide."""
+        found = self.schemes if len(self.schemes) == 1 else self._targeting(module)
+        if not found:
             raise CheckpointError(
                 f"{module} is stored quantized, but no group of quantization_config targets it"
             )
         return found
 
-    def expected(self, module: str) -> WeightScheme | None:
-        """The scheme of a linear whose tensors are not available; None if it should be plain."""
+    def expected(self, module: str, classes: Collection[str]) -> WeightScheme | None:
+        """The scheme of a linear whose tensors are not available, with the names of its classes;
+        None if it should be plain."""
         if any(_covers(pattern, module) for pattern in self.plain_modules):
             return None
-        return self._targeting(module)
+        found = self._targeting(module)
+        return next((s for s in found if len(found) == 1 or set(s.targets) & set(classes)), None)
 
-    def _targeting(self, module: str) -> WeightScheme | None:
-        """The scheme that targets a module. Names take precedence over patterns, which take
-        precedence over classes."""
-        for scheme in self.schemes:
-            if module in scheme.targets:
-                return scheme
-        for scheme in self.schemes:
-            if any(_matches(module, target) for target in scheme.targets):
-                return scheme
-        for scheme in self.schemes:
-            if any(_is_class(target) for target in scheme.targets):
-                return scheme
-        return None
+    def _targeting(self, module: str) -> tuple[WeightScheme, ...]:
+        """The scheme that targets a module; if only classes match, all that target one. Names take
+        precedence over patterns, which take precedence over classes."""
+        matching = (
+            (target.startswith("re:"), target if self.sorts_patterns else "", i)
+            for i, scheme in enumerate(self.schemes)
+            for target in scheme.targets
+            if _matches(module, target)
+        )
+        if (first := min(matching, default=None)) is not None:
+            return (self.schemes[first[-1]],)
+        return tuple(s for s in self.schemes if any(_is_class(target) for target in s.targets))
 
 
 # For GGUF files, in which each tensor states its own format.
@@ -232,6 +236,7 @@ def _compressed(fields: Mapping[str, Any]) -> StoredQuantization:
         schemes=tuple(schemes),
         plain_modules=plain,
         quantizes_activations=activations,
+        sorts_patterns=True,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import torch
@@ -85,6 +85,7 @@ class _Finder:
         dtype: torch.dtype,
     ) -> None:
         self.left = dict(tensors)
+        self._popped: dict[str, StoredTensor] = {}  # for the scheme being tried
         self._quantization = quantization
         self._dtype = dtype
         self._has_int8 = any(s.layout == "plain" and not s.is_float for s in quantization.schemes)
@@ -99,33 +100,52 @@ class _Finder:
     def _one(self, name: str, tensor: StoredTensor) -> QuantizedTensor | None:
         module, _, last = name.rpartition(".")
         if last == "qweight":
-            return self._in_words(module, self._scheme(module, name, "gptq", "awq"))
+            return self._fitting(self._in_words, module, name, "gptq", "awq")
         if last == "weight_packed":
-            return self._packed(module, self._scheme(module, name, "packed"))
+            return self._fitting(self._packed, module, name, "packed")
         if self._quantization.method == "mxfp4":
-            return self._mxfp4(name) if last.endswith("_blocks") else None
+            if not last.endswith("_blocks"):
+                return None
+            return self._fitting(self._mxfp4, name.removesuffix("_blocks"), name, "mxfp4")
         if last in _OF_ACTIVATIONS or last in _OF_CACHE:
             return None  # zero points among them are int8 as weights are
         if tensor.dtype in _FLOAT8 or (self._has_int8 and tensor.dtype == torch.int8):
-            return self._plain(name, module if last == "weight" else name)
+            return self._fitting(self._plain, module if last == "weight" else name, name, "plain")
         return None
 
-    def _scheme(self, module: str, name: str, *layouts: str) -> WeightScheme:
-        scheme = self._quantization.scheme_of(module)
-        if scheme.layout not in layouts:
+    def _fitting(
+        self,
+        make: Callable[[str, str, WeightScheme], QuantizedTensor],
+        module: str,
+        name: str,
+        *layouts: str,
+    ) -> QuantizedTensor:
+        """The weight, by the first possible scheme that its tensors fit."""
+        schemes = self._quantization.schemes_of(module)
+        possible = [scheme for scheme in schemes if scheme.layout in layouts]
+        if not possible:
             raise CheckpointError(
                 f"{name} does not match what quantization_config describes for it "
-                f"({self._quantization.method}, {scheme.layout}, {scheme.bits} bits)"
+                f"({self._quantization.method}, {schemes[0].layout}, {schemes[0].bits} bits)"
             )
-        return scheme
+        has_zeros = f"{module}.weight_zero_point" in self.left
+        possible.sort(key=lambda scheme: scheme.symmetric == has_zeros)
+        problems = []
+        for scheme in possible:
+            self._popped.clear()
+            try:
+                return make(module, name, scheme)
+            except CheckpointError as e:
+                problems.append(e)
+                self.left |= self._popped
+        raise problems[0]
 
-    def _plain(self, name: str, module: str) -> QuantizedTensor | None:
-        scheme = self._scheme(module, name, "plain")
+    def _plain(self, module: str, name: str, scheme: WeightScheme) -> QuantizedTensor:
         weight = self.left[name]
         if scheme.is_float != (weight.dtype in _FLOAT8) or weight.dtype == torch.uint8:
             want = "float8" if scheme.is_float else "int8"
             raise CheckpointError(f"{name} is {plain_name(weight.dtype)} instead of {want}")
-        del self.left[name]
+        self._take(name, for_=name)
         known = [n for n in (f"{name}_scale_inv", f"{name}_scale") if n in self.left]
         scale = self._take(known[0] if known else f"{name}_scale", for_=name)
         if len(weight.shape) not in (2, 3):
@@ -140,7 +160,7 @@ class _Finder:
             block = (1, ALL)  # layers merged by a quantizer
         block = (block[0] or channels, block[1] or depth)
         check_scale(scale, weight, block)
-        zero = self.left.pop(f"{name}_zero_point", None)
+        zero = self._pop(f"{name}_zero_point")
         if zero is not None and scheme.symmetric:
             zero = None  # all of them are 0
         elif zero is not None:
@@ -156,14 +176,14 @@ class _Finder:
             zero=zero,
         )
 
-    def _packed(self, module: str, scheme: WeightScheme) -> QuantizedTensor:
+    def _packed(self, module: str, _: str, scheme: WeightScheme) -> QuantizedTensor:
         name = f"{module}.weight"
         weight = self._take(f"{name}_packed", for_=name)
         scale = self._take(f"{name}_scale", for_=name)
         per_word = 32 // scheme.bits
         check_kind(weight, 2, torch.int32)
         channels, depth = weight.shape[0], weight.shape[1] * per_word
-        stated = self.left.pop(f"{name}_shape", None)
+        stated = self._pop(f"{name}_shape")
         if stated is not None:
             given = stated.read().tolist()
             if given[:1] != [channels] or math.ceil(given[-1] / per_word) != weight.shape[1]:
@@ -174,7 +194,7 @@ class _Finder:
             depth = given[-1]
         assert scheme.block is not None
         block = (scheme.block[0] or channels, scheme.block[1] or depth)
-        groups = self.left.pop(f"{name}_g_idx", None)
+        groups = self._pop(f"{name}_g_idx")
         zero = None
         check_scale(scale, weight, block, shape=(channels, depth))
         if not scheme.symmetric:
@@ -183,7 +203,7 @@ class _Finder:
             want = (math.ceil(rows / per_word), math.ceil(depth / block[1]))
             check_shape(zero, want, torch.int32)
         else:
-            self.left.pop(f"{name}_zero_point", None)
+            self._pop(f"{name}_zero_point")
         if groups is not None:
             check_shape(groups, (depth,))
         return QuantizedTensor(
@@ -198,13 +218,12 @@ class _Finder:
             group_of=groups,
         )
 
-    def _in_words(self, module: str, scheme: WeightScheme) -> QuantizedTensor:
+    def _in_words(self, module: str, name: str, scheme: WeightScheme) -> QuantizedTensor:
         """A gptq or awq weight: gptq packs inputs of a channel into a word, awq packs channels."""
-        name = f"{module}.qweight"
         weight = self._take(name, for_=name)
         scale = self._take(f"{module}.scales", for_=name)
         zero = self._take(f"{module}.qzeros", for_=name)
-        groups = self.left.pop(f"{module}.g_idx", None)
+        groups = self._pop(f"{module}.g_idx")
         per_word = 32 // scheme.bits
         check_kind(weight, 2, torch.int32)
         depth, channels = weight.shape
@@ -231,9 +250,7 @@ class _Finder:
             group_of=groups,
         )
 
-    def _mxfp4(self, blocks: str) -> QuantizedTensor:
-        name = blocks.removesuffix("_blocks")
-        scheme = self._scheme(name, blocks, "mxfp4")
+    def _mxfp4(self, name: str, blocks: str, scheme: WeightScheme) -> QuantizedTensor:
         weight = self._take(blocks, for_=name)
         scale = self._take(f"{name}_scales", for_=name)
         check_kind(weight, 4, torch.uint8)
@@ -255,6 +272,12 @@ class _Finder:
         )
 
     def _take(self, name: str, *, for_: str) -> StoredTensor:
-        if name not in self.left:
+        if (found := self._pop(name)) is None:
             raise CheckpointError(f"{for_} is stored quantized, but {name} is missing")
-        return self.left.pop(name)
+        return found
+
+    def _pop(self, name: str) -> StoredTensor | None:
+        found = self.left.pop(name, None)
+        if found is not None:
+            self._popped[name] = found
+        return found
