@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,26 @@ def test_experts_that_are_stored_one_by_one(
     assert "[4 llmc.quantized_expert_linear.default" in report_of(running), "two layers of two"
     assert "are dequantized" not in caplog.text
     assert expert_bits(stored) == bits
+
+
+@pytest.mark.parametrize("name", ["gptq 4 bits", "gptq in another order", "awq"])
+def test_weights_that_the_model_stores_inputs_first(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """GPT-2's Conv1D, whose packed weights are channels first nevertheless; `c_proj` is square."""
+    packing = PACKINGS[name]()
+
+    def pack(weight: torch.Tensor) -> Any:
+        tensors, numbers = packing.pack(weight.T.contiguous())
+        return tensors, numbers.T
+
+    plain = save_checkpoint("gpt2", tmp_path / "plain", n_embd=64)
+    inputs_first = dataclasses.replace(
+        packing, pack=pack, plain=("transformer.wte", "transformer.wpe", "lm_head")
+    )
+    caplog.set_level("INFO")
+    same_as_transformers(*write_packed(plain, tmp_path, inputs_first))
+    assert "8 of 8 quantized weights are dequantized" in caplog.text
 
 
 def test_experts_whose_form_does_not_fit_are_widened(

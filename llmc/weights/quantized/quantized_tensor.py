@@ -55,6 +55,9 @@ class QuantizedTensor:
         """The stored values, unpacked: channels first, one value per element. With `part`, only
         those values are read, but the scales of all."""
         layout, bits = self.scheme.layout, self.scheme.bits
+        *experts, channels, depth = self.shape
+        if self.transposed:
+            channels, depth = depth, channels
         q, scale = self.words(self.weight, part), self.scale.read()
         zero = None if self.zero is None else self.zero.read()
         group_of = None
@@ -63,12 +66,11 @@ class QuantizedTensor:
             if zero is not None:
                 if self.scheme.zeros_less_one:
                     zero = unpack.add_one(zero, bits)
-                zero = unpack.unpack_columns(zero, bits)[:, : self.shape[0]].T
+                zero = unpack.unpack_columns(zero, bits)[:, :channels].T
         elif layout == "awq":
             q, scale = unpack.unpack_awq(q), scale.T
             zero = None if zero is None else unpack.unpack_awq(zero)
         elif layout == "packed":
-            channels, depth = self.shape
             q = unpack.unpack_columns(q, bits)
             q = q if part is not None and part.dim == 1 else q[:, :depth]
             if zero is None:
@@ -82,9 +84,6 @@ class QuantizedTensor:
             scale = powers_of_two(scale.view(torch.uint8))
         if self.group_of is not None:
             group_of = self._checked_groups(self.group_of.read(), scale.shape[-1])
-        *experts, channels, depth = self.shape
-        if self.transposed:
-            channels, depth = depth, channels
         grid = (*experts, *grid_of(channels, depth, self.block))
         return LowBits(
             q=q,
