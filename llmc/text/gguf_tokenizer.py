@@ -199,10 +199,7 @@ class _Vocabulary:
         prefixed = bool(self._get("add_space_prefix", True))
         begin = [normalizers.Prepend(_SPACE)] if prefixed else []
         backend.normalizer = normalizers.Sequence([*begin, blank])
-        strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
-        backend.decoder = decoders.Sequence(
-            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-        )
+        backend.decoder = self._spaces_and_bytes(decoders, prefixed)
         return backend, True
 
     def _respelled(self) -> list[str]:
@@ -235,7 +232,7 @@ class _Vocabulary:
         return named or next((token for token, kind in pairs if kind == _UNKNOWN), None)
 
     def _unigram(self) -> tuple[Any, bool]:
-        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+        from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 
         tokens, scores = self.tokens, self._list("scores", (int, float))
         if len(scores) != len(tokens):
@@ -250,13 +247,23 @@ class _Vocabulary:
                 byte_fallback="<0x00>" in tokens,
             )
         )
-        charsmap = self._get("precompiled_charsmap")
-        if charsmap:
-            backend.normalizer = normalizers.Precompiled(bytes(b & 255 for b in charsmap))
-        scheme = "always" if self._get("add_space_prefix", True) else "never"
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme)
-        backend.decoder = decoders.Metaspace(_SPACE, prepend_scheme=scheme)
+        steps: list[Any] = []
+        if charsmap := self._get("precompiled_charsmap"):
+            steps.append(normalizers.Precompiled(bytes(b & 255 for b in charsmap)))
+        if self._get("remove_extra_whitespaces", False):
+            steps.append(normalizers.Replace(Regex("^ +| +$"), ""))
+            steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+        prefixed = bool(self._get("add_space_prefix", True))
+        steps += [normalizers.Prepend(_SPACE)] if prefixed else []
+        backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+        backend.decoder = self._spaces_and_bytes(decoders, prefixed)
         return backend, False
+
+    def _spaces_and_bytes(self, decoders: Any, prefixed: bool) -> Any:
+        strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+        return decoders.Sequence(
+            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
 
     def _add_special(self, backend: Any) -> None:
         """Add special tokens (unknown, control, ends) and unsplittable user-defined tokens."""
