@@ -207,7 +207,13 @@ def load_quantization(files: ModelFiles) -> StoredQuantization | None:
     """How the checkpoint's weights are quantized, if they are."""
     if is_gguf(files.path):
         return GGUF
-    return read_quantization(parse_json(files.path / "config.json"))
+    found = read_quantization(parse_json(files.path / "config.json"))
+    beside = files.path / "hf_quant_config.json"  # of NVIDIA's quantizer
+    if found is None and beside.is_file():
+        fields = parse_json(beside).get("quantization")
+        stated = {**fields, "quant_method": "modelopt"} if isinstance(fields, dict) else fields
+        found = read_quantization({QUANTIZATION_KEYS[0]: stated})
+    return found
 
 
 def parse_json(path: Path) -> dict[str, Any]:

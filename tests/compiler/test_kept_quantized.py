@@ -40,6 +40,9 @@ KEPT = {
     "gptq 4 bits, all inputs": INT4,
     "gptq_v2": INT4,
     "awq": INT4,
+    "fp8 of modelopt": Quantization(format="fp8"),
+    "mxfp4": Quantization(format="mxfp4", group=32, scale="exponent"),
+    "mxfp8": Quantization(format="fp8", group=32),
 }
 
 

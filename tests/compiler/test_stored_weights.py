@@ -207,6 +207,15 @@ def test_what_is_not_used_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert caplog.text.count("quantizes activations") == 1
 
 
+def test_scales_of_inputs_that_belong_to_a_weight_are_refused(tmp_path: Path) -> None:
+    packing = PACKINGS["nvfp4 of modelopt"]()
+    tensors, _ = packing.pack(drawn())
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    named[f"{MODULE}.pre_quant_scale"] = torch.ones(96)
+    with pytest.raises(CheckpointError, match="pre_quant_scale scales the inputs of a quantized"):
+        read_stored(tmp_path, named, packing.config, torch.float32)
+
+
 def test_zero_points_of_inputs_are_no_weights(tmp_path: Path) -> None:
     packing = int_quantized()
     tensors, numbers = packing.pack(drawn())
@@ -251,6 +260,10 @@ def typed(suffix: str, dtype: torch.dtype) -> Any:
         (fp8(None), typed("weight_scale", torch.int32), "weight_scale is int32 instead of float32"),
         (pack_quantized(4, 32, symmetric=False), without("weight_zero_point"), "is missing"),
         (pack_quantized(4, 32, symmetric=True), shaped("weight_scale", 56, 2), "requires [56, 3]"),
+        (PACKINGS["nvfp4"](), without("weight_global_scale"), "weight_global_scale is missing"),
+        (PACKINGS["nvfp4"](), shaped("weight_global_scale", 2), "it must be one number"),
+        (PACKINGS["nvfp4"](), typed("weight_scale", torch.uint8), "weight_scale is uint8 instead"),
+        (PACKINGS["nvfp4"](), shaped("weight_scale", 56, 3), "requires [56, 6]"),
         (
             pack_quantized(4, 32, symmetric=True),
             lambda tensors: tensors.update({"weight_shape": torch.tensor([56, 80])}),
@@ -332,7 +345,9 @@ def test_integers_of_4_bits_may_take_a_byte(tmp_path: Path) -> None:
         (grouped(num_bits=3), "group_0.weights.num_bits is 3"),
         (grouped(strategy="tensor_group"), "strategy is 'tensor_group'"),
         (grouped(type="float"), "type is 'float', which is never packed"),
-        ({**grouped(), "format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'"),
+        ({**grouped(), "format": "marlin-24"}, "format is 'marlin-24'"),
+        ({**grouped(group_size=8), "format": "nvfp4-pack-quantized"}, "group_size is 8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo is 'NVFP4_AWQ'"),
         ({**grouped(), "ignore": ["re:("]}, "not a valid regular expression"),
         ({**grouped(), "transform_config": {"a": 1}}, "transform_config rotates the inputs"),
         ({**grouped(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def report_of(running: Running) -> str:
         "pack-quantized int4 group",
         "gptq 4 bits",
         "awq",
+        "mxfp4",
     ],
 )
 def test_stored_bits_give_the_tokens_of_transformers(
@@ -67,7 +69,7 @@ def test_stored_bits_give_the_tokens_of_transformers(
 
 @pytest.mark.parametrize(
     "name",
-    ["fp8 in blocks", "gptq in another order", "gptq 8 bits"],
+    ["fp8 in blocks", "gptq in another order", "gptq 8 bits", "nvfp4"],
 )
 def test_others_are_widened(
     name: str, plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -200,6 +202,23 @@ def test_they_are_quantized_again_on_request(plain: Path, tmp_path: Path) -> Non
     stored, _ = write_packed(plain, tmp_path, PACKINGS["awq"]())
     running = tiny_engine.start(stored, quantization="int8")
     assert "+[9 llmc.quantized_linear.default]" in report_of(running)
+
+
+def test_a_config_beside_config_json_is_read(plain: Path, tmp_path: Path) -> None:
+    """As NVIDIA's quantizer wrote it."""
+    packing = PACKINGS["nvfp4 of modelopt"]()
+    stored, wide = write_packed(plain, tmp_path, packing)
+    config = json.loads((stored / "config.json").read_text())
+    stated = config.pop("quantization_config")
+    (stored / "config.json").write_text(json.dumps(config))
+    fields = {"quant_algo": stated["quant_algo"], "kv_cache_quant_algo": "FP8", "group_size": 16}
+    quantization = {**fields, "exclude_modules": ["lm_head"]}
+    beside = stored / "hf_quant_config.json"
+    beside.write_text(json.dumps({"producer": {}, "quantization": quantization}))
+    same_as_transformers(stored, wide)
+    beside.write_text(json.dumps({"quantization": {**fields, "quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(CheckpointError, match="quant_algo is 'W4A8_AWQ'; llmc supports NVFP4"):
+        tiny_engine.start(stored)
 
 
 def test_a_scheme_that_is_not_known_is_refused(plain: Path, tmp_path: Path) -> None:

@@ -263,6 +263,78 @@ def float_quantized(strategy: str) -> Packing:
     return compressed("float-quantized", weights, pack)
 
 
+def e2m1(rows: np.ndarray) -> np.ndarray:
+    """The nearest codes of numbers, already divided by their scales."""
+    sizes = np.abs(np.abs(rows)[..., None] - np.array(_E2M1)).argmin(-1)
+    return sizes | np.signbit(rows) * 8
+
+
+def nvfp4(*, modelopt: bool = False) -> Packing:
+    """Groups of 16 with e4m3 scales, which a factor or a divisor of the whole weight scales."""
+
+    def pack(weight: Tensor) -> Packed:
+        whole = float(weight.abs().max()) / (448 * 6)
+        groups = weight.double().view(len(weight), -1, 16)
+        scale = (groups.abs().amax(-1) / 6 / whole).float().to(torch.float8_e4m3fn)
+        if modelopt:
+            stored_whole = torch.tensor(whole)
+            factor = scale.double() * stored_whole.double()
+        else:
+            stored_whole = torch.tensor([1 / whole])
+            factor = scale.double() / stored_whole.double()
+        codes = e2m1((groups / factor[..., None]).numpy())
+        signed = np.where(codes & 8, -1, 1) * np.array(_E2M1)[codes & 7]
+        numbers = torch.from_numpy(signed) * factor[..., None]
+        codes = codes.reshape(len(weight), -1)
+        packed = torch.from_numpy((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8))
+        names = (
+            ("weight", "weight_scale_2") if modelopt else ("weight_packed", "weight_global_scale")
+        )
+        return {
+            names[0]: packed,
+            "weight_scale": scale,
+            names[1]: stored_whole,
+            "input_scale" if modelopt else "input_global_scale": torch.tensor([0.5]),
+        }, numbers.reshape(weight.shape).float()
+
+    if modelopt:
+        config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head*"]}
+        return Packing(config=config, pack=pack)
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    inputs = {**weights, "dynamic": "local"}
+    return compressed("nvfp4-pack-quantized", weights, pack, input_activations=inputs)
+
+
+def mxfp4_linear() -> Packing:
+    def pack(weight: Tensor) -> Packed:
+        parts, numbers = mxfp4(weight.T[None])
+        codes = parts["_blocks"][0].flatten(1)
+        return {"weight_packed": codes, "weight_scale": parts["_scales"][0]}, numbers[0].T
+
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+    return compressed("mxfp4-pack-quantized", weights, pack)
+
+
+def mxfp8() -> Packing:
+    def pack(weight: Tensor) -> Packed:
+        groups = weight.double().view(len(weight), -1, 32)
+        exponent = (groups.abs().amax(-1).log2().floor() - 8).int()
+        q = (groups / 2.0 ** exponent[..., None].double()).float().to(torch.float8_e4m3fn)
+        numbers = q.float() * 2.0 ** exponent[..., None].float()
+        return {
+            "weight": q.view(weight.shape),
+            "weight_scale": (exponent + 127).to(torch.uint8),
+        }, numbers.view(weight.shape)
+
+    weights = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}
+    return compressed("mxfp8-quantized", weights, pack)
+
+
+def modelopt_fp8() -> Packing:
+    config = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    return Packing(config=config, pack=fp8(None).pack)
+
+
 PACKINGS: dict[str, Callable[[], Packing]] = {
     "fp8 in blocks": lambda: fp8((32, 48)),
     "fp8 in blocks of 32": lambda: fp8((32, 32)),
@@ -283,6 +355,11 @@ PACKINGS: dict[str, Callable[[], Packing]] = {
     "gptq_v2": lambda: gptq(4, 32, v2=True),
     "gptq in another order": lambda: gptq(4, 32, order=True),
     "awq": lambda: awq(32),
+    "nvfp4": nvfp4,
+    "nvfp4 of modelopt": lambda: nvfp4(modelopt=True),
+    "fp8 of modelopt": modelopt_fp8,
+    "mxfp4": mxfp4_linear,
+    "mxfp8": mxfp8,
 }
 
 

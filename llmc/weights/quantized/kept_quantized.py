@@ -140,7 +140,7 @@ def kept_as(
     format: Format = "fp8" if scheme.is_float else "int8" if scheme.bits == 8 else "int4"
     if channels % CHANNELS or depth % INPUTS:
         return None
-    if scheme.layout == "mxfp4":
+    if scheme.layout == "mxfp4" or (scheme.layout == "fp4" and block[1] == 32):
         return Quantization(format="mxfp4", group=block[1], scale="exponent")
     if format == "int8" and not scheme.symmetric:
         return None
@@ -181,10 +181,11 @@ def blocks_of(
             "rank, or dequantize with --quantization none"
         )
     if to.format == "mxfp4":
-        stored = (tensor.words(one, part) for one in (tensor.weight, tensor.scale))
-        for codes, exponents in zip(*stored, strict=True):
-            packed = pack_bytes(codes.flatten(-2))
-            yield {"weight": packed, "scale": pack_groups(exponents.view(torch.uint8))}
+        codes, exponents = (tensor.words(one, part) for one in (tensor.weight, tensor.scale))
+        if tensor.scheme.layout == "fp4":  # one matrix
+            codes, exponents = codes[None, :, None], exponents[None]
+        for rows, scales in zip(codes.flatten(-2), exponents, strict=True):
+            yield {"weight": pack_bytes(rows), "scale": pack_groups(scales.view(torch.uint8))}
     else:
         for low in tensor.low_bits(part).matrices():
             yield _blocks_of(tensor, low, to, channels, inputs)

@@ -25,7 +25,7 @@ from llmc.weights.quantized.config_fields import (
     one_of,
 )
 
-Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4"]
+Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4", "fp4"]
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # of a config.json
 
 
@@ -34,7 +34,8 @@ class WeightScheme:
     """How the weights of some linears are stored.
 
     `layout`: "plain" is a weight of one byte per value under its own name; "packed" is that of
-    compressed-tensors. `block`: (channels, inputs) that share a scale; None: determined by the
+    compressed-tensors; "fp4" has two e2m1 numbers in a byte. `divides`: the scale of the whole
+    weight is a divisor. `block`: (channels, inputs) that share a scale; None: determined by the
     scale's shape. `zeros_less_one`: stored zero points are one too low. `reorders`: groups can
     contain any inputs. `targets`: module names, `re:` patterns matched from the start, or classes.
     """
@@ -46,6 +47,7 @@ class WeightScheme:
     symmetric: bool = True
     zeros_less_one: bool = False
     reorders: bool = False
+    divides: bool = False
     targets: tuple[str, ...] = ("Linear",)
 
 
@@ -209,7 +211,27 @@ def _awq(fields: Mapping[str, Any]) -> StoredQuantization:
     )
 
 
-_COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+def _modelopt(fields: Mapping[str, Any]) -> StoredQuantization:
+    algorithm = one_of(fields, "quant_algo", None, ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
+    if algorithm == "NVFP4":
+        size = one_of(fields, "group_size", 16, (16,))
+        scheme = WeightScheme(layout="fp4", bits=4, block=(1, size), is_float=True)
+    else:
+        scheme = WeightScheme(layout="plain", bits=8, block=None, is_float=True)
+    plain = names_in(fields, "ignore") or names_in(fields, "exclude_modules")
+    return StoredQuantization(
+        method="modelopt",
+        schemes=(scheme,),
+        plain_modules=tuple("re:" + ".*".join(map(re.escape, n.split("*"))) + "$" for n in plain),
+        quantizes_activations=True,
+    )
+
+
+_COMPRESSED = (
+    *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+)
+_FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 
 
 def _compressed(fields: Mapping[str, Any]) -> StoredQuantization:
@@ -252,6 +274,18 @@ def _compressed_scheme(name: str, form: Any, group: Mapping[str, Any]) -> Weight
     packed = form == "pack-quantized"
     if packed and kind == "float":
         raise bad(f"{where}type is 'float', which is never packed; {WAY_OUT}")
+    if form in _FP4:
+        one_of(weights, "num_bits", None, (4,), where)
+        if weights.get("symmetric") is False:
+            raise bad(f"{where}symmetric is false, which is not supported for {form}; {WAY_OUT}")
+        return WeightScheme(
+            layout="fp4",
+            bits=4,
+            block=(1, one_of(weights, "group_size", None, (16, 32), where)),
+            is_float=True,
+            divides=True,
+            targets=names_in(group, "targets") or ("Linear",),
+        )
     bits = one_of(weights, "num_bits", 8, (4, 8) if packed or kind == "int" else (8,), where)
     has_groups = weights.get("group_size") not in (None, -1)
     strategy = one_of(
@@ -285,5 +319,6 @@ _READERS: dict[Any, Callable[[Mapping[str, Any]], StoredQuantization]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
+    "modelopt": _modelopt,
     "mxfp4": _mxfp4,
 }

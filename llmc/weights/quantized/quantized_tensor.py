@@ -22,7 +22,8 @@ BYTE_SCALES = (torch.uint8, torch.float8_e8m0fnu)  # powers of two
 class QuantizedTensor:
     """A weight stored in several tensors. `read()` dequantizes it to `dtype`.
 
-    `block`: (channels, inputs) that share a scale. `transposed`: the parameter is [.., K, N].
+    `block`: (channels, inputs) that share a scale. `whole_scale`: a factor, or divisor, of all
+    scales. `transposed`: the parameter is [.., K, N].
     """
 
     name: str
@@ -34,6 +35,7 @@ class QuantizedTensor:
     scale: StoredTensor
     zero: StoredTensor | None = None
     group_of: StoredTensor | None = None
+    whole_scale: StoredTensor | None = None
     transposed: bool = False
 
     def read(self, out: Tensor | None = None) -> Tensor:
@@ -80,8 +82,13 @@ class QuantizedTensor:
                 zero = unpack.unpack_gptq(zero, bits).T[:rows]
         elif layout == "mxfp4":
             q, scale = unpack.unpack_e2m1(q.flatten(-2)), powers_of_two(scale)
+        elif layout == "fp4":
+            q = unpack.unpack_e2m1(q)
         if scale.dtype in BYTE_SCALES:
             scale = powers_of_two(scale.view(torch.uint8))
+        if self.whole_scale is not None:
+            whole = self.whole_scale.read().float().reshape(())
+            scale = scale.float() / whole if self.scheme.divides else scale.float() * whole
         if self.group_of is not None:
             group_of = self._checked_groups(self.group_of.read(), scale.shape[-1])
         grid = (*experts, *grid_of(channels, depth, self.block))
@@ -109,6 +116,9 @@ class QuantizedTensor:
                 dim, values = (1, per_word) if self._is_of_channels(part) else (0, 1)
             case "packed":
                 values = 1 if self._is_of_channels(part) else per_word
+            case "fp4":
+                per_element = self.block[1] if stored is self.scale else 2
+                values = 1 if self._is_of_channels(part) else per_element
             case "mxfp4":
                 dim, values = (1, 1) if self._is_of_channels(part) else (2, self.block[1])
         if any(n % values for pair in part.ranges for n in pair):

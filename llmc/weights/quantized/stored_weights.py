@@ -36,10 +36,12 @@ _OF_ACTIVATIONS = (
     "input_scale",
     "input_scale_ub",
     "input_zero_point",
+    "input_global_scale",
     "activation_scale",
     "output_scale",
     "output_zero_point",
 )
+_OF_WEIGHTS = ("weight_scale", "weight_scale_inv")  # these may be float8
 _OF_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point")
 
 
@@ -58,6 +60,11 @@ def dequantized(
         _log_once(
             f"{quantization.method} quantizes activations too; llmc quantizes only the weights, "
             "activations keep their dtype"
+        )
+    if scaled := next((n for n in finder.left if n.endswith(".pre_quant_scale")), None):
+        raise CheckpointError(
+            f"{scaled} scales the inputs of a quantized linear, which is not supported; use "
+            "another quantization of the model, or its original checkpoint"
         )
     unused = {n for n in finder.left if n.rpartition(".")[2] in _OF_ACTIVATIONS}
     of_cache = {n for n in finder.left if n.rpartition(".")[2] in _OF_CACHE}
@@ -102,12 +109,15 @@ class _Finder:
         if last == "qweight":
             return self._fitting(self._in_words, module, name, "gptq", "awq")
         if last == "weight_packed":
-            return self._fitting(self._packed, module, name, "packed")
+            make = self._fp4 if tensor.dtype == torch.uint8 else self._packed
+            return self._fitting(make, module, name, "packed", "fp4")
+        if f"{name}_scale_2" in self.left:
+            return self._fitting(self._fp4, module, name, "fp4")
         if self._quantization.method == "mxfp4":
             if not last.endswith("_blocks"):
                 return None
             return self._fitting(self._mxfp4, name.removesuffix("_blocks"), name, "mxfp4")
-        if last in _OF_ACTIVATIONS or last in _OF_CACHE:
+        if last in (*_OF_ACTIVATIONS, *_OF_CACHE, *_OF_WEIGHTS):
             return None  # zero points among them are int8 as weights are
         if tensor.dtype in _FLOAT8 or (self._has_int8 and tensor.dtype == torch.int8):
             return self._fitting(self._plain, module if last == "weight" else name, name, "plain")
@@ -216,6 +226,37 @@ class _Finder:
             scale=scale,
             zero=zero,
             group_of=groups,
+        )
+
+    def _fp4(self, module: str, stored: str, scheme: WeightScheme) -> QuantizedTensor:
+        """Two numbers per byte along the inputs. Groups of 16 have float8 scales and the whole
+        weight has another; groups of 32 have powers of two."""
+        name = f"{module}.weight"
+        weight = self._take(stored, for_=name)
+        scale = self._take(f"{name}_scale", for_=name)
+        check_kind(weight, 2, torch.uint8)
+        channels, depth = weight.shape[0], 2 * weight.shape[1]
+        assert scheme.block is not None
+        kinds = (torch.float8_e4m3fn,) if scheme.block[1] == 16 else BYTE_SCALES
+        check_scale(scale, weight, scheme.block, kinds, (channels, depth))
+        whole = None
+        if scheme.block[1] == 16:
+            suffix = "global_scale" if scheme.divides else "scale_2"
+            whole = self._take(f"{name}_{suffix}", for_=name)
+            if math.prod(whole.shape) != 1 or whole.dtype not in FLOATS:
+                raise CheckpointError(
+                    f"{whole.name} is {plain_name(whole.dtype)} of shape {list(whole.shape)}; it "
+                    "must be one number"
+                )
+        return QuantizedTensor(
+            name=name,
+            shape=(channels, depth),
+            dtype=self._dtype,
+            scheme=scheme,
+            block=scheme.block,
+            weight=weight,
+            scale=scale,
+            whole_scale=whole,
         )
 
     def _in_words(self, module: str, name: str, scheme: WeightScheme) -> QuantizedTensor:
