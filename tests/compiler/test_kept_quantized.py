@@ -42,6 +42,7 @@ KEPT = {
     "awq": INT4,
     "fp8 of modelopt": Quantization(format="fp8"),
     "mxfp4": Quantization(format="mxfp4", group=32, scale="exponent"),
+    "bitsandbytes in 8 bits": Quantization(format="int8"),
     "mxfp8": Quantization(format="fp8", group=32),
 }
 

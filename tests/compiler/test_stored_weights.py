@@ -44,6 +44,12 @@ def test_sizes_that_fill_no_whole_words(tmp_path: Path) -> None:
     torch.testing.assert_close(found[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(64, 32), (64, 64), (64, 128), (9, 10), (8, 48)])
+def test_blocks_of_4_bits_may_begin_anywhere(shape: tuple[int, int], tmp_path: Path) -> None:
+    found, numbers = store_one(tmp_path, PACKINGS["nf4 with nested scales"](), drawn(*shape))
+    torch.testing.assert_close(found[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
+
+
 def test_numbers_are_rounded_once(tmp_path: Path) -> None:
     found, numbers = store_one(tmp_path, awq(32), drawn(), torch.bfloat16)
     weight = found[f"{MODULE}.weight"]
@@ -260,6 +266,18 @@ def typed(suffix: str, dtype: torch.dtype) -> Any:
         (fp8(None), typed("weight_scale", torch.int32), "weight_scale is int32 instead of float32"),
         (pack_quantized(4, 32, symmetric=False), without("weight_zero_point"), "is missing"),
         (pack_quantized(4, 32, symmetric=True), shaped("weight_scale", 56, 2), "requires [56, 3]"),
+        (PACKINGS["nf4"](), without("weight.absmax"), "weight.absmax is missing"),
+        (
+            PACKINGS["nf4"](),
+            shaped("weight.absmax", 83),
+            "weight.absmax has shape [83]; its weight",
+        ),
+        (PACKINGS["nf4"](), shaped("weight", 2687, 1), "56 by 96 values in 4 bits take 2688 bytes"),
+        (
+            PACKINGS["nf4"](),
+            shaped("weight.quant_state.bitsandbytes__nf4", 9),
+            "quant_state.bitsandbytes__nf4 can't be read",
+        ),
         (PACKINGS["nvfp4"](), without("weight_global_scale"), "weight_global_scale is missing"),
         (PACKINGS["nvfp4"](), shaped("weight_global_scale", 2), "it must be one number"),
         (PACKINGS["nvfp4"](), typed("weight_scale", torch.uint8), "weight_scale is uint8 instead"),

@@ -27,7 +27,7 @@ SIZES = {
 PROMPTS = prompts((1, 5, 19, 12))
 WIDENED = (
     *("pack-quantized int8 channel", "gptq 8 bits", "gptq in another order"),
-    *("nvfp4", "nvfp4 of modelopt"),
+    *("nvfp4", "nvfp4 of modelopt", "nf4", "nf4 with nested scales"),
 )
 OPS = r"\d+ llmc\.quantized_\w+\.default"
 

@@ -69,7 +69,7 @@ def test_stored_bits_give_the_tokens_of_transformers(
 
 @pytest.mark.parametrize(
     "name",
-    ["fp8 in blocks", "gptq in another order", "gptq 8 bits", "nvfp4"],
+    ["fp8 in blocks", "gptq in another order", "gptq 8 bits", "nvfp4", "nf4"],
 )
 def test_others_are_widened(
     name: str, plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -223,8 +223,8 @@ def test_a_config_beside_config_json_is_read(plain: Path, tmp_path: Path) -> Non
 
 def test_a_scheme_that_is_not_known_is_refused(plain: Path, tmp_path: Path) -> None:
     packing = PACKINGS["awq"]()
-    packing.config["quant_method"] = "bitsandbytes"
+    packing.config["quant_method"] = "hqq"
     stored, _ = write_packed(plain, tmp_path, packing)
     for start in (tiny_engine.start, lambda path: inspect_model(EngineConfig(model=str(path)))):
-        with pytest.raises(CheckpointError, match="quant_method is 'bitsandbytes'; llmc"):
+        with pytest.raises(CheckpointError, match="quant_method is 'hqq'; llmc"):
             start(stored)

@@ -330,6 +330,54 @@ def mxfp8() -> Packing:
     return compressed("mxfp8-quantized", weights, pack)
 
 
+_NF4 = (
+    *(-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0),
+    *(0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0),
+)
+
+
+def nf4(*, nested: bool) -> Packing:
+    """bitsandbytes in 4 bits: blocks of 64 in a row, over the ends of channels."""
+
+    def pack(weight: Tensor) -> Packed:
+        flat = weight.flatten()
+        count = -(-len(flat) // 64)
+        blocks = torch.nn.functional.pad(flat, (0, 64 * count - len(flat))).view(count, 64)
+        scale = blocks.abs().amax(1)
+        parts: dict[str, Tensor] = {"weight.absmax": scale, "weight.quant_map": torch.tensor(_NF4)}
+        state = {"quant_type": "nf4", "blocksize": 64, "shape": list(weight.shape)}
+        if nested:
+            table, offset = torch.linspace(-1, 1, 256), float(scale.mean())
+            most = (scale - offset).abs().max().reshape(1)
+            codes = ((scale - offset)[:, None] / most - table).abs().argmin(1)
+            scale = table[codes] * most + offset
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+            parts["weight.absmax"] = codes.to(torch.uint8)
+            parts |= {"weight.nested_absmax": most, "weight.nested_quant_map": table}
+        table = torch.tensor(_NF4)
+        codes = (blocks[..., None] / scale[:, None, None] - table).abs().argmin(-1).flatten()
+        numbers = (table[codes].view(count, 64) * scale[:, None]).flatten()[: len(flat)]
+        codes = codes[: len(flat)].to(torch.uint8)
+        parts["weight"] = (codes[::2] << 4 | codes[1::2])[:, None]
+        text = json.dumps(state).encode()
+        parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
+        return parts, numbers.view(weight.shape)
+
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    return Packing(config=config, pack=pack)
+
+
+def bnb_int8() -> Packing:
+    def pack(weight: Tensor) -> Packed:
+        most = weight.abs().amax(1)
+        q = (weight * (127 / most[:, None])).round().to(torch.int8)
+        form = torch.tensor(0, dtype=torch.uint8)
+        return {"weight": q, "SCB": most, "weight_format": form}, q.float() * (most / 127)[:, None]
+
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
+    return Packing(config=config, pack=pack)
+
+
 def modelopt_fp8() -> Packing:
     config = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     return Packing(config=config, pack=fp8(None).pack)
@@ -360,6 +408,9 @@ PACKINGS: dict[str, Callable[[], Packing]] = {
     "fp8 of modelopt": modelopt_fp8,
     "mxfp4": mxfp4_linear,
     "mxfp8": mxfp8,
+    "nf4": lambda: nf4(nested=False),
+    "nf4 with nested scales": lambda: nf4(nested=True),
+    "bitsandbytes in 8 bits": bnb_int8,
 }
 
 

@@ -138,7 +138,7 @@ def kept_as(
     with zero points."""
     channels, depth = shape
     format: Format = "fp8" if scheme.is_float else "int8" if scheme.bits == 8 else "int4"
-    if channels % CHANNELS or depth % INPUTS:
+    if channels % CHANNELS or depth % INPUTS or scheme.layout == "bnb4":
         return None
     if scheme.layout == "mxfp4" or (scheme.layout == "fp4" and block[1] == 32):
         return Quantization(format="mxfp4", group=block[1], scale="exponent")

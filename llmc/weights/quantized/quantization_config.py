@@ -25,7 +25,7 @@ from llmc.weights.quantized.config_fields import (
     one_of,
 )
 
-Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4", "fp4"]
+Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4", "fp4", "bnb4", "bnb8"]
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # of a config.json
 
 
@@ -34,7 +34,8 @@ class WeightScheme:
     """How the weights of some linears are stored.
 
     `layout`: "plain" is a weight of one byte per value under its own name; "packed" is that of
-    compressed-tensors; "fp4" has two e2m1 numbers in a byte. `divides`: the scale of the whole
+    compressed-tensors; "fp4" has two e2m1 numbers in a byte; "bnb4" and "bnb8" are bitsandbytes'.
+    `divides`: the scale of the whole
     weight is a divisor. `block`: (channels, inputs) that share a scale; None: determined by the
     scale's shape. `zeros_less_one`: stored zero points are one too low. `reorders`: groups can
     contain any inputs. `targets`: module names, `re:` patterns matched from the start, or classes.
@@ -211,6 +212,19 @@ def _awq(fields: Mapping[str, Any]) -> StoredQuantization:
     )
 
 
+def _bitsandbytes(fields: Mapping[str, Any]) -> StoredQuantization:
+    if fields.get("load_in_4bit"):
+        scheme = WeightScheme(layout="bnb4", bits=4, block=None, is_float=True)
+    else:
+        scheme = WeightScheme(layout="bnb8", bits=8, block=(1, ALL))
+    return StoredQuantization(
+        method="bitsandbytes",
+        schemes=(scheme,),
+        plain_modules=names_in(fields, "llm_int8_skip_modules") or ("lm_head",),
+        quantizes_activations=scheme.layout == "bnb8",
+    )
+
+
 def _modelopt(fields: Mapping[str, Any]) -> StoredQuantization:
     algorithm = one_of(fields, "quant_algo", None, ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
     if algorithm == "NVFP4":
@@ -320,5 +334,6 @@ _READERS: dict[Any, Callable[[Mapping[str, Any]], StoredQuantization]] = {
     "gptq": _gptq,
     "awq": _awq,
     "modelopt": _modelopt,
+    "bitsandbytes": _bitsandbytes,
     "mxfp4": _mxfp4,
 }

@@ -19,6 +19,30 @@ BYTE_SCALES = (torch.uint8, torch.float8_e8m0fnu)  # powers of two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NestedScale:
+    """Scales that are stored as codes of a table, with a scale for every `size` of them."""
+
+    scale: StoredTensor
+    table: StoredTensor
+    size: int
+    offset: float
+
+    def of(self, codes: Tensor) -> Tensor:
+        values = self.table.read()[codes.int()]
+        scale = self.scale.read().repeat_interleave(self.size)[: len(values)]
+        return values * scale + self.offset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codes:
+    """Values, in the order of memory, are codes of a table, with a scale for every `size`."""
+
+    table: StoredTensor
+    size: int
+    nested: NestedScale | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedTensor:
     """A weight stored in several tensors. `read()` dequantizes it to `dtype`.
 
@@ -36,6 +60,7 @@ class QuantizedTensor:
     zero: StoredTensor | None = None
     group_of: StoredTensor | None = None
     whole_scale: StoredTensor | None = None
+    codes: Codes | None = None
     transposed: bool = False
 
     def read(self, out: Tensor | None = None) -> Tensor:
@@ -62,7 +87,7 @@ class QuantizedTensor:
             channels, depth = depth, channels
         q, scale = self.words(self.weight, part), self.scale.read()
         zero = None if self.zero is None else self.zero.read()
-        group_of = None
+        group_of = table = None
         if layout == "gptq":
             q, scale = unpack.unpack_gptq(q, bits), scale.T
             if zero is not None:
@@ -84,6 +109,15 @@ class QuantizedTensor:
             q, scale = unpack.unpack_e2m1(q.flatten(-2)), powers_of_two(scale)
         elif layout == "fp4":
             q = unpack.unpack_e2m1(q)
+        elif layout == "bnb4":
+            assert self.codes is not None
+            q = unpack.halves(q)[: channels * depth].view(channels, depth)
+            table, nested = self.codes.table.read(), self.codes.nested
+            scale = scale if nested is None else nested.of(scale)
+            if self.block == (1, 1):  # blocks that end inside rows
+                scale = scale.repeat_interleave(self.codes.size)[: q.numel()]
+        elif layout == "bnb8":
+            scale = scale.float() / 127
         if scale.dtype in BYTE_SCALES:
             scale = powers_of_two(scale.view(torch.uint8))
         if self.whole_scale is not None:
@@ -98,6 +132,7 @@ class QuantizedTensor:
             zero=None if zero is None else zero.reshape(grid),
             block=self.block,
             group_of=group_of,
+            table=table,
         )
 
     def words(self, stored: StoredTensor, part: SomeOf | None) -> Tensor:

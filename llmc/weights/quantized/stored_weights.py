@@ -7,6 +7,7 @@ merges and passes therefore do not depend on the format.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from llmc.errors import CheckpointError
 from llmc.weights.checkpoint import Readable, StoredTensor
 from llmc.weights.quantized.config_fields import ALL
 from llmc.weights.quantized.quantization_config import StoredQuantization, WeightScheme
-from llmc.weights.quantized.quantized_tensor import BYTE_SCALES, QuantizedTensor
+from llmc.weights.quantized.quantized_tensor import BYTE_SCALES, Codes, NestedScale, QuantizedTensor
 from llmc.weights.quantized.stored_shapes import (
     FLOATS,
     block_of,
@@ -42,6 +43,7 @@ _OF_ACTIVATIONS = (
     "output_zero_point",
 )
 _OF_WEIGHTS = ("weight_scale", "weight_scale_inv")  # these may be float8
+_STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _OF_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point")
 
 
@@ -111,6 +113,12 @@ class _Finder:
         if last == "weight_packed":
             make = self._fp4 if tensor.dtype == torch.uint8 else self._packed
             return self._fitting(make, module, name, "packed", "fp4")
+        if self._quantization.method == "bitsandbytes":
+            if any(name + suffix in self.left for suffix in _STATES):
+                return self._fitting(self._bnb4, module, name, "bnb4")
+            if last == "weight" and f"{module}.SCB" in self.left:
+                return self._fitting(self._bnb8, module, name, "bnb8")
+            return None
         if f"{name}_scale_2" in self.left:
             return self._fitting(self._fp4, module, name, "fp4")
         if self._quantization.method == "mxfp4":
@@ -257,6 +265,67 @@ class _Finder:
             weight=weight,
             scale=scale,
             whole_scale=whole,
+        )
+
+    def _bnb4(self, module: str, name: str, scheme: WeightScheme) -> QuantizedTensor:
+        """Codes of a table, two per byte, and a scale for every 64 (or so) of them in a row. Scales
+        may be codes of another table themselves."""
+        state = next(self._take(name + s, for_=name) for s in _STATES if name + s in self.left)
+        try:
+            fields = json.loads(bytes(state.read().tolist()))
+            channels, depth = fields["shape"]
+            size, nested = fields["blocksize"], fields.get("nested_blocksize") or 0
+            offset = float(fields.get("nested_offset") or 0.0)
+        except (ValueError, KeyError, TypeError, OverflowError) as e:
+            raise CheckpointError(f"{state.name} can't be read: {e!r:.100}") from e
+        if not all(type(n) is int and n > 0 for n in (channels, depth, size, nested or 1)):
+            raise CheckpointError(f"{state.name} has sizes that are not positive numbers")
+        weight = self._take(name, for_=name)
+        scale = self._take(f"{name}.absmax", for_=name)
+        table = self._take(f"{name}.quant_map", for_=name)
+        count, values = math.ceil(channels * depth / size), channels * depth
+        check_kind(weight, 2, torch.uint8)
+        if math.prod(weight.shape) != (values + 1) // 2:
+            raise CheckpointError(
+                f"{name} has shape {list(weight.shape)}, but {channels} by {depth} values in 4 "
+                f"bits take {(values + 1) // 2} bytes"
+            )
+        check_shape(scale, (count,), torch.uint8 if nested else torch.float32)
+        check_shape(table, (16,), torch.float32)
+        nest = None
+        if nested:
+            scales = self._take(f"{name}.nested_absmax", for_=name)
+            codes = self._take(f"{name}.nested_quant_map", for_=name)
+            check_shape(scales, (math.ceil(count / nested),), torch.float32)
+            check_shape(codes, (256,), torch.float32)
+            nest = NestedScale(scale=scales, table=codes, size=nested, offset=offset)
+        rows = size // depth if size % depth == 0 else 1
+        return QuantizedTensor(
+            name=name,
+            shape=(channels, depth),
+            dtype=self._dtype,
+            scheme=scheme,
+            block=(rows, depth) if rows > 1 else (1, size if depth % size == 0 else 1),
+            weight=weight,
+            scale=scale,
+            codes=Codes(table=table, size=size, nested=nest),
+        )
+
+    def _bnb8(self, module: str, name: str, scheme: WeightScheme) -> QuantizedTensor:
+        weight = self._take(name, for_=name)
+        scale = self._take(f"{module}.SCB", for_=name)
+        self._pop(f"{module}.weight_format")
+        check_kind(weight, 2, torch.int8)
+        channels, depth = weight.shape
+        check_shape(scale, (channels,), torch.float32, torch.float16)
+        return QuantizedTensor(
+            name=name,
+            shape=weight.shape,
+            dtype=self._dtype,
+            scheme=scheme,
+            block=(1, depth),
+            weight=weight,
+            scale=scale,
         )
 
     def _in_words(self, module: str, name: str, scheme: WeightScheme) -> QuantizedTensor:

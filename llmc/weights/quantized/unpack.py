@@ -23,8 +23,8 @@ class LowBits:
     """A quantized weight [N, K]: value = (q - zero) * scale.
 
     q: int8, uint8 or float8. scale, zero: over blocks of (channels, inputs) of size `block`.
-    group_of [K]: the column of `scale` for each input, if inputs are not in order. All but
-    `group_of` can have a leading dimension of experts.
+    group_of [K]: the column of `scale` for each input, if inputs are not in order. table: the
+    numbers that q are codes of. All but these two can have a leading dimension of experts.
     """
 
     q: Tensor
@@ -32,6 +32,7 @@ class LowBits:
     block: tuple[int, int]
     zero: Tensor | None = None
     group_of: Tensor | None = None
+    table: Tensor | None = None
 
     def matrices(self) -> Iterator[LowBits]:
         """Itself, or one item per expert."""
@@ -56,7 +57,7 @@ def dequantize(low: LowBits, out: Tensor) -> None:
     for start in range(0, channels, rows):
         q = low.q[start : start + rows]
         some = values[: len(q)]
-        _widen(q, some)
+        _widen(q, some, low.table)
         row = torch.arange(start, start + len(q)) // low.block[0]
         if zero is not None:
             _over_groups(some, low, torch.Tensor.sub_, zero[row])
@@ -64,7 +65,10 @@ def dequantize(low: LowBits, out: Tensor) -> None:
         out[start : start + rows] = some
 
 
-def _widen(q: Tensor, out: Tensor) -> None:
+def _widen(q: Tensor, out: Tensor, table: Tensor | None) -> None:
+    if table is not None:
+        torch.index_select(table, 0, q.int().flatten(), out=out.view(-1))
+        return
     if q.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         out.copy_(q)
         return
@@ -120,6 +124,11 @@ def centered(q: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return (q ^ 128).view(torch.int8)
     return q.view(torch.int8) - (1 << (bits - 1))
+
+
+def halves(stored: Tensor) -> Tensor:
+    """uint8 of any shape -> the two values of each byte, the high half first, flat."""
+    return torch.stack((stored >> 4, stored & 15), dim=-1).flatten()
 
 
 def unpack_e2m1(codes: Tensor) -> Tensor:
