@@ -348,9 +348,10 @@ def nf4(*, nested: bool) -> Packing:
         state = {"quant_type": "nf4", "blocksize": 64, "shape": list(weight.shape)}
         if nested:
             table, offset = torch.linspace(-1, 1, 256), float(scale.mean())
-            most = (scale - offset).abs().max().reshape(1)
-            codes = ((scale - offset)[:, None] / most - table).abs().argmin(1)
-            scale = table[codes] * most + offset
+            most = torch.stack([one.abs().max() for one in (scale - offset).split(256)])
+            each = most.repeat_interleave(256)[:count]
+            codes = (((scale - offset) / each)[:, None] - table).abs().argmin(1)
+            scale = table[codes] * each + offset
             state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
             parts["weight.absmax"] = codes.to(torch.uint8)
             parts |= {"weight.nested_absmax": most, "weight.nested_quant_map": table}
