@@ -43,6 +43,8 @@ KEPT = {
     "fp8 of modelopt": Quantization(format="fp8"),
     "mxfp4": Quantization(format="mxfp4", group=32, scale="exponent"),
     "bitsandbytes in 8 bits": Quantization(format="int8"),
+    "auto-round as gptq": Quantization(format="int4", group=32, scale="float16"),
+    "auto-round as awq": INT4,
     "mxfp8": Quantization(format="fp8", group=32),
 }
 

@@ -199,6 +199,19 @@ def test_modules_of_gptq_may_have_bits_of_their_own(tmp_path: Path) -> None:
     torch.testing.assert_close(got[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
 
 
+def test_modules_of_auto_round_may_have_bits_of_their_own(tmp_path: Path) -> None:
+    config = {
+        **PACKINGS["auto-round as gptq"]().config,
+        "extra_config": {MODULE: {"bits": 8, "group_size": 64, "sym": False}, "a": {"bits": 16}},
+    }
+    tensors, numbers = gptq(8, 64).pack(drawn())
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    got = read_stored(tmp_path, named, config, torch.float32)
+    torch.testing.assert_close(got[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
+    found = read_quantization({"quantization_config": config})
+    assert found is not None and found.expected("a", ["Linear"]) is None
+
+
 def test_what_is_not_used_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     stored_weights._log_once.cache_clear()
@@ -365,6 +378,10 @@ def test_integers_of_4_bits_may_take_a_byte(tmp_path: Path) -> None:
         (grouped(type="float"), "type is 'float', which is never packed"),
         ({**grouped(), "format": "marlin-24"}, "format is 'marlin-24'"),
         ({**grouped(group_size=8), "format": "nvfp4-pack-quantized"}, "group_size is 8"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:exllamav2"},
+            "packing_format is 'auto_round:exllamav2'",
+        ),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo is 'NVFP4_AWQ'"),
         ({**grouped(), "ignore": ["re:("]}, "not a valid regular expression"),
         ({**grouped(), "transform_config": {"a": 1}}, "transform_config rotates the inputs"),

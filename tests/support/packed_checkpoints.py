@@ -330,6 +330,19 @@ def mxfp8() -> Packing:
     return compressed("mxfp8-quantized", weights, pack)
 
 
+def auto_round(layout: str) -> Packing:
+    made = gptq(4, 32, symmetric=True) if layout == "gptq" else awq(32)
+    config = {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 32,
+        "sym": layout == "gptq",
+        "data_type": "int",
+        "packing_format": f"auto_round:auto_{layout}",
+    }
+    return Packing(config=config, pack=made.pack)
+
+
 _NF4 = (
     *(-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0),
     *(0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0),
@@ -409,6 +422,8 @@ PACKINGS: dict[str, Callable[[], Packing]] = {
     "fp8 of modelopt": modelopt_fp8,
     "mxfp4": mxfp4_linear,
     "mxfp8": mxfp8,
+    "auto-round as gptq": lambda: auto_round("gptq"),
+    "auto-round as awq": lambda: auto_round("awq"),
     "nf4": lambda: nf4(nested=False),
     "nf4 with nested scales": lambda: nf4(nested=True),
     "bitsandbytes in 8 bits": bnb_int8,

@@ -192,6 +192,41 @@ def _gptq(fields: Mapping[str, Any]) -> StoredQuantization:
     return StoredQuantization(method="gptq", schemes=tuple(schemes), plain_modules=tuple(plain))
 
 
+def _auto_round(fields: Mapping[str, Any]) -> StoredQuantization:
+    """GPTQ's or AWQ's layout, and a scheme of their own for some modules."""
+    one_of(fields, "data_type", "int", ("int",))
+    form = str(fields.get("packing_format") or "auto_round:auto_gptq")
+    layouts: dict[str, Layout] = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+    if form not in layouts:
+        raise bad(f"packing_format is {form!r}; llmc supports {', '.join(layouts)}; {WAY_OUT}")
+    layout = layouts[form]
+
+    def scheme(own: Mapping[str, Any], targets: tuple[str, ...]) -> WeightScheme:
+        return WeightScheme(
+            layout=layout,
+            bits=one_of(own, "bits", None, (4, 8) if layout == "gptq" else (4,)),
+            block=(1, group_size(own, "group_size")),
+            symmetric=layout == "gptq" and own.get("sym") is True,
+            zeros_less_one=layout == "gptq",
+            targets=targets,
+        )
+
+    schemes, plain = [], ["lm_head"]
+    for name, own in mapping_in(fields, "extra_config").items():
+        asked = {**fields, **(own if isinstance(own, Mapping) else {})}
+        target = name if re.fullmatch(r"[\w.]+", name) else f"re:{name}"
+        check_pattern(target.removeprefix("re:"))
+        bits = asked.get("bits")
+        if isinstance(bits, int) and bits >= 16:
+            plain.append(target)
+        else:
+            schemes.append(scheme(asked, (target,)))
+    schemes.append(scheme(fields, ("Linear",)))
+    return StoredQuantization(
+        method="auto-round", schemes=tuple(schemes), plain_modules=tuple(plain)
+    )
+
+
 def _awq(fields: Mapping[str, Any]) -> StoredQuantization:
     form = fields.get("version") or fields.get("checkpoint_format") or fields.get("format")
     if str(form or "gemm").lower() != "gemm":
@@ -333,6 +368,7 @@ _READERS: dict[Any, Callable[[Mapping[str, Any]], StoredQuantization]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
+    "auto-round": _auto_round,
     "modelopt": _modelopt,
     "bitsandbytes": _bitsandbytes,
     "mxfp4": _mxfp4,
