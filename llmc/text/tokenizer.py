@@ -225,6 +225,15 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         return self.template_for(tools=False)
 
+    @chat_template.setter
+    def chat_template(self, template: str | None) -> None:
+        """Replace the model's own template."""
+        with self._load_lock:
+            self._templates = template
+            self._renders_alike = False
+            if self._loaded is not None:
+                self._loaded.chat_template = template
+
     def template_for(self, *, tools: bool) -> str | None:
         """The template for conversations with or without tools, chosen as transformers does."""
         if not isinstance(self._templates, dict):
@@ -236,15 +245,6 @@ class Tokenizer:
     def named_templates(self) -> tuple[str, ...]:
         """The names of the templates, if there are several or none is the default."""
         return tuple(sorted(self._templates)) if isinstance(self._templates, dict) else ()
-
-    @chat_template.setter
-    def chat_template(self, template: str | None) -> None:
-        """Replace the model's own template."""
-        with self._load_lock:
-            self._templates = template
-            self._renders_alike = False
-            if self._loaded is not None:
-                self._loaded.chat_template = template
 
     def render(
         self,
