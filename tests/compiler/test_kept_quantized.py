@@ -38,6 +38,8 @@ KEPT = {
     "pack-quantized int8 group": Quantization(format="int8", group=32),
     "gptq 4 bits": INT4,
     "gptq 4 bits, all inputs": INT4,
+    "gptq 2 bits": INT4,
+    "gptq 2 bits, symmetric": INT4,
     "gptq_v2": INT4,
     "awq": INT4,
     "fp8 of modelopt": Quantization(format="fp8"),

@@ -357,7 +357,7 @@ def test_integers_of_4_bits_may_take_a_byte(tmp_path: Path) -> None:
         ("awq", "is 'awq' instead of an object"),
         ({"quant_method": "hqq"}, "quant_method is 'hqq'; llmc supports fp8"),
         ({"bits": 4}, "quant_method is None"),
-        ({"quant_method": "gptq", "bits": 3}, "bits is 3; llmc supports 4, 8"),
+        ({"quant_method": "gptq", "bits": 3}, "bits is 3; llmc supports 2, 4, 8"),
         ({"quant_method": "gptq", "bits": True}, "bits is True"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0; it must be"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "is 'marlin'"),

@@ -414,6 +414,8 @@ PACKINGS: dict[str, Callable[[], Packing]] = {
     "gptq 4 bits": lambda: gptq(4, 32),
     "gptq 8 bits": lambda: gptq(8, 64),
     "gptq 4 bits, all inputs": lambda: gptq(4, -1),
+    "gptq 2 bits": lambda: gptq(2, 32),
+    "gptq 2 bits, symmetric": lambda: gptq(2, 32, symmetric=True),
     "gptq_v2": lambda: gptq(4, 32, v2=True),
     "gptq in another order": lambda: gptq(4, 32, order=True),
     "awq": lambda: awq(32),

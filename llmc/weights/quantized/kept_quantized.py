@@ -155,7 +155,7 @@ def kept_as(
         format=format,
         group=group,
         scale=_scale_of(scale_dtype) if format == "int4" else "float32",
-        zero=format == "int4" and not scheme.symmetric,
+        zero=format == "int4" and (not scheme.symmetric or scheme.bits < 4),
     )
 
 

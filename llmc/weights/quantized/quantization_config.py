@@ -169,7 +169,7 @@ def _gptq(fields: Mapping[str, Any]) -> StoredQuantization:
     def scheme(own: Mapping[str, Any], targets: tuple[str, ...]) -> WeightScheme:
         return WeightScheme(
             layout="gptq",
-            bits=one_of(own, "bits", None, (4, 8)),
+            bits=one_of(own, "bits", None, (2, 4, 8)),
             block=(1, group_size(own, "group_size")),
             symmetric=own.get("sym") is True,  # zero points are stored either way
             reorders=bool(own.get("desc_act")),
@@ -204,7 +204,7 @@ def _auto_round(fields: Mapping[str, Any]) -> StoredQuantization:
     def scheme(own: Mapping[str, Any], targets: tuple[str, ...]) -> WeightScheme:
         return WeightScheme(
             layout=layout,
-            bits=one_of(own, "bits", None, (4, 8) if layout == "gptq" else (4,)),
+            bits=one_of(own, "bits", None, (2, 4, 8) if layout == "gptq" else (4,)),
             block=(1, group_size(own, "group_size")),
             symmetric=layout == "gptq" and own.get("sym") is True,
             zeros_less_one=layout == "gptq",

@@ -95,12 +95,13 @@ def pieces(words: Tensor, bits: int) -> Tensor:
     parts = words.contiguous().unsqueeze(-1).view(torch.uint8)
     if bits == 8:
         return parts
-    return torch.stack((parts & 15, parts >> 4), dim=-1).flatten(-2)
+    mask = (1 << bits) - 1
+    return torch.stack([parts >> at & mask for at in range(0, 8, bits)], dim=-1).flatten(-2)
 
 
 def add_one(words: Tensor, bits: int) -> Tensor:
     """Add one to every packed value of int32 words; carries undo the writer's borrows."""
-    return words + (0x11111111 if bits == 4 else 0x01010101)
+    return words + {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}[bits]
 
 
 def unpack_gptq(words: Tensor, bits: int) -> Tensor:
