@@ -382,6 +382,8 @@ def test_integers_of_4_bits_may_take_a_byte(tmp_path: Path) -> None:
             {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:exllamav2"},
             "packing_format is 'auto_round:exllamav2'",
         ),
+        ({"quant_method": "bitnet", "quantization_mode": "online"}, "mode is 'online'"),
+        ({"quant_method": "bitnet", "use_rms_norm": True}, "use_rms_norm adds norms"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo is 'NVFP4_AWQ'"),
         ({**grouped(), "ignore": ["re:("]}, "not a valid regular expression"),
         ({**grouped(), "transform_config": {"a": 1}}, "transform_config rotates the inputs"),

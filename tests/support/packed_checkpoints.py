@@ -392,6 +392,24 @@ def bnb_int8() -> Packing:
     return Packing(config=config, pack=pack)
 
 
+def bitnet(linear: str) -> Packing:
+    """Numbers of -1, 0 and 1; the first quarter of the rows in the lowest bits."""
+
+    def pack(weight: Tensor) -> Packed:
+        scale = weight.abs().mean()
+        q = (weight / scale).round().clamp(-1, 1)
+        quarters = (q + 1).to(torch.uint8).view(4, -1, weight.shape[1])
+        packed = sum(
+            (part << 2 * i for i, part in enumerate(quarters)), torch.zeros_like(quarters[0])
+        )
+        stored = 1 / scale if linear == "bitlinear" else scale
+        numbers = q / stored if linear == "bitlinear" else q * stored
+        return {"weight": packed, "weight_scale": stored.reshape(1)}, numbers
+
+    config = {"quant_method": "bitnet", "linear_class": linear, "quantization_mode": "offline"}
+    return Packing(config=config, pack=pack)
+
+
 def modelopt_fp8() -> Packing:
     config = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     return Packing(config=config, pack=fp8(None).pack)
@@ -426,6 +444,8 @@ PACKINGS: dict[str, Callable[[], Packing]] = {
     "mxfp8": mxfp8,
     "auto-round as gptq": lambda: auto_round("gptq"),
     "auto-round as awq": lambda: auto_round("awq"),
+    "bitnet": lambda: bitnet("autobitlinear"),
+    "bitnet with divisors": lambda: bitnet("bitlinear"),
     "nf4": lambda: nf4(nested=False),
     "nf4 with nested scales": lambda: nf4(nested=True),
     "bitsandbytes in 8 bits": bnb_int8,

@@ -25,7 +25,7 @@ from llmc.weights.quantized.config_fields import (
     one_of,
 )
 
-Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4", "fp4", "bnb4", "bnb8"]
+Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4", "fp4", "bnb4", "bnb8", "bitnet"]
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # of a config.json
 
 
@@ -34,7 +34,8 @@ class WeightScheme:
     """How the weights of some linears are stored.
 
     `layout`: "plain" is a weight of one byte per value under its own name; "packed" is that of
-    compressed-tensors; "fp4" has two e2m1 numbers in a byte; "bnb4" and "bnb8" are bitsandbytes'.
+    compressed-tensors; "fp4" has two e2m1 numbers in a byte; "bnb4" and "bnb8" are bitsandbytes',
+    and "bitnet" has numbers of 2 bits, from four rows in a byte.
     `divides`: the scale of the whole
     weight is a divisor. `block`: (channels, inputs) that share a scale; None: determined by the
     scale's shape. `zeros_less_one`: stored zero points are one too low. `reorders`: groups can
@@ -260,6 +261,21 @@ def _bitsandbytes(fields: Mapping[str, Any]) -> StoredQuantization:
     )
 
 
+def _bitnet(fields: Mapping[str, Any]) -> StoredQuantization:
+    one_of(fields, "quantization_mode", "offline", ("offline",))
+    linear = one_of(fields, "linear_class", "bitlinear", ("bitlinear", "autobitlinear"))
+    if fields.get("use_rms_norm"):
+        raise bad(f"use_rms_norm adds norms to the model, which is not supported; {WAY_OUT}")
+    return StoredQuantization(
+        method="bitnet",
+        schemes=(
+            WeightScheme(layout="bitnet", bits=8, block=(ALL, ALL), divides=linear == "bitlinear"),
+        ),
+        plain_modules=names_in(fields, "modules_to_not_convert") or ("lm_head",),
+        quantizes_activations=True,
+    )
+
+
 def _modelopt(fields: Mapping[str, Any]) -> StoredQuantization:
     algorithm = one_of(fields, "quant_algo", None, ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
     if algorithm == "NVFP4":
@@ -371,5 +387,6 @@ _READERS: dict[Any, Callable[[Mapping[str, Any]], StoredQuantization]] = {
     "auto-round": _auto_round,
     "modelopt": _modelopt,
     "bitsandbytes": _bitsandbytes,
+    "bitnet": _bitnet,
     "mxfp4": _mxfp4,
 }

@@ -85,7 +85,8 @@ class QuantizedTensor:
         *experts, channels, depth = self.shape
         if self.transposed:
             channels, depth = depth, channels
-        q, scale = self.words(self.weight, part), self.scale.read()
+        q = self.words(self.weight, None if layout == "bitnet" else part)
+        scale = self.scale.read()
         zero = None if self.zero is None else self.zero.read()
         group_of = table = None
         if layout == "gptq":
@@ -118,6 +119,10 @@ class QuantizedTensor:
                 scale = scale.repeat_interleave(self.codes.size)[: q.numel()]
         elif layout == "bnb8":
             scale = scale.float() / 127
+        elif layout == "bitnet":
+            q = unpack.unpack_rows(q)
+            q = q if part is None else part.of(q)
+            scale = 1 / scale.float() if self.scheme.divides else scale
         if scale.dtype in BYTE_SCALES:
             scale = powers_of_two(scale.view(torch.uint8))
         if self.whole_scale is not None:

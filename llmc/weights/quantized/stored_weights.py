@@ -119,6 +119,9 @@ class _Finder:
             if last == "weight" and f"{module}.SCB" in self.left:
                 return self._fitting(self._bnb8, module, name, "bnb8")
             return None
+        if self._quantization.method == "bitnet":
+            is_packed = last == "weight" and f"{name}_scale" in self.left
+            return self._fitting(self._bitnet, module, name, "bitnet") if is_packed else None
         if f"{name}_scale_2" in self.left:
             return self._fitting(self._fp4, module, name, "fp4")
         if self._quantization.method == "mxfp4":
@@ -324,6 +327,22 @@ class _Finder:
             dtype=self._dtype,
             scheme=scheme,
             block=(1, depth),
+            weight=weight,
+            scale=scale,
+        )
+
+    def _bitnet(self, module: str, name: str, scheme: WeightScheme) -> QuantizedTensor:
+        weight = self._take(name, for_=name)
+        scale = self._take(f"{name}_scale", for_=name)
+        check_kind(weight, 2, torch.uint8)
+        shape = 4 * weight.shape[0], weight.shape[1]
+        check_scale(scale, weight, shape, FLOATS, shape)
+        return QuantizedTensor(
+            name=name,
+            shape=shape,
+            dtype=self._dtype,
+            scheme=scheme,
+            block=shape,
             weight=weight,
             scale=scale,
         )

@@ -127,6 +127,11 @@ def centered(q: Tensor, bits: int) -> Tensor:
     return q.view(torch.int8) - (1 << (bits - 1))
 
 
+def unpack_rows(stored: Tensor) -> Tensor:
+    """uint8 [R, K] -> int8 [4 R, K] of -1, 0 and 1: bits 0 and 1 are of the first R rows."""
+    return torch.cat([stored >> at & 3 for at in (0, 2, 4, 6)]).view(torch.int8) - 1
+
+
 def halves(stored: Tensor) -> Tensor:
     """uint8 of any shape -> the two values of each byte, the high half first, flat."""
     return torch.stack((stored >> 4, stored & 15), dim=-1).flatten()
