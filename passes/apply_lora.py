@@ -58,6 +58,8 @@ def apply_lora(gm: fx.GraphModule, *, slots: int = 0, rank: int = 0, expert_rank
         z = llmc.expert_linear(rows, w, bias, expert, ..)
         llmc.add_lora(z, rows, a [slots, E, expert_rank, K], b [slots, E, expert_rank, N], [0, N],
                       adapter, expert)
+        and after aten.bmm(rows [E, tokens, K], w [E, K, N]), which has rows of all tokens for each
+        expert, with aten.repeat(adapter, [E]) and the number of the expert of each row
     """
     if not slots:
         return ["--enable-lora is not set"]
@@ -67,6 +69,7 @@ def apply_lora(gm: fx.GraphModule, *, slots: int = 0, rank: int = 0, expert_rank
         aten.embedding.default: adapters.on_embedding,
         embed_shard.overload: adapters.on_embedding,
         expert_linear.overload: adapters.on_experts,
+        aten.bmm.default: adapters.on_all_experts,
     }
     left: Counter[str] = Counter()
     for node in calls(gm.graph, *rewrites):
@@ -164,15 +167,47 @@ class _Adapters:
             op="experts", matrix="a", weights=role.parts, widths=(channels,),
             shards=_shards(role, 1 if given.transposed else 2),
         )  # fmt: skip
-        shape = experts, self._expert_rank
-        a = self._input(node, given.weight, role_a, *shape, depth)
-        b = self._input(node, given.weight, replace(role_a, matrix="b"), *shape, channels)
+        a, b = self._of_experts(node, given.weight, role_a, experts, depth, channels)
         with self._graph.inserting_after(node):
             emit(
                 self._graph, add_lora.overload, node, given.x, a, b,
                 self._bounds(node, (channels,)), self._rows.of_tokens(), given.expert,
             )  # fmt: skip
         return ""
+
+    def on_all_experts(self, node: fx.Node) -> str:
+        given = arguments(node)
+        role = input_of(given.mat2)
+        if not isinstance(role, WeightInput) or len(role.parts) != 1:
+            return ""  # no experts
+        if not self._expert_rank:
+            return "linears of routed experts: max_lora_expert_rank is 0"
+        experts, depth, channels = (int(n) for n in val(given.mat2).shape)
+        if not self._rows.are_tokens_of_each(given.self, experts):
+            return "linears of routed experts: their rows are not all tokens for each expert"
+        role_a = AdapterInput(
+            op="experts", matrix="a", weights=role.parts, widths=(channels,),
+            shards=_shards(role, 1),
+        )  # fmt: skip
+        a, b = self._of_experts(node, given.mat2, role_a, experts, depth, channels)
+        adapter, expert = self._rows.of_all_experts(experts, self._constant)
+        bounds = self._bounds(node, (channels,))
+        with self._graph.inserting_after(node):
+            emit(self._graph, add_lora.overload, node, given.self, a, b, bounds, adapter, expert)
+        return ""
+
+    def _of_experts(
+        self,
+        node: fx.Node,
+        weight: fx.Node,
+        role_a: AdapterInput,
+        experts: int,
+        depth: int,
+        channels: int,
+    ) -> tuple[fx.Node, fx.Node]:
+        shape = experts, self._expert_rank
+        a = self._input(node, weight, role_a, *shape, depth)
+        return a, self._input(node, weight, replace(role_a, matrix="b"), *shape, channels)
 
     def _input(self, node: fx.Node, weight: fx.Node, role: AdapterInput, *shape: int) -> fx.Node:
         name = f"{weight.name}_{role.op}_lora_{role.matrix}"
@@ -225,8 +260,28 @@ class _Rows:
         lead = [str(n) for n in val(source).shape[:-1]]
         return [n for n in lead if n != "1"] == [self._num_tokens]
 
+    def are_tokens_of_each(self, source: fx.Node, experts: int) -> bool:
+        """Whether `source` has a row for each expert and token, in this order."""
+        return [str(n) for n in val(source).shape[:-1]] == [str(experts), self._num_tokens]
+
     def of_tokens(self) -> fx.Node:
         return self._once("token", self._by_token)
+
+    def of_all_experts(self, experts: int, constant: Any) -> tuple[fx.Node, fx.Node]:
+        """The adapter and the expert of each row, if they are all tokens for each expert."""
+        graph, adapter = self._graph, self.of_tokens()
+        name = f"token of {experts}"
+        if name not in self._made:
+            with graph.inserting_after(adapter):
+                self._made[name] = emit(graph, aten.repeat.default, adapter, [experts])
+            numbers = constant(("lora_experts", experts), adapter, torch.arange(experts)[:, None])
+            with graph.inserting_after(adapter):
+                zeros = emit(graph, aten.zeros_like.default, token_input(graph))
+            with graph.inserting_after(zeros):
+                of_row = emit(graph, aten.add.Tensor, numbers, zeros)
+            with graph.inserting_after(of_row):
+                self._made[f"expert of {experts}"] = emit(graph, aten.reshape.default, of_row, [-1])
+        return self._made[name], self._made[f"expert of {experts}"]
 
     def _once(self, name: str, make: Callable[[fx.Node], fx.Node]) -> fx.Node:
         if name not in self._made:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from llmc.errors import CompileError
+from llmc.kernels.collectives import embed_shard
 from llmc.kernels.quantized_embedding import quantized_embedding
 from llmc.passes.edit import arguments, aten, emit, is_call, through
 from llmc.passes.inputs import StepInput, WeightInput, add_constant, input_of
@@ -89,7 +90,8 @@ def token_embedding(graph: fx.Graph) -> WeightInput | None:
     tokens = next(n for n in graph.nodes if input_of(n) == StepInput(name="token_ids"))
     found: set[WeightInput] = set()
     for node in graph.nodes:
-        if not is_call(node, aten.embedding.default, quantized_embedding.overload):
+        lookups = aten.embedding.default, quantized_embedding.overload, embed_shard.overload
+        if not is_call(node, *lookups):
             continue
         given = arguments(node)
         ids = given.indices if is_call(node, aten.embedding.default) else given.ids

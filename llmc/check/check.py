@@ -218,7 +218,8 @@ def _read_adapters(
         for node, _ in program.adapter_inputs()
     }
     sizes = target_sizes(lora_targets(program, bound))
-    stored = [open_adapter(one, sizes, program.parameters) for one in adapters]
+    expert_rank = subject.options.pipeline.max_lora_expert_rank
+    stored = [open_adapter(one, sizes, program.parameters, expert_rank) for one in adapters]
     source, plain = subject.open_weights(), {}
     for name in {name for one in stored for name in one.copies}:
         weight = torch.empty(subject.captured.parameters.shapes[name], dtype=dtype)

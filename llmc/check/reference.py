@@ -225,7 +225,7 @@ def _adapted(module: nn.Module, adapter: LoraWeights | None) -> Iterator[None]:
 
         def add(layer: nn.Module, args: Any) -> None:
             change = b.to(plain.device, torch.float32) @ a.to(plain.device, torch.float32)
-            if getattr(layer, "is_transposed", False):
+            if getattr(layer, "is_transposed", change.shape != plain.shape):
                 change = change.mT
             adapted = (plain.float() + change).to(plain.dtype)
             layer._parameters[name] = nn.Parameter(adapted, requires_grad=False)

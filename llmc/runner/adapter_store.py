@@ -204,6 +204,7 @@ class AdapterStore:
         *,
         num_slots: int,
         max_in_memory: int,
+        max_expert_rank: int = 0,
         ranks: Ranks | None = None,
     ) -> None:
         self.num_slots = num_slots
@@ -211,6 +212,7 @@ class AdapterStore:
         self._parameters = parameters
         self._plain = plain
         self._max_in_memory = max_in_memory
+        self._max_expert_rank = max_expert_rank
         self._ranks = ranks
         self._sizes = target_sizes(targets)
         self._checked: OrderedDict[LoRARequest, StoredAdapter] = OrderedDict()
@@ -227,7 +229,7 @@ class AdapterStore:
     def _open(self, adapter: LoRARequest) -> StoredAdapter:
         stored = self._checked.get(adapter)
         if stored is None:
-            stored = open_adapter(adapter, self._sizes, self._parameters)
+            stored = open_adapter(adapter, self._sizes, self._parameters, self._max_expert_rank)
             self._checked[adapter] = stored
             if len(self._checked) > _MAX_CHECKED:
                 self._checked.popitem(last=False)

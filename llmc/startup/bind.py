@@ -185,6 +185,7 @@ def _adapters(
         plain_weights(program, bound, open_once),
         num_slots=config.max_loras,
         max_in_memory=config.max_cpu_loras or config.max_loras,
+        max_expert_rank=config.max_lora_expert_rank,
         ranks=ranks,
     )
 

@@ -46,6 +46,7 @@ def resolve_draft(target: ModelSource, facts_cache: FactsCache | None = None) ->
         max_model_len=None,
         swap_space=0,
         speculative_config=None,
+        tensor_parallel_size=1,  # rank 0 drafts alone; the others get its tokens with the steps
         enable_lora=False,  # it drafts with its own weights, without adapters
         # its rows are planned without groups of layers (engine/spec_decode/draft_model.py)
         passes={**target.config.passes, "group_caches": False},

@@ -182,9 +182,16 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
     from transformers import AutoConfig
 
     wanted = config.model or files.name  # errors quote what the user wrote
-    parse_json(files.path / "config.json")
+    fields = parse_json(files.path / "config.json")
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    stated = fields.get("dtype") or fields.get("torch_dtype")
+    if isinstance(stated, str) and (stated == "auto" or stated.startswith("torch.")):
+        # transformers has no such names, but uses the argument instead
+        options["dtype"] = "float32" if stated == "auto" else stated.removeprefix("torch.")
     try:
-        loaded = AutoConfig.from_pretrained(files.path, trust_remote_code=config.trust_remote_code)
+        loaded = AutoConfig.from_pretrained(files.path, **options)
+        if stated == "auto":
+            loaded.dtype = None
     except Exception as e:  # transformers raises nearly every type here, from KeyError to OSError
         raise CheckpointError(f"config.json of {wanted!r} can't be used: {reason_of(e)}") from e
     text = getattr(loaded, "get_text_config", lambda: loaded)()
@@ -207,7 +214,13 @@ def load_quantization(files: ModelFiles) -> StoredQuantization | None:
     """How the checkpoint's weights are quantized, if they are."""
     if is_gguf(files.path):
         return GGUF
-    return read_quantization(parse_json(files.path / "config.json"))
+    found = read_quantization(parse_json(files.path / "config.json"))
+    beside = files.path / "hf_quant_config.json"  # of NVIDIA's quantizer
+    if found is None and beside.is_file():
+        fields = parse_json(beside).get("quantization")
+        stated = {**fields, "quant_method": "modelopt"} if isinstance(fields, dict) else fields
+        found = read_quantization({QUANTIZATION_KEYS[0]: stated})
+    return found
 
 
 def parse_json(path: Path) -> dict[str, Any]:

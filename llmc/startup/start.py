@@ -222,10 +222,8 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
             wait_for_kernels(build)
     with clock.phase("profile"):
         built = kernels_are_built(build)
-        modes = [
-            StepMode(level=level, kernels_built=built, max_in_flight=n, ranks=ranks)
-            for n in in_flight
-        ]
+        modes = [StepMode(level=level, kernels_built=built, max_in_flight=n) for n in in_flight]
+        modes[0] = replace(modes[0], ranks=ranks)
         profiles = [
             profile_model(one, mode, key=each.key, cache=programs)
             for each, one, mode in zip(compiled_models, models, modes, strict=True)

@@ -58,10 +58,7 @@ def check_tensor_parallel(config: EngineConfig) -> None:
     """Raise ConfigError for options that it can't be combined with, naming all of them."""
     if config.tensor_parallel_size == 1:
         return
-    drafting = config.speculative_config
     refused = {
-        "speculative_config with a draft model": drafting is not None
-        and drafting.method != "ngram",
         "passes given as objects (give module:name)": any(
             not isinstance(p, str) for p in config.extra_passes
         ),

@@ -118,21 +118,16 @@ def _conversation(
     template_kwargs: Mapping[str, Any] | None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The conversation in the form that the template reads, and the template's other variables."""
-    if tokenizer.chat_template is None:
-        raise InvalidRequestError(
-            "this model has no chat template; use completions with a prompt instead",
-            param="messages",
-            code="no_chat_template",
-        )
+    template = _template(tokenizer, tools)
     if continue_final_message and add_generation_prompt:
         raise InvalidRequestError(
             "continue_final_message needs add_generation_prompt=false: the last message is "
             "either continued or answered",
             param="continue_final_message",
         )
-    parts = _reads_parts_alone(tokenizer, tokenizer.chat_template)
+    parts = _reads_parts_alone(tokenizer, template)
     conversation = [_flat(index, message, parts) for index, message in enumerate(messages)]
-    if "developer" not in tokenizer.chat_template:
+    if "developer" not in template:
         # OpenAI's newer name; a template without it drops or misreads such a message
         for message in conversation:
             message["role"] = {"developer": "system"}.get(message["role"], message["role"])
@@ -152,7 +147,7 @@ def _conversation(
     if tools:
         check_tools(tokenizer, tools)
     if _needs_plain_turns(conversation, tools) and tool_format(tokenizer) is GENERIC:
-        takes_system = _takes_system(tokenizer, tokenizer.chat_template)
+        takes_system = _takes_system(tokenizer, _template(tokenizer, None))
         conversation = as_plain_turns(conversation, tools or (), takes_system=takes_system)
         tools = None
     if not conversation:
@@ -166,6 +161,21 @@ def _conversation(
     extra["continue_final_message"] = continue_final_message
     extra["tools"] = list(tools) if tools else None
     return plain(conversation), plain(extra)
+
+
+def _template(tokenizer: Tokenizer, tools: Sequence[Tool] | None) -> str:
+    """The chat template for these tools. InvalidRequestError if the model has none."""
+    template = tokenizer.template_for(tools=bool(tools))
+    if template is not None:
+        return template
+    reason = "no chat template; use completions with a prompt instead"
+    if names := tokenizer.named_templates:
+        only = "only for tools" if "tool_use" in names else "none of them the default"
+        reason = (
+            f"chat templates named {', '.join(names)}, {only}; give the right one with "
+            "--chat-template FILE"
+        )
+    raise InvalidRequestError(f"this model has {reason}", param="messages", code="no_chat_template")
 
 
 def _render(tokenizer: Tokenizer, conversation: list[dict[str, Any]], **options: Any) -> str:
@@ -220,7 +230,7 @@ def check_tools(tokenizer: Tokenizer, tools: Sequence[Tool]) -> ToolFormat:
 def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
     """How the model writes tool calls: the user's format, otherwise the one inferred once from the
     chat template, or GENERIC if that has no readable one. None without a template."""
-    template = tokenizer.chat_template
+    template = tokenizer.template_for(tools=True)
     if template is None:
         return None
     return tokenizer.given_tool_format or _learned(tokenizer, template)

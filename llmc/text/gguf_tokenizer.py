@@ -1,7 +1,7 @@
 """The tokenizer described in a GGUF file -> the files that transformers' tokenizers load.
 
-There are three kinds of vocabulary: byte-level BPE, SentencePiece BPE and unigram. How text is
-split before BPE is a separate rule, which a file only names (`tokenizer.ggml.pre`).
+There are four kinds of vocabulary: byte-level BPE, SentencePiece BPE, unigram and WordPiece. How
+text is split before BPE is a separate rule, which a file only names (`tokenizer.ggml.pre`).
 gguf_splits.json has the rules and the names of the kinds.
 """
 
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types
 _SENTENCEPIECE = {"unknown": _UNKNOWN, "bos": _CONTROL, "eos": _CONTROL}  # its first tokens
 _SPACE = "\u2581"
+_BRACKETED = re.compile(r"\[\w+\]")  # special tokens of WordPiece vocabularies
 _TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 
 
@@ -134,6 +135,7 @@ class _Vocabulary:
             "bytes": self._byte_level,
             "sentencepiece": self._sentencepiece,
             "unigram": self._unigram,
+            "wordpiece": self._wordpiece,
         }
         if self.kind not in makers:
             raise CheckpointError(
@@ -199,10 +201,7 @@ class _Vocabulary:
         prefixed = bool(self._get("add_space_prefix", True))
         begin = [normalizers.Prepend(_SPACE)] if prefixed else []
         backend.normalizer = normalizers.Sequence([*begin, blank])
-        strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
-        backend.decoder = decoders.Sequence(
-            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-        )
+        backend.decoder = self._spaces_and_bytes(decoders, prefixed)
         return backend, True
 
     def _respelled(self) -> list[str]:
@@ -235,7 +234,7 @@ class _Vocabulary:
         return named or next((token for token, kind in pairs if kind == _UNKNOWN), None)
 
     def _unigram(self) -> tuple[Any, bool]:
-        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+        from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 
         tokens, scores = self.tokens, self._list("scores", (int, float))
         if len(scores) != len(tokens):
@@ -250,13 +249,57 @@ class _Vocabulary:
                 byte_fallback="<0x00>" in tokens,
             )
         )
-        charsmap = self._get("precompiled_charsmap")
-        if charsmap:
-            backend.normalizer = normalizers.Precompiled(bytes(b & 255 for b in charsmap))
-        scheme = "always" if self._get("add_space_prefix", True) else "never"
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme)
-        backend.decoder = decoders.Metaspace(_SPACE, prepend_scheme=scheme)
+        steps: list[Any] = []
+        if charsmap := self._get("precompiled_charsmap"):
+            steps.append(normalizers.Precompiled(bytes(b & 255 for b in charsmap)))
+        if self._get("remove_extra_whitespaces", False):
+            steps.append(normalizers.Replace(Regex("^ +| +$"), ""))
+            steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+        prefixed = bool(self._get("add_space_prefix", True))
+        steps += [normalizers.Prepend(_SPACE)] if prefixed else []
+        backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+        backend.decoder = self._spaces_and_bytes(decoders, prefixed)
         return backend, False
+
+    def _wordpiece(self) -> tuple[Any, bool]:
+        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+        tokens = [self._as_wordpiece(i, token) for i, token in enumerate(self.tokens)]
+        plain = (t for t in tokens if not _BRACKETED.fullmatch(t))
+        named = self._unknown(self.tokens)
+        unknown = "[UNK]" if named is None else tokens[self.tokens.index(named)]
+        if unknown not in tokens:
+            raise CheckpointError(
+                "tokenizer.ggml.unknown_token_id is missing, and there is no token [UNK]"
+            )
+        backend = Tokenizer(
+            models.WordPiece(
+                {token: i for i, token in enumerate(tokens)},
+                unk_token=unknown,
+                max_input_chars_per_word=100,
+            )
+        )
+        # Files do not state whether text is lowercased, which also removes accents.
+        backend.normalizer = normalizers.BertNormalizer(
+            lowercase=all(t == t.lower() for t in plain)
+        )
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        backend.decoder = decoders.WordPiece()
+        return backend, True
+
+    def _as_wordpiece(self, number: int, token: str) -> str:
+        """Files mark the pieces that begin a word, and the others are marked in the vocabulary."""
+        kinds = self._get("token_type", [])
+        is_special = kinds[number : number + 1] in ([_CONTROL], [_UNKNOWN])
+        if is_special or _BRACKETED.fullmatch(token):
+            return token
+        return token.removeprefix(_SPACE) if token.startswith(_SPACE) else f"##{token}"
+
+    def _spaces_and_bytes(self, decoders: Any, prefixed: bool) -> Any:
+        strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+        return decoders.Sequence(
+            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
 
     def _add_special(self, backend: Any) -> None:
         """Add special tokens (unknown, control, ends) and unsplittable user-defined tokens."""
@@ -277,6 +320,9 @@ class _Vocabulary:
 
         first = self.token("bos") if self._get("add_bos_token", adds_bos) else None
         last = self.token("eos") if self._get("add_eos_token", False) else None
+        if self.kind == "wordpiece":
+            first = self.token("cls") if first is None and adds_bos else first
+            last = last or (self.token("seperator") if self._get("add_sep_token", True) else None)
         named = [t for t in (first, last) if t is not None]
         if not named:
             if self.kind == "bytes":

@@ -223,8 +223,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        template = self._templates
-        return template.get("default") if isinstance(template, dict) else template
+        return self.template_for(tools=False)
 
     @chat_template.setter
     def chat_template(self, template: str | None) -> None:
@@ -234,6 +233,18 @@ class Tokenizer:
             self._renders_alike = False
             if self._loaded is not None:
                 self._loaded.chat_template = template
+
+    def template_for(self, *, tools: bool) -> str | None:
+        """The template for conversations with or without tools, chosen as transformers does."""
+        if not isinstance(self._templates, dict):
+            return self._templates
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        return self._templates.get(name)
+
+    @property
+    def named_templates(self) -> tuple[str, ...]:
+        """The names of the templates, if there are several or none is the default."""
+        return tuple(sorted(self._templates)) if isinstance(self._templates, dict) else ()
 
     def render(
         self,
@@ -250,11 +261,7 @@ class Tokenizer:
         Objects that are not plain data do not reach the template, which could call their methods.
         Raises what templates raise: jinja2.TemplateError, and errors of their arithmetic.
         """
-        templates = self._templates
-        if chat_template is None and isinstance(templates, dict):
-            name = "tool_use" if tools is not None and "tool_use" in templates else "default"
-            chat_template = templates.get(name)
-        chat_template = chat_template or self.chat_template
+        chat_template = chat_template or self.template_for(tools=tools is not None)
         conversation, tools, variables = plain(list(conversation)), plain(tools), plain(variables)
         if self._renders_alike and chat_template and not continue_final_message:
             return render_template(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from llmc.errors import CheckpointError
 from llmc.weights.checkpoint import Readable
 from llmc.weights.parameters import describe_parameters
+from llmc.weights.quantized.quantized_tensor import QuantizedTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class Assignment:
             if target not in state:
                 self.unexpected.append(name)
             elif pattern is None:
-                self.direct[target] = tensors[name]
+                self.direct[target] = self._oriented(target, tensors[name])
             else:
                 converter = self._converters.setdefault(target, by_pattern[pattern])
                 source = _Source(name=name, pattern=pattern, tensor=tensors[name])
@@ -77,6 +78,17 @@ class Assignment:
                 self._target_of[target] = target
                 for other in converter.target_patterns[1:]:
                     self._target_of[target.replace(converter.target_patterns[0], other)] = target
+
+    def _oriented(self, name: str, tensor: Readable) -> Readable:
+        """A tensor as its module stores it: quantizers pack channels first even for a Conv1D, whose
+        weight is [inputs, channels]."""
+        from transformers.pytorch_utils import Conv1D
+
+        if not isinstance(tensor, QuantizedTensor) or not isinstance(
+            self._module.get_submodule(name.rpartition(".")[0]), Conv1D
+        ):
+            return tensor
+        return replace(tensor, shape=tensor.shape[::-1], transposed=True)
 
     @property
     def converted(self) -> Sequence[str]:

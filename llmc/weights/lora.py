@@ -98,9 +98,13 @@ LoraWeights = dict[LoraPlace, tuple[Tensor, Tensor]]
 
 
 def open_adapter(
-    adapter: LoRARequest, targets: Mapping[LoraPlace, LoraSize], parameters: Parameters
+    adapter: LoRARequest,
+    targets: Mapping[LoraPlace, LoraSize],
+    parameters: Parameters,
+    max_expert_rank: int = 0,
 ) -> StoredAdapter:
-    """Open an adapter without reading weights. `targets`: the parameters that adapters can target.
+    """Open an adapter without reading weights. `targets`: the parameters that adapters can target;
+    `max_expert_rank`: 0 if they can't target routed experts.
 
     Raises InvalidRequestError for an adapter that does not fit the model or can't be opened.
     """
@@ -133,7 +137,10 @@ def open_adapter(
     if not pairs:
         raise _refused(adapter, f"{_WEIGHTS} is empty")
     modules = AdaptedModules(targets, parameters, config.get("target_parameters") or ())
-    found = [(_module(adapter, modules, *key, targets), pair) for key, pair in pairs.items()]
+    found = [
+        (_module(adapter, modules, *key, targets, max_expert_rank), pair)
+        for key, pair in pairs.items()
+    ]
     found.sort(key=lambda one: one[0].expert is not None)
     is_transposed = _is_turned(adapter, config, found, targets)
     parts: dict[LoraPlace, list[LoraPart]] = {}
@@ -303,6 +310,7 @@ def _module(
     name: str,
     op: AdaptedOp,
     targets: Mapping[LoraPlace, LoraSize],
+    max_expert_rank: int,
 ) -> AdaptedModule:
     """The target of a module of the file; InvalidRequestError if it can't be adapted."""
     found = modules.find(name, op)
@@ -312,8 +320,8 @@ def _module(
         why = "one of several layers that share their weights; adapters can't target these"
     elif found is None or found.place.op != "experts":
         why = f"not one of this model's {op} layers that support adapters"
-    elif any(place.op == "experts" for place in targets):
-        why = "part of routed experts whose code does not support adapters"
+    elif max_expert_rank:
+        why = "part of routed experts, whose code in this model does not support adapters"
     else:
         why = (
             "part of routed experts, for which adapters are disabled: set max_lora_expert_rank "

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_adapters import save_adapter
-from tiny_models import load_reference, save_checkpoint
+from tiny_configs import save_random, tiny_config
+from tiny_models import FAMILIES, load_reference, save_checkpoint
 
 from llmc.check import check as check_module
 from llmc.check import variants
@@ -93,11 +94,15 @@ def test_bfloat16_is_compared_in_float32_too(model: Path, adapters: list[LoRAReq
     assert made.dtype == str(torch.bfloat16).removeprefix("torch.")
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4_text"])
 def test_adapters_on_routed_experts(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = save_checkpoint(family, tmp_path / "model")
+    path = tmp_path / "model"
+    if family in FAMILIES:
+        save_checkpoint(family, path)
+    else:
+        save_random(tiny_config(family), path)
     adapter = save_adapter(
         load_reference(path), tmp_path / "experts", r=3, target_modules=["q_proj"],
         target_parameters=["experts.gate_up_proj", "experts.down_proj"],
@@ -109,7 +114,8 @@ def test_adapters_on_routed_experts(
     made = check_model(config, adapters=[adapter])
     exact = made.logits if made.float32 is None else made.float32
     assert made.certified and exact.relative < 2e-5
-    place = LoraPlace("model.layers.1.mlp.experts.down_proj", "experts")
+    block = "feed_forward" if family == "llama4_text" else "mlp"
+    place = LoraPlace(f"model.layers.1.{block}.experts.down_proj", "experts")
 
     def without_one(targets, slot, weights):  # type: ignore[no-untyped-def]
         a, b = weights[place]

@@ -38,8 +38,18 @@ KEPT = {
     "pack-quantized int8 group": Quantization(format="int8", group=32),
     "gptq 4 bits": INT4,
     "gptq 4 bits, all inputs": INT4,
+    "gptq 2 bits": INT4,
+    "gptq 2 bits, symmetric": INT4,
     "gptq_v2": INT4,
     "awq": INT4,
+    "fp8 of modelopt": Quantization(format="fp8"),
+    "mxfp4": Quantization(format="mxfp4", group=32, scale="exponent"),
+    "bitsandbytes in 8 bits": Quantization(format="int8"),
+    "auto-round as gptq": Quantization(format="int4", group=32, scale="float16"),
+    "auto-round as awq": INT4,
+    "bitnet": Quantization(format="int8"),
+    "bitnet with divisors": Quantization(format="int8"),
+    "mxfp8": Quantization(format="fp8", group=32),
 }
 
 

@@ -11,6 +11,7 @@ import torch
 from packed_checkpoints import (
     MODULE,
     PACKINGS,
+    Packing,
     awq,
     drawn,
     float_quantized,
@@ -40,6 +41,12 @@ def test_numbers_are_those_of_the_packer(name: str, tmp_path: Path) -> None:
 def test_sizes_that_fill_no_whole_words(tmp_path: Path) -> None:
     packing = pack_quantized(4, -1, symmetric=False)
     found, numbers = store_one(tmp_path, packing, drawn(50, 90))
+    torch.testing.assert_close(found[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (64, 64), (64, 128), (9, 10), (8, 48)])
+def test_blocks_of_4_bits_may_begin_anywhere(shape: tuple[int, int], tmp_path: Path) -> None:
+    found, numbers = store_one(tmp_path, PACKINGS["nf4 with nested scales"](), drawn(*shape))
     torch.testing.assert_close(found[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
 
 
@@ -120,6 +127,59 @@ def test_a_name_goes_before_patterns(tmp_path: Path) -> None:
     torch.testing.assert_close(got[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
 
 
+def grouped_like(*groups: tuple[Packing, list[str]]) -> dict[str, Any]:
+    config = json.loads(json.dumps(groups[0][0].config))
+    config["config_groups"] = {
+        f"group_{i}": {
+            **packing.config["config_groups"]["group_0"],
+            "format": packing.config["format"],
+            "targets": targets,
+        }
+        for i, (packing, targets) in enumerate(groups)
+    }
+    return {**config, "format": "mixed-precision"}
+
+
+SYMMETRIC, ASYMMETRIC = (pack_quantized(4, 32, symmetric=s) for s in (True, False))
+EIGHT, BYTES = pack_quantized(8, -1, symmetric=True), int_quantized()
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        # Classes: the tensors tell which group is meant.
+        ([(SYMMETRIC, ["Linear"]), (EIGHT, ["Embedding", "re:.*router"])], {"up": 0, "tokens": 1}),
+        ([(SYMMETRIC, ["Linear"]), (ASYMMETRIC, ["Experts"])], {"up": 0, "experts.0.up": 1}),
+        ([(SYMMETRIC, ["Embedding"]), (BYTES, ["Linear"])], {"tokens": 0, "up": 1}),
+        # Names and patterns go before classes, whatever the order; of patterns, the first
+        # in alphabetical order counts.
+        ([(SYMMETRIC, ["Linear", r"re:.*down$"]), (EIGHT, ["Linear"])], {"down": 0, "up": 1}),
+        ([(SYMMETRIC, [r"re:.*up$"]), (EIGHT, [r"re:.*\.up$", "down"])], {"a.up": 1, "down": 1}),
+        ([(EIGHT, [r"re:.*p$"]), (SYMMETRIC, [r"re:.*\.up$"])], {"a.up": 1, "up": 0}),
+    ],
+)
+def test_groups_may_mix_classes_patterns_and_names(
+    groups: Any, expected: dict[str, int], tmp_path: Path
+) -> None:
+    named, want = {}, {}
+    for module, group in expected.items():
+        tensors, want[f"{module}.weight"] = groups[group][0].pack(drawn())
+        named |= {f"{module}.{suffix}": t for suffix, t in tensors.items()}
+    got = read_stored(tmp_path, named, grouped_like(*groups), torch.float32)
+    assert set(got) == set(want)
+    for name, numbers in want.items():
+        torch.testing.assert_close(got[name].read(), numbers, rtol=1e-6, atol=0)
+
+
+def test_tensors_that_fit_no_group_are_named_once(tmp_path: Path) -> None:
+    config = grouped_like((SYMMETRIC, ["Linear"]), (EIGHT, ["Embedding"]))
+    tensors, _ = SYMMETRIC.pack(drawn())
+    tensors["weight_scale"] = tensors["weight_scale"][:, :2]
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    with pytest.raises(CheckpointError, match=r"weight_scale has shape \[56, 2\].*requires"):
+        read_stored(tmp_path, named, config, torch.float32)
+
+
 def test_blocks_may_be_spelled_as_text(tmp_path: Path) -> None:
     packing = float_quantized("block")
     config = json.loads(json.dumps(packing.config))
@@ -139,6 +199,19 @@ def test_modules_of_gptq_may_have_bits_of_their_own(tmp_path: Path) -> None:
     torch.testing.assert_close(got[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
 
 
+def test_modules_of_auto_round_may_have_bits_of_their_own(tmp_path: Path) -> None:
+    config = {
+        **PACKINGS["auto-round as gptq"]().config,
+        "extra_config": {MODULE: {"bits": 8, "group_size": 64, "sym": False}, "a": {"bits": 16}},
+    }
+    tensors, numbers = gptq(8, 64).pack(drawn())
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    got = read_stored(tmp_path, named, config, torch.float32)
+    torch.testing.assert_close(got[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
+    found = read_quantization({"quantization_config": config})
+    assert found is not None and found.expected("a", ["Linear"]) is None
+
+
 def test_what_is_not_used_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     stored_weights._log_once.cache_clear()
@@ -151,6 +224,15 @@ def test_what_is_not_used_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "1 KV cache scales in the checkpoint are not used" in caplog.text
     read_stored(tmp_path, named, fp8(None).config, torch.float32)
     assert caplog.text.count("quantizes activations") == 1
+
+
+def test_scales_of_inputs_that_belong_to_a_weight_are_refused(tmp_path: Path) -> None:
+    packing = PACKINGS["nvfp4 of modelopt"]()
+    tensors, _ = packing.pack(drawn())
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    named[f"{MODULE}.pre_quant_scale"] = torch.ones(96)
+    with pytest.raises(CheckpointError, match="pre_quant_scale scales the inputs of a quantized"):
+        read_stored(tmp_path, named, packing.config, torch.float32)
 
 
 def test_zero_points_of_inputs_are_no_weights(tmp_path: Path) -> None:
@@ -197,6 +279,22 @@ def typed(suffix: str, dtype: torch.dtype) -> Any:
         (fp8(None), typed("weight_scale", torch.int32), "weight_scale is int32 instead of float32"),
         (pack_quantized(4, 32, symmetric=False), without("weight_zero_point"), "is missing"),
         (pack_quantized(4, 32, symmetric=True), shaped("weight_scale", 56, 2), "requires [56, 3]"),
+        (PACKINGS["nf4"](), without("weight.absmax"), "weight.absmax is missing"),
+        (
+            PACKINGS["nf4"](),
+            shaped("weight.absmax", 83),
+            "weight.absmax has shape [83]; its weight",
+        ),
+        (PACKINGS["nf4"](), shaped("weight", 2687, 1), "56 by 96 values in 4 bits take 2688 bytes"),
+        (
+            PACKINGS["nf4"](),
+            shaped("weight.quant_state.bitsandbytes__nf4", 9),
+            "quant_state.bitsandbytes__nf4 can't be read",
+        ),
+        (PACKINGS["nvfp4"](), without("weight_global_scale"), "weight_global_scale is missing"),
+        (PACKINGS["nvfp4"](), shaped("weight_global_scale", 2), "it must be one number"),
+        (PACKINGS["nvfp4"](), typed("weight_scale", torch.uint8), "weight_scale is uint8 instead"),
+        (PACKINGS["nvfp4"](), shaped("weight_scale", 56, 3), "requires [56, 6]"),
         (
             pack_quantized(4, 32, symmetric=True),
             lambda tensors: tensors.update({"weight_shape": torch.tensor([56, 80])}),
@@ -259,7 +357,7 @@ def test_integers_of_4_bits_may_take_a_byte(tmp_path: Path) -> None:
         ("awq", "is 'awq' instead of an object"),
         ({"quant_method": "hqq"}, "quant_method is 'hqq'; llmc supports fp8"),
         ({"bits": 4}, "quant_method is None"),
-        ({"quant_method": "gptq", "bits": 3}, "bits is 3; llmc supports 4, 8"),
+        ({"quant_method": "gptq", "bits": 3}, "bits is 3; llmc supports 2, 4, 8"),
         ({"quant_method": "gptq", "bits": True}, "bits is True"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0; it must be"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "is 'marlin'"),
@@ -278,7 +376,15 @@ def test_integers_of_4_bits_may_take_a_byte(tmp_path: Path) -> None:
         (grouped(num_bits=3), "group_0.weights.num_bits is 3"),
         (grouped(strategy="tensor_group"), "strategy is 'tensor_group'"),
         (grouped(type="float"), "type is 'float', which is never packed"),
-        ({**grouped(), "format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'"),
+        ({**grouped(), "format": "marlin-24"}, "format is 'marlin-24'"),
+        ({**grouped(group_size=8), "format": "nvfp4-pack-quantized"}, "group_size is 8"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:exllamav2"},
+            "packing_format is 'auto_round:exllamav2'",
+        ),
+        ({"quant_method": "bitnet", "quantization_mode": "online"}, "mode is 'online'"),
+        ({"quant_method": "bitnet", "use_rms_norm": True}, "use_rms_norm adds norms"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo is 'NVFP4_AWQ'"),
         ({**grouped(), "ignore": ["re:("]}, "not a valid regular expression"),
         ({**grouped(), "transform_config": {"a": 1}}, "transform_config rotates the inputs"),
         ({**grouped(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 import subprocess
 import sys
 import types
@@ -17,6 +18,7 @@ import pydantic
 import pytest
 from scripted_engine import make_hf_tokenizer
 from tool_templates import STYLES
+from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
 from llmc.errors import InvalidRequestError
@@ -226,6 +228,39 @@ def test_a_template_for_tools_is_chosen(lazily: Any) -> None:
     messages = [{"role": "user", "content": "a"}]
     assert tokenizer.render(messages) == "plain" and tokenizer.chat_template == "plain"
     assert tokenizer.render(messages, tools=[{"type": "function"}]) == "1" and not loads
+
+
+@pytest.mark.parametrize("as_files", [True, False])
+def test_the_only_template_may_be_for_tools(as_files: bool, tmp_path: Path) -> None:
+    """As in transformers, conversations with tools have a template then, and others none."""
+    template = STYLES["json in tags"].template
+    make_hf_tokenizer(chat_template=None).save_pretrained(tmp_path)
+    if as_files:
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(template)
+    else:
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        config["chat_template"] = [{"name": "tool_use", "template": template}]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    messages = [{"role": "user", "content": "a"}, {"role": "developer", "content": "b"}]
+    tools = [{"type": "function", "function": {"name": "go", "parameters": {}}}]
+    hf = AutoTokenizer.from_pretrained(tmp_path)
+    for tokenizer in (Tokenizer.load(tmp_path), Tokenizer.load(tmp_path)):  # from the cache
+        system = [messages[0], {**messages[1], "role": "system"}]
+        want = hf.apply_chat_template(system, tools=tools, tokenize=False)
+        ids = render_chat(tokenizer, messages, tools=tools, add_generation_prompt=False)
+        assert ids == tokenizer.encode(want, add_special_tokens=False)
+        assert tokenizer.chat_template is None
+        with pytest.raises(InvalidRequestError, match="named tool_use, only for tools; give the"):
+            render_chat(tokenizer, messages)
+
+
+def test_named_templates_without_a_default_are_listed(lazily: Any) -> None:
+    hf = make_hf_tokenizer()
+    hf.chat_template = {"rag": "a", "agent": "b"}
+    tokenizer, _ = lazily(hf)
+    with pytest.raises(InvalidRequestError, match="named agent, rag, none of them the default"):
+        render_chat(tokenizer, [{"role": "user", "content": "a"}])
 
 
 def test_a_second_load_imports_no_transformers(tmp_path: Path) -> None:

@@ -298,6 +298,7 @@ ROUTED = {
     "gpt_oss": "stored by input, with biases",
     "nemotron_h": "no gate; beside recurrent states",
     "longcat_flash": "in a loop of the model's own, some of which change nothing",
+    "llama4_text": "all of them for each token",
 }
 
 

@@ -25,7 +25,10 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 32,
 }  # fmt: skip
 PROMPTS = prompts((1, 5, 19, 12))
-WIDENED = ("pack-quantized int8 channel", "gptq 8 bits", "gptq in another order")
+WIDENED = (
+    *("pack-quantized int8 channel", "gptq 8 bits", "gptq in another order"),
+    *("nvfp4", "nvfp4 of modelopt", "nf4", "nf4 with nested scales"),
+)
 OPS = r"\d+ llmc\.quantized_\w+\.default"
 
 

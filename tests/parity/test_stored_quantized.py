@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,7 @@ def report_of(running: Running) -> str:
         "pack-quantized int4 group",
         "gptq 4 bits",
         "awq",
+        "mxfp4",
     ],
 )
 def test_stored_bits_give_the_tokens_of_transformers(
@@ -66,7 +69,7 @@ def test_stored_bits_give_the_tokens_of_transformers(
 
 @pytest.mark.parametrize(
     "name",
-    ["fp8 in blocks", "gptq in another order", "gptq 8 bits"],
+    ["fp8 in blocks", "gptq in another order", "gptq 8 bits", "nvfp4", "nf4"],
 )
 def test_others_are_widened(
     name: str, plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -129,6 +132,26 @@ def test_experts_that_are_stored_one_by_one(
     assert expert_bits(stored) == bits
 
 
+@pytest.mark.parametrize("name", ["gptq 4 bits", "gptq in another order", "awq"])
+def test_weights_that_the_model_stores_inputs_first(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """GPT-2's Conv1D, whose packed weights are channels first nevertheless; `c_proj` is square."""
+    packing = PACKINGS[name]()
+
+    def pack(weight: torch.Tensor) -> Any:
+        tensors, numbers = packing.pack(weight.T.contiguous())
+        return tensors, numbers.T
+
+    plain = save_checkpoint("gpt2", tmp_path / "plain", n_embd=64)
+    inputs_first = dataclasses.replace(
+        packing, pack=pack, plain=("transformer.wte", "transformer.wpe", "lm_head")
+    )
+    caplog.set_level("INFO")
+    same_as_transformers(*write_packed(plain, tmp_path, inputs_first))
+    assert "8 of 8 quantized weights are dequantized" in caplog.text
+
+
 def test_experts_whose_form_does_not_fit_are_widened(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,10 +204,27 @@ def test_they_are_quantized_again_on_request(plain: Path, tmp_path: Path) -> Non
     assert "+[9 llmc.quantized_linear.default]" in report_of(running)
 
 
+def test_a_config_beside_config_json_is_read(plain: Path, tmp_path: Path) -> None:
+    """As NVIDIA's quantizer wrote it."""
+    packing = PACKINGS["nvfp4 of modelopt"]()
+    stored, wide = write_packed(plain, tmp_path, packing)
+    config = json.loads((stored / "config.json").read_text())
+    stated = config.pop("quantization_config")
+    (stored / "config.json").write_text(json.dumps(config))
+    fields = {"quant_algo": stated["quant_algo"], "kv_cache_quant_algo": "FP8", "group_size": 16}
+    quantization = {**fields, "exclude_modules": ["lm_head"]}
+    beside = stored / "hf_quant_config.json"
+    beside.write_text(json.dumps({"producer": {}, "quantization": quantization}))
+    same_as_transformers(stored, wide)
+    beside.write_text(json.dumps({"quantization": {**fields, "quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(CheckpointError, match="quant_algo is 'W4A8_AWQ'; llmc supports NVFP4"):
+        tiny_engine.start(stored)
+
+
 def test_a_scheme_that_is_not_known_is_refused(plain: Path, tmp_path: Path) -> None:
     packing = PACKINGS["awq"]()
-    packing.config["quant_method"] = "bitsandbytes"
+    packing.config["quant_method"] = "hqq"
     stored, _ = write_packed(plain, tmp_path, packing)
     for start in (tiny_engine.start, lambda path: inspect_model(EngineConfig(model=str(path)))):
-        with pytest.raises(CheckpointError, match="quant_method is 'bitsandbytes'; llmc"):
+        with pytest.raises(CheckpointError, match="quant_method is 'hqq'; llmc"):
             start(stored)

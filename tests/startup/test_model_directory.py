@@ -168,6 +168,10 @@ def test_without_a_dtype_in_the_config_the_weights_say_it(tmp_path: Path) -> Non
     assert resolve(config, torch.device("cpu")).dtype == torch.bfloat16
     stated.write_text(json.dumps({**fields, "torch_dtype": "float16"}))
     assert resolve(config, torch.device("cpu")).dtype == torch.float16
+    stated.write_text(json.dumps({**fields, "torch_dtype": "torch.float16"}))
+    assert resolve(config, torch.device("cpu")).dtype == torch.float16
+    stated.write_text(json.dumps({**fields, "dtype": "auto"}))
+    assert resolve(config, torch.device("cpu")).dtype == torch.bfloat16
     stated.write_text(json.dumps(fields))
     weights.unlink()  # a config alone
     assert resolve(config, torch.device("cpu")).dtype == torch.float32

@@ -114,7 +114,6 @@ class Draft:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"speculative_config": {"method": "draft_model", "model": "m"}}, "draft model"),
         ({"extra_passes": (Draft(),)}, "passes given as objects"),
         ({"logits_processors": (Draft,)}, "logits processors given as objects"),
     ],

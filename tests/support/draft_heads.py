@@ -43,7 +43,9 @@ def eager(running: tiny_engine.Running, runner: ModelRunner | None = None) -> Dr
         vocab_size=info.vocab_size,
     )
     runner = runner or drafter(running)
-    model = DraftModel(runner, limits, target_vocab_size=info.vocab_size, is_head=True)
+    speculation = running.started.engine.scheduler.speculation
+    is_head = not isinstance(speculation, DraftModelSpeculation) or speculation.model.is_head
+    model = DraftModel(runner, limits, target_vocab_size=info.vocab_size, is_head=is_head)
     return DraftModelSpeculation(CONFIG, model, AlwaysOn())
 
 

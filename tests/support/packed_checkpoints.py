@@ -263,6 +263,158 @@ def float_quantized(strategy: str) -> Packing:
     return compressed("float-quantized", weights, pack)
 
 
+def e2m1(rows: np.ndarray) -> np.ndarray:
+    """The nearest codes of numbers, already divided by their scales."""
+    sizes = np.abs(np.abs(rows)[..., None] - np.array(_E2M1)).argmin(-1)
+    return sizes | np.signbit(rows) * 8
+
+
+def nvfp4(*, modelopt: bool = False) -> Packing:
+    """Groups of 16 with e4m3 scales, which a factor or a divisor of the whole weight scales."""
+
+    def pack(weight: Tensor) -> Packed:
+        whole = float(weight.abs().max()) / (448 * 6)
+        groups = weight.double().view(len(weight), -1, 16)
+        scale = (groups.abs().amax(-1) / 6 / whole).float().to(torch.float8_e4m3fn)
+        if modelopt:
+            stored_whole = torch.tensor(whole)
+            factor = scale.double() * stored_whole.double()
+        else:
+            stored_whole = torch.tensor([1 / whole])
+            factor = scale.double() / stored_whole.double()
+        codes = e2m1((groups / factor[..., None]).numpy())
+        signed = np.where(codes & 8, -1, 1) * np.array(_E2M1)[codes & 7]
+        numbers = torch.from_numpy(signed) * factor[..., None]
+        codes = codes.reshape(len(weight), -1)
+        packed = torch.from_numpy((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8))
+        names = (
+            ("weight", "weight_scale_2") if modelopt else ("weight_packed", "weight_global_scale")
+        )
+        return {
+            names[0]: packed,
+            "weight_scale": scale,
+            names[1]: stored_whole,
+            "input_scale" if modelopt else "input_global_scale": torch.tensor([0.5]),
+        }, numbers.reshape(weight.shape).float()
+
+    if modelopt:
+        config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head*"]}
+        return Packing(config=config, pack=pack)
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    inputs = {**weights, "dynamic": "local"}
+    return compressed("nvfp4-pack-quantized", weights, pack, input_activations=inputs)
+
+
+def mxfp4_linear() -> Packing:
+    def pack(weight: Tensor) -> Packed:
+        parts, numbers = mxfp4(weight.T[None])
+        codes = parts["_blocks"][0].flatten(1)
+        return {"weight_packed": codes, "weight_scale": parts["_scales"][0]}, numbers[0].T
+
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+    return compressed("mxfp4-pack-quantized", weights, pack)
+
+
+def mxfp8() -> Packing:
+    def pack(weight: Tensor) -> Packed:
+        groups = weight.double().view(len(weight), -1, 32)
+        exponent = (groups.abs().amax(-1).log2().floor() - 8).int()
+        q = (groups / 2.0 ** exponent[..., None].double()).float().to(torch.float8_e4m3fn)
+        numbers = q.float() * 2.0 ** exponent[..., None].float()
+        return {
+            "weight": q.view(weight.shape),
+            "weight_scale": (exponent + 127).to(torch.uint8),
+        }, numbers.view(weight.shape)
+
+    weights = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}
+    return compressed("mxfp8-quantized", weights, pack)
+
+
+def auto_round(layout: str) -> Packing:
+    made = gptq(4, 32, symmetric=True) if layout == "gptq" else awq(32)
+    config = {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 32,
+        "sym": layout == "gptq",
+        "data_type": "int",
+        "packing_format": f"auto_round:auto_{layout}",
+    }
+    return Packing(config=config, pack=made.pack)
+
+
+_NF4 = (
+    *(-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0),
+    *(0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0),
+)
+
+
+def nf4(*, nested: bool) -> Packing:
+    """bitsandbytes in 4 bits: blocks of 64 in a row, over the ends of channels."""
+
+    def pack(weight: Tensor) -> Packed:
+        flat = weight.flatten()
+        count = -(-len(flat) // 64)
+        blocks = torch.nn.functional.pad(flat, (0, 64 * count - len(flat))).view(count, 64)
+        scale = blocks.abs().amax(1)
+        parts: dict[str, Tensor] = {"weight.absmax": scale, "weight.quant_map": torch.tensor(_NF4)}
+        state = {"quant_type": "nf4", "blocksize": 64, "shape": list(weight.shape)}
+        if nested:
+            table, offset = torch.linspace(-1, 1, 256), float(scale.mean())
+            most = torch.stack([one.abs().max() for one in (scale - offset).split(256)])
+            each = most.repeat_interleave(256)[:count]
+            codes = (((scale - offset) / each)[:, None] - table).abs().argmin(1)
+            scale = table[codes] * each + offset
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+            parts["weight.absmax"] = codes.to(torch.uint8)
+            parts |= {"weight.nested_absmax": most, "weight.nested_quant_map": table}
+        table = torch.tensor(_NF4)
+        codes = (blocks[..., None] / scale[:, None, None] - table).abs().argmin(-1).flatten()
+        numbers = (table[codes].view(count, 64) * scale[:, None]).flatten()[: len(flat)]
+        codes = codes[: len(flat)].to(torch.uint8)
+        parts["weight"] = (codes[::2] << 4 | codes[1::2])[:, None]
+        text = json.dumps(state).encode()
+        parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
+        return parts, numbers.view(weight.shape)
+
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    return Packing(config=config, pack=pack)
+
+
+def bnb_int8() -> Packing:
+    def pack(weight: Tensor) -> Packed:
+        most = weight.abs().amax(1)
+        q = (weight * (127 / most[:, None])).round().to(torch.int8)
+        form = torch.tensor(0, dtype=torch.uint8)
+        return {"weight": q, "SCB": most, "weight_format": form}, q.float() * (most / 127)[:, None]
+
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
+    return Packing(config=config, pack=pack)
+
+
+def bitnet(linear: str) -> Packing:
+    """Numbers of -1, 0 and 1; the first quarter of the rows in the lowest bits."""
+
+    def pack(weight: Tensor) -> Packed:
+        scale = weight.abs().mean()
+        q = (weight / scale).round().clamp(-1, 1)
+        quarters = (q + 1).to(torch.uint8).view(4, -1, weight.shape[1])
+        packed = sum(
+            (part << 2 * i for i, part in enumerate(quarters)), torch.zeros_like(quarters[0])
+        )
+        stored = 1 / scale if linear == "bitlinear" else scale
+        numbers = q / stored if linear == "bitlinear" else q * stored
+        return {"weight": packed, "weight_scale": stored.reshape(1)}, numbers
+
+    config = {"quant_method": "bitnet", "linear_class": linear, "quantization_mode": "offline"}
+    return Packing(config=config, pack=pack)
+
+
+def modelopt_fp8() -> Packing:
+    config = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    return Packing(config=config, pack=fp8(None).pack)
+
+
 PACKINGS: dict[str, Callable[[], Packing]] = {
     "fp8 in blocks": lambda: fp8((32, 48)),
     "fp8 in blocks of 32": lambda: fp8((32, 32)),
@@ -280,9 +432,23 @@ PACKINGS: dict[str, Callable[[], Packing]] = {
     "gptq 4 bits": lambda: gptq(4, 32),
     "gptq 8 bits": lambda: gptq(8, 64),
     "gptq 4 bits, all inputs": lambda: gptq(4, -1),
+    "gptq 2 bits": lambda: gptq(2, 32),
+    "gptq 2 bits, symmetric": lambda: gptq(2, 32, symmetric=True),
     "gptq_v2": lambda: gptq(4, 32, v2=True),
     "gptq in another order": lambda: gptq(4, 32, order=True),
     "awq": lambda: awq(32),
+    "nvfp4": nvfp4,
+    "nvfp4 of modelopt": lambda: nvfp4(modelopt=True),
+    "fp8 of modelopt": modelopt_fp8,
+    "mxfp4": mxfp4_linear,
+    "mxfp8": mxfp8,
+    "auto-round as gptq": lambda: auto_round("gptq"),
+    "auto-round as awq": lambda: auto_round("awq"),
+    "bitnet": lambda: bitnet("autobitlinear"),
+    "bitnet with divisors": lambda: bitnet("bitlinear"),
+    "nf4": lambda: nf4(nested=False),
+    "nf4 with nested scales": lambda: nf4(nested=True),
+    "bitsandbytes in 8 bits": bnb_int8,
 }
 
 

@@ -264,7 +264,9 @@ STACKED = {"target_parameters": ["experts.gate_up"]}
         ({"target_parameters": ["gate_up_bias"]}, "1.experts", ((2, 4), (3, 2)), EXPERTS,
          "linear layers that support adapte"),
         (STACKED, "1.experts", ((6, 8), (4, 6)), {**TARGETS, LoraPlace(DOWN, "experts"):
-         LoraSize(8, 2, 4, 3)}, "code does not support"),
+         LoraSize(8, 2, 4, 3)}, "whose code in this model does not support adapters"),
+        (STACKED, "1.experts", ((6, 8), (4, 6)), {**TARGETS},
+         "whose code in this model does not support adapters"),
     ],
 )  # fmt: skip
 def test_refused_on_experts(
@@ -272,7 +274,7 @@ def test_refused_on_experts(
 ) -> None:
     adapter = save(tmp_path, {**CONFIG, **config}, on(module, *map(torch.ones, shapes)))
     with pytest.raises(InvalidRequestError, match=reason):
-        open_adapter(adapter, targets, PARAMETERS)
+        open_adapter(adapter, targets, PARAMETERS, max_expert_rank=0 if targets is TARGETS else 4)
 
 
 def test_weights_that_are_not_finite(tmp_path: Path) -> None:

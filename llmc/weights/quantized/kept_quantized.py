@@ -109,7 +109,7 @@ def expected_weights(stored: StoredQuantization, module: nn.Module) -> KeptWeigh
     found = []
     head: Any = getattr(module, "get_output_embeddings", lambda: None)()
     for name, child in module.named_modules():
-        scheme = stored.expected(name)
+        scheme = stored.expected(name, [kind.__name__ for kind in type(child).__mro__])
         if scheme is None or scheme.reorders or child is head:
             continue
         is_mxfp4 = scheme.layout == "mxfp4"  # used only for experts
@@ -138,9 +138,9 @@ def kept_as(
     with zero points."""
     channels, depth = shape
     format: Format = "fp8" if scheme.is_float else "int8" if scheme.bits == 8 else "int4"
-    if channels % CHANNELS or depth % INPUTS:
+    if channels % CHANNELS or depth % INPUTS or scheme.layout == "bnb4":
         return None
-    if scheme.layout == "mxfp4":
+    if scheme.layout == "mxfp4" or (scheme.layout == "fp4" and block[1] == 32):
         return Quantization(format="mxfp4", group=block[1], scale="exponent")
     if format == "int8" and not scheme.symmetric:
         return None
@@ -155,7 +155,7 @@ def kept_as(
         format=format,
         group=group,
         scale=_scale_of(scale_dtype) if format == "int4" else "float32",
-        zero=format == "int4" and not scheme.symmetric,
+        zero=format == "int4" and (not scheme.symmetric or scheme.bits < 4),
     )
 
 
@@ -181,10 +181,11 @@ def blocks_of(
             "rank, or dequantize with --quantization none"
         )
     if to.format == "mxfp4":
-        stored = (tensor.words(one, part) for one in (tensor.weight, tensor.scale))
-        for codes, exponents in zip(*stored, strict=True):
-            packed = pack_bytes(codes.flatten(-2))
-            yield {"weight": packed, "scale": pack_groups(exponents.view(torch.uint8))}
+        codes, exponents = (tensor.words(one, part) for one in (tensor.weight, tensor.scale))
+        if tensor.scheme.layout == "fp4":  # one matrix
+            codes, exponents = codes[None, :, None], exponents[None]
+        for rows, scales in zip(codes.flatten(-2), exponents, strict=True):
+            yield {"weight": pack_bytes(rows), "scale": pack_groups(scales.view(torch.uint8))}
     else:
         for low in tensor.low_bits(part).matrices():
             yield _blocks_of(tensor, low, to, channels, inputs)

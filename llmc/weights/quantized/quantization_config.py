@@ -8,7 +8,7 @@ does not depend on it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from llmc.weights.quantized.config_fields import (
     one_of,
 )
 
-Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4"]
+Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4", "fp4", "bnb4", "bnb8", "bitnet"]
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # of a config.json
 
 
@@ -34,7 +34,10 @@ class WeightScheme:
     """How the weights of some linears are stored.
 
     `layout`: "plain" is a weight of one byte per value under its own name; "packed" is that of
-    compressed-tensors. `block`: (channels, inputs) that share a scale; None: determined by the
+    compressed-tensors; "fp4" has two e2m1 numbers in a byte; "bnb4" and "bnb8" are bitsandbytes',
+    and "bitnet" has numbers of 2 bits, from four rows in a byte.
+    `divides`: the scale of the whole
+    weight is a divisor. `block`: (channels, inputs) that share a scale; None: determined by the
     scale's shape. `zeros_less_one`: stored zero points are one too low. `reorders`: groups can
     contain any inputs. `targets`: module names, `re:` patterns matched from the start, or classes.
     """
@@ -46,46 +49,51 @@ class WeightScheme:
     symmetric: bool = True
     zeros_less_one: bool = False
     reorders: bool = False
+    divides: bool = False
     targets: tuple[str, ...] = ("Linear",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredQuantization:
-    """A parsed quantization_config. `plain_modules`: names and patterns of unquantized modules."""
+    """A parsed quantization_config. `plain_modules`: names and patterns of unquantized modules.
+    `sorts_patterns`: of several matching patterns the first in alphabetical order counts."""
 
     method: str
     schemes: tuple[WeightScheme, ...]
     plain_modules: tuple[str, ...] = ()
     quantizes_activations: bool = False
+    sorts_patterns: bool = False
 
-    def scheme_of(self, module: str) -> WeightScheme:
-        """The scheme of a module whose weight is stored quantized."""
-        found = self.schemes[0] if len(self.schemes) == 1 else self._targeting(module)
-        if found is None:
+    def schemes_of(self, module: str) -> tuple[WeightScheme, ...]:
+        """The possible schemes of a module whose weight is stored quantized. There are several if
+        they target classes, as a name does not tell the class: the tensors decide."""
+        found = self.schemes if len(self.schemes) == 1 else self._targeting(module)
+        if not found:
             raise CheckpointError(
                 f"{module} is stored quantized, but no group of quantization_config targets it"
             )
         return found
 
-    def expected(self, module: str) -> WeightScheme | None:
-        """The scheme of a linear whose tensors are not available; None if it should be plain."""
+    def expected(self, module: str, classes: Collection[str]) -> WeightScheme | None:
+        """The scheme of a linear whose tensors are not available, with the names of its classes;
+        None if it should be plain."""
         if any(_covers(pattern, module) for pattern in self.plain_modules):
             return None
-        return self._targeting(module)
+        found = self._targeting(module)
+        return next((s for s in found if len(found) == 1 or set(s.targets) & set(classes)), None)
 
-    def _targeting(self, module: str) -> WeightScheme | None:
-        """The scheme that targets a module. Names take precedence over patterns, which take
-        precedence over classes."""
-        for scheme in self.schemes:
-            if module in scheme.targets:
-                return scheme
-        for scheme in self.schemes:
-            if any(_matches(module, target) for target in scheme.targets):
-                return scheme
-        for scheme in self.schemes:
-            if any(_is_class(target) for target in scheme.targets):
-                return scheme
-        return None
+    def _targeting(self, module: str) -> tuple[WeightScheme, ...]:
+        """The scheme that targets a module; if only classes match, all that target one. Names take
+        precedence over patterns, which take precedence over classes."""
+        matching = (
+            (target.startswith("re:"), target if self.sorts_patterns else "", i)
+            for i, scheme in enumerate(self.schemes)
+            for target in scheme.targets
+            if _matches(module, target)
+        )
+        if (first := min(matching, default=None)) is not None:
+            return (self.schemes[first[-1]],)
+        return tuple(s for s in self.schemes if any(_is_class(target) for target in s.targets))
 
 
 # For GGUF files, in which each tensor states its own format.
@@ -162,7 +170,7 @@ def _gptq(fields: Mapping[str, Any]) -> StoredQuantization:
     def scheme(own: Mapping[str, Any], targets: tuple[str, ...]) -> WeightScheme:
         return WeightScheme(
             layout="gptq",
-            bits=one_of(own, "bits", None, (4, 8)),
+            bits=one_of(own, "bits", None, (2, 4, 8)),
             block=(1, group_size(own, "group_size")),
             symmetric=own.get("sym") is True,  # zero points are stored either way
             reorders=bool(own.get("desc_act")),
@@ -185,6 +193,41 @@ def _gptq(fields: Mapping[str, Any]) -> StoredQuantization:
     return StoredQuantization(method="gptq", schemes=tuple(schemes), plain_modules=tuple(plain))
 
 
+def _auto_round(fields: Mapping[str, Any]) -> StoredQuantization:
+    """GPTQ's or AWQ's layout, and a scheme of their own for some modules."""
+    one_of(fields, "data_type", "int", ("int",))
+    form = str(fields.get("packing_format") or "auto_round:auto_gptq")
+    layouts: dict[str, Layout] = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+    if form not in layouts:
+        raise bad(f"packing_format is {form!r}; llmc supports {', '.join(layouts)}; {WAY_OUT}")
+    layout = layouts[form]
+
+    def scheme(own: Mapping[str, Any], targets: tuple[str, ...]) -> WeightScheme:
+        return WeightScheme(
+            layout=layout,
+            bits=one_of(own, "bits", None, (2, 4, 8) if layout == "gptq" else (4,)),
+            block=(1, group_size(own, "group_size")),
+            symmetric=layout == "gptq" and own.get("sym") is True,
+            zeros_less_one=layout == "gptq",
+            targets=targets,
+        )
+
+    schemes, plain = [], ["lm_head"]
+    for name, own in mapping_in(fields, "extra_config").items():
+        asked = {**fields, **(own if isinstance(own, Mapping) else {})}
+        target = name if re.fullmatch(r"[\w.]+", name) else f"re:{name}"
+        check_pattern(target.removeprefix("re:"))
+        bits = asked.get("bits")
+        if isinstance(bits, int) and bits >= 16:
+            plain.append(target)
+        else:
+            schemes.append(scheme(asked, (target,)))
+    schemes.append(scheme(fields, ("Linear",)))
+    return StoredQuantization(
+        method="auto-round", schemes=tuple(schemes), plain_modules=tuple(plain)
+    )
+
+
 def _awq(fields: Mapping[str, Any]) -> StoredQuantization:
     form = fields.get("version") or fields.get("checkpoint_format") or fields.get("format")
     if str(form or "gemm").lower() != "gemm":
@@ -205,7 +248,55 @@ def _awq(fields: Mapping[str, Any]) -> StoredQuantization:
     )
 
 
-_COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+def _bitsandbytes(fields: Mapping[str, Any]) -> StoredQuantization:
+    if fields.get("load_in_4bit"):
+        scheme = WeightScheme(layout="bnb4", bits=4, block=None, is_float=True)
+    else:
+        scheme = WeightScheme(layout="bnb8", bits=8, block=(1, ALL))
+    return StoredQuantization(
+        method="bitsandbytes",
+        schemes=(scheme,),
+        plain_modules=names_in(fields, "llm_int8_skip_modules") or ("lm_head",),
+        quantizes_activations=scheme.layout == "bnb8",
+    )
+
+
+def _bitnet(fields: Mapping[str, Any]) -> StoredQuantization:
+    one_of(fields, "quantization_mode", "offline", ("offline",))
+    linear = one_of(fields, "linear_class", "bitlinear", ("bitlinear", "autobitlinear"))
+    if fields.get("use_rms_norm"):
+        raise bad(f"use_rms_norm adds norms to the model, which is not supported; {WAY_OUT}")
+    return StoredQuantization(
+        method="bitnet",
+        schemes=(
+            WeightScheme(layout="bitnet", bits=8, block=(ALL, ALL), divides=linear == "bitlinear"),
+        ),
+        plain_modules=names_in(fields, "modules_to_not_convert") or ("lm_head",),
+        quantizes_activations=True,
+    )
+
+
+def _modelopt(fields: Mapping[str, Any]) -> StoredQuantization:
+    algorithm = one_of(fields, "quant_algo", None, ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
+    if algorithm == "NVFP4":
+        size = one_of(fields, "group_size", 16, (16,))
+        scheme = WeightScheme(layout="fp4", bits=4, block=(1, size), is_float=True)
+    else:
+        scheme = WeightScheme(layout="plain", bits=8, block=None, is_float=True)
+    plain = names_in(fields, "ignore") or names_in(fields, "exclude_modules")
+    return StoredQuantization(
+        method="modelopt",
+        schemes=(scheme,),
+        plain_modules=tuple("re:" + ".*".join(map(re.escape, n.split("*"))) + "$" for n in plain),
+        quantizes_activations=True,
+    )
+
+
+_COMPRESSED = (
+    *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+)
+_FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 
 
 def _compressed(fields: Mapping[str, Any]) -> StoredQuantization:
@@ -232,6 +323,7 @@ def _compressed(fields: Mapping[str, Any]) -> StoredQuantization:
         schemes=tuple(schemes),
         plain_modules=plain,
         quantizes_activations=activations,
+        sorts_patterns=True,
     )
 
 
@@ -247,6 +339,18 @@ def _compressed_scheme(name: str, form: Any, group: Mapping[str, Any]) -> Weight
     packed = form == "pack-quantized"
     if packed and kind == "float":
         raise bad(f"{where}type is 'float', which is never packed; {WAY_OUT}")
+    if form in _FP4:
+        one_of(weights, "num_bits", None, (4,), where)
+        if weights.get("symmetric") is False:
+            raise bad(f"{where}symmetric is false, which is not supported for {form}; {WAY_OUT}")
+        return WeightScheme(
+            layout="fp4",
+            bits=4,
+            block=(1, one_of(weights, "group_size", None, (16, 32), where)),
+            is_float=True,
+            divides=True,
+            targets=names_in(group, "targets") or ("Linear",),
+        )
     bits = one_of(weights, "num_bits", 8, (4, 8) if packed or kind == "int" else (8,), where)
     has_groups = weights.get("group_size") not in (None, -1)
     strategy = one_of(
@@ -280,5 +384,9 @@ _READERS: dict[Any, Callable[[Mapping[str, Any]], StoredQuantization]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
+    "auto-round": _auto_round,
+    "modelopt": _modelopt,
+    "bitsandbytes": _bitsandbytes,
+    "bitnet": _bitnet,
     "mxfp4": _mxfp4,
 }

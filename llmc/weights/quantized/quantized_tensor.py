@@ -19,10 +19,35 @@ BYTE_SCALES = (torch.uint8, torch.float8_e8m0fnu)  # powers of two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NestedScale:
+    """Scales that are stored as codes of a table, with a scale for every `size` of them."""
+
+    scale: StoredTensor
+    table: StoredTensor
+    size: int
+    offset: float
+
+    def of(self, codes: Tensor) -> Tensor:
+        values = self.table.read()[codes.int()]
+        scale = self.scale.read().repeat_interleave(self.size)[: len(values)]
+        return values * scale + self.offset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codes:
+    """Values, in the order of memory, are codes of a table, with a scale for every `size`."""
+
+    table: StoredTensor
+    size: int
+    nested: NestedScale | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedTensor:
     """A weight stored in several tensors. `read()` dequantizes it to `dtype`.
 
-    `block`: (channels, inputs) that share a scale. `transposed`: the parameter is [.., K, N].
+    `block`: (channels, inputs) that share a scale. `whole_scale`: a factor, or divisor, of all
+    scales. `transposed`: the parameter is [.., K, N].
     """
 
     name: str
@@ -34,6 +59,8 @@ class QuantizedTensor:
     scale: StoredTensor
     zero: StoredTensor | None = None
     group_of: StoredTensor | None = None
+    whole_scale: StoredTensor | None = None
+    codes: Codes | None = None
     transposed: bool = False
 
     def read(self, out: Tensor | None = None) -> Tensor:
@@ -55,20 +82,23 @@ class QuantizedTensor:
         """The stored values, unpacked: channels first, one value per element. With `part`, only
         those values are read, but the scales of all."""
         layout, bits = self.scheme.layout, self.scheme.bits
-        q, scale = self.words(self.weight, part), self.scale.read()
+        *experts, channels, depth = self.shape
+        if self.transposed:
+            channels, depth = depth, channels
+        q = self.words(self.weight, None if layout == "bitnet" else part)
+        scale = self.scale.read()
         zero = None if self.zero is None else self.zero.read()
-        group_of = None
+        group_of = table = None
         if layout == "gptq":
             q, scale = unpack.unpack_gptq(q, bits), scale.T
             if zero is not None:
                 if self.scheme.zeros_less_one:
                     zero = unpack.add_one(zero, bits)
-                zero = unpack.unpack_columns(zero, bits)[:, : self.shape[0]].T
+                zero = unpack.unpack_columns(zero, bits)[:, :channels].T
         elif layout == "awq":
             q, scale = unpack.unpack_awq(q), scale.T
             zero = None if zero is None else unpack.unpack_awq(zero)
         elif layout == "packed":
-            channels, depth = self.shape
             q = unpack.unpack_columns(q, bits)
             q = q if part is not None and part.dim == 1 else q[:, :depth]
             if zero is None:
@@ -78,13 +108,28 @@ class QuantizedTensor:
                 zero = unpack.unpack_gptq(zero, bits).T[:rows]
         elif layout == "mxfp4":
             q, scale = unpack.unpack_e2m1(q.flatten(-2)), powers_of_two(scale)
+        elif layout == "fp4":
+            q = unpack.unpack_e2m1(q)
+        elif layout == "bnb4":
+            assert self.codes is not None
+            q = unpack.halves(q)[: channels * depth].view(channels, depth)
+            table, nested = self.codes.table.read(), self.codes.nested
+            scale = scale if nested is None else nested.of(scale)
+            if self.block == (1, 1):  # blocks that end inside rows
+                scale = scale.repeat_interleave(self.codes.size)[: q.numel()]
+        elif layout == "bnb8":
+            scale = scale.float() / 127
+        elif layout == "bitnet":
+            q = unpack.unpack_rows(q)
+            q = q if part is None else part.of(q)
+            scale = 1 / scale.float() if self.scheme.divides else scale
         if scale.dtype in BYTE_SCALES:
             scale = powers_of_two(scale.view(torch.uint8))
+        if self.whole_scale is not None:
+            whole = self.whole_scale.read().float().reshape(())
+            scale = scale.float() / whole if self.scheme.divides else scale.float() * whole
         if self.group_of is not None:
             group_of = self._checked_groups(self.group_of.read(), scale.shape[-1])
-        *experts, channels, depth = self.shape
-        if self.transposed:
-            channels, depth = depth, channels
         grid = (*experts, *grid_of(channels, depth, self.block))
         return LowBits(
             q=q,
@@ -92,6 +137,7 @@ class QuantizedTensor:
             zero=None if zero is None else zero.reshape(grid),
             block=self.block,
             group_of=group_of,
+            table=table,
         )
 
     def words(self, stored: StoredTensor, part: SomeOf | None) -> Tensor:
@@ -110,6 +156,9 @@ class QuantizedTensor:
                 dim, values = (1, per_word) if self._is_of_channels(part) else (0, 1)
             case "packed":
                 values = 1 if self._is_of_channels(part) else per_word
+            case "fp4":
+                per_element = self.block[1] if stored is self.scale else 2
+                values = 1 if self._is_of_channels(part) else per_element
             case "mxfp4":
                 dim, values = (1, 1) if self._is_of_channels(part) else (2, self.block[1])
         if any(n % values for pair in part.ranges for n in pair):

@@ -7,9 +7,10 @@ merges and passes therefore do not depend on the format.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import torch
@@ -18,7 +19,7 @@ from llmc.errors import CheckpointError
 from llmc.weights.checkpoint import Readable, StoredTensor
 from llmc.weights.quantized.config_fields import ALL
 from llmc.weights.quantized.quantization_config import StoredQuantization, WeightScheme
-from llmc.weights.quantized.quantized_tensor import BYTE_SCALES, QuantizedTensor
+from llmc.weights.quantized.quantized_tensor import BYTE_SCALES, Codes, NestedScale, QuantizedTensor
 from llmc.weights.quantized.stored_shapes import (
     FLOATS,
     block_of,
@@ -36,10 +37,13 @@ _OF_ACTIVATIONS = (
     "input_scale",
     "input_scale_ub",
     "input_zero_point",
+    "input_global_scale",
     "activation_scale",
     "output_scale",
     "output_zero_point",
 )
+_OF_WEIGHTS = ("weight_scale", "weight_scale_inv")  # these may be float8
+_STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _OF_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point")
 
 
@@ -58,6 +62,11 @@ def dequantized(
         _log_once(
             f"{quantization.method} quantizes activations too; llmc quantizes only the weights, "
             "activations keep their dtype"
+        )
+    if scaled := next((n for n in finder.left if n.endswith(".pre_quant_scale")), None):
+        raise CheckpointError(
+            f"{scaled} scales the inputs of a quantized linear, which is not supported; use "
+            "another quantization of the model, or its original checkpoint"
         )
     unused = {n for n in finder.left if n.rpartition(".")[2] in _OF_ACTIVATIONS}
     of_cache = {n for n in finder.left if n.rpartition(".")[2] in _OF_CACHE}
@@ -85,6 +94,7 @@ class _Finder:
         dtype: torch.dtype,
     ) -> None:
         self.left = dict(tensors)
+        self._popped: dict[str, StoredTensor] = {}  # for the scheme being tried
         self._quantization = quantization
         self._dtype = dtype
         self._has_int8 = any(s.layout == "plain" and not s.is_float for s in quantization.schemes)
@@ -99,33 +109,64 @@ class _Finder:
     def _one(self, name: str, tensor: StoredTensor) -> QuantizedTensor | None:
         module, _, last = name.rpartition(".")
         if last == "qweight":
-            return self._in_words(module, self._scheme(module, name, "gptq", "awq"))
+            return self._fitting(self._in_words, module, name, "gptq", "awq")
         if last == "weight_packed":
-            return self._packed(module, self._scheme(module, name, "packed"))
+            make = self._fp4 if tensor.dtype == torch.uint8 else self._packed
+            return self._fitting(make, module, name, "packed", "fp4")
+        if self._quantization.method == "bitsandbytes":
+            if any(name + suffix in self.left for suffix in _STATES):
+                return self._fitting(self._bnb4, module, name, "bnb4")
+            if last == "weight" and f"{module}.SCB" in self.left:
+                return self._fitting(self._bnb8, module, name, "bnb8")
+            return None
+        if self._quantization.method == "bitnet":
+            is_packed = last == "weight" and f"{name}_scale" in self.left
+            return self._fitting(self._bitnet, module, name, "bitnet") if is_packed else None
+        if f"{name}_scale_2" in self.left:
+            return self._fitting(self._fp4, module, name, "fp4")
         if self._quantization.method == "mxfp4":
-            return self._mxfp4(name) if last.endswith("_blocks") else None
-        if last in _OF_ACTIVATIONS or last in _OF_CACHE:
+            if not last.endswith("_blocks"):
+                return None
+            return self._fitting(self._mxfp4, name.removesuffix("_blocks"), name, "mxfp4")
+        if last in (*_OF_ACTIVATIONS, *_OF_CACHE, *_OF_WEIGHTS):
             return None  # zero points among them are int8 as weights are
         if tensor.dtype in _FLOAT8 or (self._has_int8 and tensor.dtype == torch.int8):
-            return self._plain(name, module if last == "weight" else name)
+            return self._fitting(self._plain, module if last == "weight" else name, name, "plain")
         return None
 
-    def _scheme(self, module: str, name: str, *layouts: str) -> WeightScheme:
-        scheme = self._quantization.scheme_of(module)
-        if scheme.layout not in layouts:
+    def _fitting(
+        self,
+        make: Callable[[str, str, WeightScheme], QuantizedTensor],
+        module: str,
+        name: str,
+        *layouts: str,
+    ) -> QuantizedTensor:
+        """The weight, by the first possible scheme that its tensors fit."""
+        schemes = self._quantization.schemes_of(module)
+        possible = [scheme for scheme in schemes if scheme.layout in layouts]
+        if not possible:
             raise CheckpointError(
                 f"{name} does not match what quantization_config describes for it "
-                f"({self._quantization.method}, {scheme.layout}, {scheme.bits} bits)"
+                f"({self._quantization.method}, {schemes[0].layout}, {schemes[0].bits} bits)"
             )
-        return scheme
+        has_zeros = f"{module}.weight_zero_point" in self.left
+        possible.sort(key=lambda scheme: scheme.symmetric == has_zeros)
+        problems = []
+        for scheme in possible:
+            self._popped.clear()
+            try:
+                return make(module, name, scheme)
+            except CheckpointError as e:
+                problems.append(e)
+                self.left |= self._popped
+        raise problems[0]
 
-    def _plain(self, name: str, module: str) -> QuantizedTensor | None:
-        scheme = self._scheme(module, name, "plain")
+    def _plain(self, module: str, name: str, scheme: WeightScheme) -> QuantizedTensor:
         weight = self.left[name]
         if scheme.is_float != (weight.dtype in _FLOAT8) or weight.dtype == torch.uint8:
             want = "float8" if scheme.is_float else "int8"
             raise CheckpointError(f"{name} is {plain_name(weight.dtype)} instead of {want}")
-        del self.left[name]
+        self._take(name, for_=name)
         known = [n for n in (f"{name}_scale_inv", f"{name}_scale") if n in self.left]
         scale = self._take(known[0] if known else f"{name}_scale", for_=name)
         if len(weight.shape) not in (2, 3):
@@ -140,7 +181,7 @@ class _Finder:
             block = (1, ALL)  # layers merged by a quantizer
         block = (block[0] or channels, block[1] or depth)
         check_scale(scale, weight, block)
-        zero = self.left.pop(f"{name}_zero_point", None)
+        zero = self._pop(f"{name}_zero_point")
         if zero is not None and scheme.symmetric:
             zero = None  # all of them are 0
         elif zero is not None:
@@ -156,14 +197,14 @@ class _Finder:
             zero=zero,
         )
 
-    def _packed(self, module: str, scheme: WeightScheme) -> QuantizedTensor:
+    def _packed(self, module: str, _: str, scheme: WeightScheme) -> QuantizedTensor:
         name = f"{module}.weight"
         weight = self._take(f"{name}_packed", for_=name)
         scale = self._take(f"{name}_scale", for_=name)
         per_word = 32 // scheme.bits
         check_kind(weight, 2, torch.int32)
         channels, depth = weight.shape[0], weight.shape[1] * per_word
-        stated = self.left.pop(f"{name}_shape", None)
+        stated = self._pop(f"{name}_shape")
         if stated is not None:
             given = stated.read().tolist()
             if given[:1] != [channels] or math.ceil(given[-1] / per_word) != weight.shape[1]:
@@ -174,7 +215,7 @@ class _Finder:
             depth = given[-1]
         assert scheme.block is not None
         block = (scheme.block[0] or channels, scheme.block[1] or depth)
-        groups = self.left.pop(f"{name}_g_idx", None)
+        groups = self._pop(f"{name}_g_idx")
         zero = None
         check_scale(scale, weight, block, shape=(channels, depth))
         if not scheme.symmetric:
@@ -183,7 +224,7 @@ class _Finder:
             want = (math.ceil(rows / per_word), math.ceil(depth / block[1]))
             check_shape(zero, want, torch.int32)
         else:
-            self.left.pop(f"{name}_zero_point", None)
+            self._pop(f"{name}_zero_point")
         if groups is not None:
             check_shape(groups, (depth,))
         return QuantizedTensor(
@@ -198,13 +239,120 @@ class _Finder:
             group_of=groups,
         )
 
-    def _in_words(self, module: str, scheme: WeightScheme) -> QuantizedTensor:
+    def _fp4(self, module: str, stored: str, scheme: WeightScheme) -> QuantizedTensor:
+        """Two numbers per byte along the inputs. Groups of 16 have float8 scales and the whole
+        weight has another; groups of 32 have powers of two."""
+        name = f"{module}.weight"
+        weight = self._take(stored, for_=name)
+        scale = self._take(f"{name}_scale", for_=name)
+        check_kind(weight, 2, torch.uint8)
+        channels, depth = weight.shape[0], 2 * weight.shape[1]
+        assert scheme.block is not None
+        kinds = (torch.float8_e4m3fn,) if scheme.block[1] == 16 else BYTE_SCALES
+        check_scale(scale, weight, scheme.block, kinds, (channels, depth))
+        whole = None
+        if scheme.block[1] == 16:
+            suffix = "global_scale" if scheme.divides else "scale_2"
+            whole = self._take(f"{name}_{suffix}", for_=name)
+            if math.prod(whole.shape) != 1 or whole.dtype not in FLOATS:
+                raise CheckpointError(
+                    f"{whole.name} is {plain_name(whole.dtype)} of shape {list(whole.shape)}; it "
+                    "must be one number"
+                )
+        return QuantizedTensor(
+            name=name,
+            shape=(channels, depth),
+            dtype=self._dtype,
+            scheme=scheme,
+            block=scheme.block,
+            weight=weight,
+            scale=scale,
+            whole_scale=whole,
+        )
+
+    def _bnb4(self, module: str, name: str, scheme: WeightScheme) -> QuantizedTensor:
+        """Codes of a table, two per byte, and a scale for every 64 (or so) of them in a row. Scales
+        may be codes of another table themselves."""
+        state = next(self._take(name + s, for_=name) for s in _STATES if name + s in self.left)
+        try:
+            fields = json.loads(bytes(state.read().tolist()))
+            channels, depth = fields["shape"]
+            size, nested = fields["blocksize"], fields.get("nested_blocksize") or 0
+            offset = float(fields.get("nested_offset") or 0.0)
+        except (ValueError, KeyError, TypeError, OverflowError) as e:
+            raise CheckpointError(f"{state.name} can't be read: {e!r:.100}") from e
+        if not all(type(n) is int and n > 0 for n in (channels, depth, size, nested or 1)):
+            raise CheckpointError(f"{state.name} has sizes that are not positive numbers")
+        weight = self._take(name, for_=name)
+        scale = self._take(f"{name}.absmax", for_=name)
+        table = self._take(f"{name}.quant_map", for_=name)
+        count, values = math.ceil(channels * depth / size), channels * depth
+        check_kind(weight, 2, torch.uint8)
+        if math.prod(weight.shape) != (values + 1) // 2:
+            raise CheckpointError(
+                f"{name} has shape {list(weight.shape)}, but {channels} by {depth} values in 4 "
+                f"bits take {(values + 1) // 2} bytes"
+            )
+        check_shape(scale, (count,), torch.uint8 if nested else torch.float32)
+        check_shape(table, (16,), torch.float32)
+        nest = None
+        if nested:
+            scales = self._take(f"{name}.nested_absmax", for_=name)
+            codes = self._take(f"{name}.nested_quant_map", for_=name)
+            check_shape(scales, (math.ceil(count / nested),), torch.float32)
+            check_shape(codes, (256,), torch.float32)
+            nest = NestedScale(scale=scales, table=codes, size=nested, offset=offset)
+        rows = size // depth if size % depth == 0 else 1
+        return QuantizedTensor(
+            name=name,
+            shape=(channels, depth),
+            dtype=self._dtype,
+            scheme=scheme,
+            block=(rows, depth) if rows > 1 else (1, size if depth % size == 0 else 1),
+            weight=weight,
+            scale=scale,
+            codes=Codes(table=table, size=size, nested=nest),
+        )
+
+    def _bnb8(self, module: str, name: str, scheme: WeightScheme) -> QuantizedTensor:
+        weight = self._take(name, for_=name)
+        scale = self._take(f"{module}.SCB", for_=name)
+        self._pop(f"{module}.weight_format")
+        check_kind(weight, 2, torch.int8)
+        channels, depth = weight.shape
+        check_shape(scale, (channels,), torch.float32, torch.float16)
+        return QuantizedTensor(
+            name=name,
+            shape=weight.shape,
+            dtype=self._dtype,
+            scheme=scheme,
+            block=(1, depth),
+            weight=weight,
+            scale=scale,
+        )
+
+    def _bitnet(self, module: str, name: str, scheme: WeightScheme) -> QuantizedTensor:
+        weight = self._take(name, for_=name)
+        scale = self._take(f"{name}_scale", for_=name)
+        check_kind(weight, 2, torch.uint8)
+        shape = 4 * weight.shape[0], weight.shape[1]
+        check_scale(scale, weight, shape, FLOATS, shape)
+        return QuantizedTensor(
+            name=name,
+            shape=shape,
+            dtype=self._dtype,
+            scheme=scheme,
+            block=shape,
+            weight=weight,
+            scale=scale,
+        )
+
+    def _in_words(self, module: str, name: str, scheme: WeightScheme) -> QuantizedTensor:
         """A gptq or awq weight: gptq packs inputs of a channel into a word, awq packs channels."""
-        name = f"{module}.qweight"
         weight = self._take(name, for_=name)
         scale = self._take(f"{module}.scales", for_=name)
         zero = self._take(f"{module}.qzeros", for_=name)
-        groups = self.left.pop(f"{module}.g_idx", None)
+        groups = self._pop(f"{module}.g_idx")
         per_word = 32 // scheme.bits
         check_kind(weight, 2, torch.int32)
         depth, channels = weight.shape
@@ -231,9 +379,7 @@ class _Finder:
             group_of=groups,
         )
 
-    def _mxfp4(self, blocks: str) -> QuantizedTensor:
-        name = blocks.removesuffix("_blocks")
-        scheme = self._scheme(name, blocks, "mxfp4")
+    def _mxfp4(self, name: str, blocks: str, scheme: WeightScheme) -> QuantizedTensor:
         weight = self._take(blocks, for_=name)
         scale = self._take(f"{name}_scales", for_=name)
         check_kind(weight, 4, torch.uint8)
@@ -255,6 +401,12 @@ class _Finder:
         )
 
     def _take(self, name: str, *, for_: str) -> StoredTensor:
-        if name not in self.left:
+        if (found := self._pop(name)) is None:
             raise CheckpointError(f"{for_} is stored quantized, but {name} is missing")
-        return self.left.pop(name)
+        return found
+
+    def _pop(self, name: str) -> StoredTensor | None:
+        found = self.left.pop(name, None)
+        if found is not None:
+            self._popped[name] = found
+        return found

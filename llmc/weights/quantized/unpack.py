@@ -23,8 +23,8 @@ class LowBits:
     """A quantized weight [N, K]: value = (q - zero) * scale.
 
     q: int8, uint8 or float8. scale, zero: over blocks of (channels, inputs) of size `block`.
-    group_of [K]: the column of `scale` for each input, if inputs are not in order. All but
-    `group_of` can have a leading dimension of experts.
+    group_of [K]: the column of `scale` for each input, if inputs are not in order. table: the
+    numbers that q are codes of. All but these two can have a leading dimension of experts.
     """
 
     q: Tensor
@@ -32,6 +32,7 @@ class LowBits:
     block: tuple[int, int]
     zero: Tensor | None = None
     group_of: Tensor | None = None
+    table: Tensor | None = None
 
     def matrices(self) -> Iterator[LowBits]:
         """Itself, or one item per expert."""
@@ -56,7 +57,7 @@ def dequantize(low: LowBits, out: Tensor) -> None:
     for start in range(0, channels, rows):
         q = low.q[start : start + rows]
         some = values[: len(q)]
-        _widen(q, some)
+        _widen(q, some, low.table)
         row = torch.arange(start, start + len(q)) // low.block[0]
         if zero is not None:
             _over_groups(some, low, torch.Tensor.sub_, zero[row])
@@ -64,7 +65,10 @@ def dequantize(low: LowBits, out: Tensor) -> None:
         out[start : start + rows] = some
 
 
-def _widen(q: Tensor, out: Tensor) -> None:
+def _widen(q: Tensor, out: Tensor, table: Tensor | None) -> None:
+    if table is not None:
+        torch.index_select(table, 0, q.int().flatten(), out=out.view(-1))
+        return
     if q.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         out.copy_(q)
         return
@@ -91,12 +95,13 @@ def pieces(words: Tensor, bits: int) -> Tensor:
     parts = words.contiguous().unsqueeze(-1).view(torch.uint8)
     if bits == 8:
         return parts
-    return torch.stack((parts & 15, parts >> 4), dim=-1).flatten(-2)
+    mask = (1 << bits) - 1
+    return torch.stack([parts >> at & mask for at in range(0, 8, bits)], dim=-1).flatten(-2)
 
 
 def add_one(words: Tensor, bits: int) -> Tensor:
     """Add one to every packed value of int32 words; carries undo the writer's borrows."""
-    return words + (0x11111111 if bits == 4 else 0x01010101)
+    return words + {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}[bits]
 
 
 def unpack_gptq(words: Tensor, bits: int) -> Tensor:
@@ -120,6 +125,16 @@ def centered(q: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return (q ^ 128).view(torch.int8)
     return q.view(torch.int8) - (1 << (bits - 1))
+
+
+def unpack_rows(stored: Tensor) -> Tensor:
+    """uint8 [R, K] -> int8 [4 R, K] of -1, 0 and 1: bits 0 and 1 are of the first R rows."""
+    return torch.cat([stored >> at & 3 for at in (0, 2, 4, 6)]).view(torch.int8) - 1
+
+
+def halves(stored: Tensor) -> Tensor:
+    """uint8 of any shape -> the two values of each byte, the high half first, flat."""
+    return torch.stack((stored >> 4, stored & 15), dim=-1).flatten()
 
 
 def unpack_e2m1(codes: Tensor) -> Tensor:
