@@ -111,7 +111,7 @@ def step_table(inputs: Mapping[str, StepTensor]) -> str:
     for name, spec in inputs.items():
         notes = ", per group of layers" * spec.grouped + ", on the host" * spec.on_host
         shape, dtype = f"[{', '.join(spec.dims)}]", str(spec.dtype).removeprefix("torch.")
-        rows.append([f"`{name}`{notes}", shape, dtype, spec.about])
+        rows.append([f"`{name}`{notes}", shape, dtype, spec.description])
     return _table(("input", "shape", "dtype", "description"), rows)
 
 

@@ -32,7 +32,7 @@ class StepTensor:
 
     dims: tuple[str, ...]
     dtype: torch.dtype
-    about: str
+    description: str
     grouped: bool = False
     on_host: bool = False
     neutral: float = 0
@@ -64,45 +64,56 @@ SIZES = {
 _INT, _LONG, _FLOAT = torch.int32, torch.int64, torch.float32
 
 STEP_INPUTS: Mapping[str, StepTensor] = {
-    "token_ids": StepTensor(dims=("T",), dtype=_LONG, about="token ids, packed request by request"),
+    "token_ids": StepTensor(
+        dims=("T",), dtype=_LONG, description="token ids, packed request by request"
+    ),
     "positions": StepTensor(
-        dims=("T",), dtype=_LONG, about="index of each token in its request, plus `position_offset`"
+        dims=("T",),
+        dtype=_LONG,
+        description="index of each token in its request, plus `position_offset`",
     ),
     "slot_mapping": StepTensor(
         dims=("T",),
         dtype=_LONG,
-        about="cache slot of each token: block * block_size + offset; -1: not stored",
+        description="cache slot of each token: block * block_size + offset; -1: not stored",
         grouped=True,
     ),
     "query_start": StepTensor(
-        dims=("R + 1",), dtype=_INT, about="offset of each request's first token, then T"
+        dims=("R + 1",), dtype=_INT, description="offset of each request's first token, then T"
     ),
     "context_len": StepTensor(
-        dims=("R",), dtype=_INT, about="context length of each request after the step; 0: padding"
+        dims=("R",),
+        dtype=_INT,
+        description="context length of each request after the step; 0: padding",
     ),
     "block_table": StepTensor(
-        dims=("R", "blocks"), dtype=_INT, about="KV cache blocks of each request", grouped=True
+        dims=("R", "blocks"),
+        dtype=_INT,
+        description="KV cache blocks of each request",
+        grouped=True,
     ),
-    "request_row": StepTensor(dims=("R",), dtype=_LONG, about="table row of each request"),
+    "request_row": StepTensor(dims=("R",), dtype=_LONG, description="table row of each request"),
     "logits_index": StepTensor(
-        dims=("S",), dtype=_LONG, about="index of the packed token whose logits each sample uses"
+        dims=("S",),
+        dtype=_LONG,
+        description="index of the packed token whose logits each sample uses",
     ),
-    "row": StepTensor(dims=("S",), dtype=_LONG, about="table row of each sample's request"),
+    "row": StepTensor(dims=("S",), dtype=_LONG, description="table row of each sample's request"),
     "length": StepTensor(
         dims=("S",),
         dtype=_INT,
-        about="tokens of the request up to and including that token; 0: do not sample",
+        description="tokens of the request up to and including that token; 0: do not sample",
     ),
     "prompts": StepTensor(
         dims=("2 + 2 * prompts",),
         dtype=_INT,
-        about="on GPUs: which requests are fresh prompts (`kernels/prompts.py`)",
+        description="on GPUs: which requests are fresh prompts (`kernels/prompts.py`)",
         on_host=True,
     ),
     "long_prompts": StepTensor(
         dims=("2 + 2 * long prompts",),
         dtype=_INT,
-        about="the same for latent attention, including later chunks of long prompts",
+        description="the same for latent attention, including later chunks of long prompts",
         on_host=True,
     ),
 }
@@ -113,66 +124,76 @@ IMAGE_INPUTS: Mapping[str, StepTensor] = {
     "image_rows": StepTensor(
         dims=("image rows", "levels * hidden"),
         dtype=_FLOAT,
-        about="encoded images, one row per token: its embedding, then what the first layers add",
+        description="encoded images, one row per token: its embedding, then what the layers add",
     ),
     "image_row": StepTensor(
-        dims=("T",), dtype=_LONG, about="the image row that replaces a token's embedding; -1: none"
+        dims=("T",),
+        dtype=_LONG,
+        description="the image row that replaces a token's embedding; -1: none",
     ),
     "attended_span": StepTensor(
         dims=("2", "T"),
         dtype=_LONG,
-        about="start and end of the extra range of its request that a token attends to",
+        description="start and end of the extra range of its request that a token attends to",
     ),
     "axis_positions": StepTensor(
         dims=("axes", "T"),
         dtype=_LONG,
-        about="replaces `positions` where a token has several, such as height and width",
+        description="replaces `positions` where a token has several, such as height and width",
     ),
 }
 
 ROW_TABLES: Mapping[str, StepTensor] = {
     "history": StepTensor(
-        dims=("rows", "context"), dtype=_INT, about="tokens of each request: prompt, then output"
+        dims=("rows", "context"),
+        dtype=_INT,
+        description="tokens of each request: prompt, then output",
     ),
-    "prompt_len": StepTensor(dims=("rows",), dtype=_INT, about="number of prompt tokens"),
+    "prompt_len": StepTensor(dims=("rows",), dtype=_INT, description="number of prompt tokens"),
     "position_offset": StepTensor(
         dims=("rows",),
         dtype=_INT,
-        about="added to `positions` for long sequences that use other rotary frequencies",
+        description="added to `positions` for long sequences that use other rotary frequencies",
     ),
-    "repetition_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, about="1: off", neutral=1),
-    "presence_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, about="0: off"),
-    "frequency_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, about="0: off"),
+    "repetition_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, description="1: off", neutral=1),
+    "presence_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, description="0: off"),
+    "frequency_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, description="0: off"),
     "bias_token": StepTensor(
         dims=("rows", "biases"),
         dtype=_INT,
-        about="token ids with a logit bias; -1: unused",
+        description="token ids with a logit bias; -1: unused",
         neutral=-1,
     ),
     "bias_value": StepTensor(
-        dims=("rows", "biases"), dtype=_FLOAT, about="bias added to their logits"
+        dims=("rows", "biases"), dtype=_FLOAT, description="bias added to their logits"
     ),
     "bias_until": StepTensor(
         dims=("rows", "biases"),
         dtype=_INT,
-        about="the bias applies while the output has fewer tokens than this",
+        description="the bias applies while the output has fewer tokens than this",
     ),
-    "has_mask": StepTensor(dims=("rows",), dtype=_INT, about="nonzero: apply `mask`"),
+    "has_mask": StepTensor(dims=("rows",), dtype=_INT, description="nonzero: apply `mask`"),
     "mask": StepTensor(
-        dims=("rows", "mask words"), dtype=_INT, about="bit mask of the tokens that may be sampled"
+        dims=("rows", "mask words"),
+        dtype=_INT,
+        description="bit mask of the tokens that may be sampled",
     ),
     "bad_words": StepTensor(
         dims=("rows", "bad word tokens"),
         dtype=_INT,
-        about="banned token sequences, right-aligned; -1: unused",
+        description="banned token sequences, right-aligned; -1: unused",
         neutral=-1,
     ),
-    "temperature": StepTensor(dims=("rows",), dtype=_FLOAT, about="below 1e-5: greedy"),
-    "top_k": StepTensor(dims=("rows",), dtype=_INT, about="0: off"),
-    "top_p": StepTensor(dims=("rows",), dtype=_FLOAT, about="1: off", neutral=1),
-    "min_p": StepTensor(dims=("rows",), dtype=_FLOAT, about="0: off"),
-    "seed": StepTensor(dims=("rows",), dtype=_LONG, about="seed of the request's random numbers"),
-    "adapter": StepTensor(dims=("rows",), dtype=_INT, about="LoRA adapter slot, from 1; 0: none"),
+    "temperature": StepTensor(dims=("rows",), dtype=_FLOAT, description="below 1e-5: greedy"),
+    "top_k": StepTensor(dims=("rows",), dtype=_INT, description="0: off"),
+    "top_p": StepTensor(dims=("rows",), dtype=_FLOAT, description="1: off", neutral=1),
+    "min_p": StepTensor(dims=("rows",), dtype=_FLOAT, description="0: off"),
+    "seed": StepTensor(
+        dims=("rows",), dtype=_LONG, description="seed of the request's random numbers"
+    ),
+    "adapter": StepTensor(
+        dims=("rows",), dtype=_INT, description="LoRA adapter slot, from 1; 0: none"
+    ),
 }
 
 GROUPED = tuple(name for name, spec in STEP_INPUTS.items() if spec.grouped)

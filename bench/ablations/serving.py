@@ -140,14 +140,14 @@ def _swap(bench: Bench) -> Figures:
     subject = bench.large
     block, length = subject.started.info.block_size, bench.size(1024, 256)
     prompt, urgent = subject.prompt(length), subject.prompt(4 * block)
-    room = subject.swap_room()
+    swap = subject.swap_config()
     seen: dict[bool, str] = {}
 
     def run(swaps: bool) -> float:
         engine = subject.engine(
             num_blocks=length // block + 3,
             scheduling_policy="priority",
-            swap_room=room if swaps else None,
+            swap_config=swap if swaps else None,
         )
         served = Served(sent_s=time.perf_counter())
         paused = {add(engine, prompt, 12, priority=1): served}

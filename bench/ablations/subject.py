@@ -19,7 +19,7 @@ from typing import Any
 
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
-from llmc.engine.kv.swap import SwapCost, SwapRoom
+from llmc.engine.kv.swap import SwapConfig, SwapCost
 from llmc.engine.messages import AddRequest
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan import PendingStep, Runner, StepPlan, StepResult
@@ -138,7 +138,7 @@ class Subject:
             ),
         )
 
-    def swap_room(self) -> SwapRoom:
+    def swap_config(self) -> SwapConfig:
         """A swap space of the size and cost of `--swap-space`; both are measured."""
         space = self.started.runner.swap_space
         assert space is not None, "subjects are started with one"
@@ -149,7 +149,7 @@ class Subject:
             block_bytes=space.block_bytes,
             copy_bytes_per_second=self._copy_speed,
         )
-        return SwapRoom(space.num_slots, cost)
+        return SwapConfig(space.num_slots, cost)
 
     def seconds(self, prompts: Sequence[Prompt], max_tokens: int, **options: Any) -> float:
         """Seconds to serve these prompts at once on a new engine."""

@@ -247,7 +247,7 @@ class EngineCore:
         try:
             match order.operation:
                 case "reset_prefix_cache":
-                    result = f"dropped {self.scheduler.pool.forget_all()} cached blocks"
+                    result = f"dropped {self.scheduler.pool.reset_prefix_cache()} cached blocks"
                 case "release_caches":
                     result = f"released {self.release_caches()} bytes of caches"
                 case "start_profile":
@@ -267,7 +267,7 @@ class EngineCore:
         if self.scheduler.requests:
             raise RuntimeError(f"{len(self.scheduler.requests)} requests are using the caches")
         given = self.runner.release_caches()
-        self.scheduler.pool.forget_all()
+        self.scheduler.pool.reset_prefix_cache()
         return given
 
     def state(self) -> EngineState:

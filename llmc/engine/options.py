@@ -10,7 +10,7 @@ from llmc.config import SchedulingPolicy
 from llmc.engine.adapters import AdapterLoader
 from llmc.engine.grammar import Grammars
 from llmc.engine.kv.layout import WHOLE, AttentionWindow
-from llmc.engine.kv.swap import SwapRoom
+from llmc.engine.kv.swap import SwapConfig
 from llmc.engine.spec_decode.speculation import Speculation
 
 
@@ -53,7 +53,7 @@ class EngineFeatures:
 
     Without `async_scheduling`, one step runs at a time even if the runner supports more. Without
     `share_prompts`, sequences of one prompt share no blocks by reference. It must be off for models
-    with per-request state outside the blocks, which cannot use `swap_room` or `speculation` either.
+    with per-request state outside the blocks, which can't use `swap_config` or `speculation` either.
     """
 
     eos_token_ids: Sequence[int] = ()
@@ -65,7 +65,7 @@ class EngineFeatures:
     long_context_from: int | None = None  # tokens; longer sequences are computed at other positions
     windows: Sequence[AttentionWindow] = (WHOLE,)  # one per group of layers (kv/layout.py)
     num_snapshots: int = 0  # of state outside the blocks; 0: such models can't use prefix caching
-    swap_room: SwapRoom | None = None  # None: preempted requests are recomputed
+    swap_config: SwapConfig | None = None  # None: preempted requests are recomputed
     speculation: Speculation | None = None
     grammars: Grammars | None = None  # None: structured outputs are refused
     adapters: AdapterLoader | None = None  # None: requests with LoRA adapters are refused

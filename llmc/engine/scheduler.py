@@ -60,13 +60,13 @@ class Scheduler:
             step_tokens=limits.max_num_batched_tokens,
             windows=tuple(features.windows),
         )
-        room = features.swap_room if self.layout.windows == (WHOLE,) else None
+        swap = features.swap_config if self.layout.windows == (WHOLE,) else None
         self.adapters = AdapterSlots(features.adapters)
         self.rows = RowTable(
             limits.max_num_seqs,
             self.pool,
             self.layout,
-            room,
+            swap,
             self.adapters,
             features.long_context_from,
         )

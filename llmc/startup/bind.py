@@ -13,7 +13,7 @@ from llmc.compiler.lower import lower
 from llmc.compiler.program import Program, bind
 from llmc.config import EngineConfig
 from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
-from llmc.engine.kv.swap import SwapCost, SwapRoom
+from llmc.engine.kv.swap import SwapConfig, SwapCost
 from llmc.errors import ConfigError
 from llmc.kernels.cpu.pages import touch_in_background
 from llmc.passes.tap_states import tap_names
@@ -53,7 +53,7 @@ class BoundModel:
     bound: dict[str, Tensor]  # the tensors of the step: weights, caches, constants
     kernels_built: bool
     adapters: AdapterStore | None = None
-    swap_room: SwapRoom | None = None  # host memory for preempted requests, and its cost
+    swap_config: SwapConfig | None = None  # host memory for preempted requests, and its cost
 
 
 def bind_model(
@@ -87,8 +87,8 @@ def bind_model(
             pass
     elif runner.caches:
         touch_in_background(runner.caches, _TOUCHED_BYTES)
-    room = _swap_room(runner.swap_space, profile.prefill_seconds_per_token)
-    return replace(made, swap_room=room)
+    swap_config = _swap_config(runner.swap_space, profile.prefill_seconds_per_token)
+    return replace(made, swap_config=swap_config)
 
 
 def make_runner(
@@ -239,7 +239,7 @@ def _swap_space(
     return SwapSpace(caches, num_slots)
 
 
-def _swap_room(space: SwapSpace | None, prefill_seconds_per_token: float) -> SwapRoom | None:
+def _swap_config(space: SwapSpace | None, prefill_seconds_per_token: float) -> SwapConfig | None:
     if space is None:
         return None
     cost = SwapCost(
@@ -247,4 +247,4 @@ def _swap_room(space: SwapSpace | None, prefill_seconds_per_token: float) -> Swa
         block_bytes=space.block_bytes,
         copy_bytes_per_second=space.measure(),
     )
-    return SwapRoom(space.num_slots, cost)
+    return SwapConfig(space.num_slots, cost)

@@ -326,10 +326,10 @@ def _cache_details(model: LoadedModel, pool: PoolSize, bound: BoundModel) -> lis
     if pool.num_snapshots:
         taken = pool.num_snapshots * model.state_bytes
         details.append(f"{pool.num_snapshots} state snapshots, {taken / 2**20:.0f} MiB")
-    if bound.swap_room is not None:
-        cost = bound.swap_room.cost
+    if bound.swap_config is not None:
+        cost = bound.swap_config.cost
         details.append(
-            f"swap {bound.swap_room.num_slots} blocks at "
+            f"swap {bound.swap_config.num_slots} blocks at "
             f"{cost.copy_bytes_per_second / 1e9:.1f} GB/s against "
             f"{1 / cost.prefill_seconds_per_token:.0f} tokens/s"
         )
@@ -373,7 +373,7 @@ def _make_engine(
             and bool(pool.num_snapshots or not has_states),
             share_prompts=not has_states,
             num_snapshots=pool.num_snapshots,
-            swap_room=bound.swap_room,
+            swap_config=bound.swap_config,
             scheduling_policy=config.scheduling_policy,
             speculation=speculation,
             windows=profile.layout.windows,

@@ -18,7 +18,7 @@ from llmc.engine.admission import Limits, check_request
 from llmc.engine.core import EngineCore
 from llmc.engine.kv import snapshots
 from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
-from llmc.engine.kv.swap import SwapCost, SwapRoom
+from llmc.engine.kv.swap import SwapConfig, SwapCost
 from llmc.engine.messages import AddRequest, EngineStats
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.spec_decode.draft_model import DraftModelSpeculation
@@ -140,8 +140,8 @@ class Trace:
                 eos_token_ids=[EOS],
                 enable_prefix_caching=self.caching,
                 scheduling_policy="priority" if self.priorities else "fcfs",
-                swap_room=(
-                    self.swap_room(rng) if rng.random() < 0.7 and not self.has_states else None
+                swap_config=(
+                    self.swap_config(rng) if rng.random() < 0.7 and not self.has_states else None
                 ),
                 share_prompts=not self.has_states,
                 num_snapshots=rng.choice([1, 2, 4, 30]) if self.has_states else 0,
@@ -174,13 +174,13 @@ class Trace:
         return speculation
 
     @staticmethod
-    def swap_room(rng: random.Random) -> SwapRoom:
+    def swap_config(rng: random.Random) -> SwapConfig:
         cost = SwapCost(
             prefill_seconds_per_token=rng.choice([1.0, 4.0]),
             block_bytes=1,
             copy_bytes_per_second=1.0,
         )
-        return SwapRoom(rng.randint(1, 14), cost)
+        return SwapConfig(rng.randint(1, 14), cost)
 
     def play(self, rng: random.Random) -> None:
         num_requests, next_index, steps = rng.randint(2, 8), 0, 0

@@ -82,7 +82,7 @@ def test_a_snapshot_goes_with_its_block() -> None:
         elif way == "forgotten":
             pool.forget([block])
         else:
-            assert pool.forget_all() == 1
+            assert pool.reset_prefix_cache() == 1
         assert pool.snapshots.longest([digest]) == 0, way
         pool.check()
 

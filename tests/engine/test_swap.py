@@ -8,7 +8,7 @@ import pytest
 from fake_runner import FakeRunner, Outcome, run, run_alone
 
 from llmc.engine.core import EngineCore
-from llmc.engine.kv.swap import SwapCost, Swapper, SwapRoom
+from llmc.engine.kv.swap import SwapConfig, SwapCost, Swapper
 from llmc.engine.messages import AddRequest
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.request import BlockTable, Request, RequestState
@@ -18,7 +18,7 @@ CHEAP = SwapCost(prefill_seconds_per_token=1.0, block_bytes=1, copy_bytes_per_se
 DEAR = SwapCost(prefill_seconds_per_token=1.0, block_bytes=10, copy_bytes_per_second=1.0)
 
 
-def engine(room: SwapRoom | None, depth: int = 2) -> tuple[EngineCore, FakeRunner]:
+def engine(swap: SwapConfig | None, depth: int = 2) -> tuple[EngineCore, FakeRunner]:
     runner = FakeRunner(num_blocks=12, block_size=2, max_tokens=32, max_rows=4, max_in_flight=depth)
     core = EngineCore(
         runner,
@@ -30,7 +30,7 @@ def engine(room: SwapRoom | None, depth: int = 2) -> tuple[EngineCore, FakeRunne
             max_model_len=24,
             vocab_size=9,
         ),
-        EngineFeatures(eos_token_ids=[0], enable_prefix_caching=False, swap_room=room),
+        EngineFeatures(eos_token_ids=[0], enable_prefix_caching=False, swap_config=swap),
     )
     return core, runner
 
@@ -49,14 +49,14 @@ def crowd() -> list[AddRequest]:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
-    ("room", "swaps"),
-    [(None, False), (SwapRoom(24, CHEAP), True), (SwapRoom(12, DEAR), False)],
+    ("swap", "swaps"),
+    [(None, False), (SwapConfig(24, CHEAP), True), (SwapConfig(12, DEAR), False)],
     ids=["none", "cheap", "dear"],
 )
 def test_whatever_is_cheaper_is_done_and_the_answers_are_the_same(
-    room: SwapRoom | None, swaps: bool, depth: int
+    swap: SwapConfig | None, swaps: bool, depth: int
 ) -> None:
-    core, runner = engine(room, depth)
+    core, runner = engine(swap, depth)
     for message in crowd():
         core.add(message)
     outcomes = run(core)
@@ -70,17 +70,17 @@ def test_whatever_is_cheaper_is_done_and_the_answers_are_the_same(
 
 def test_nothing_is_computed_twice() -> None:
     computed = {}
-    for room in (None, SwapRoom(24, CHEAP)):
-        core, runner = engine(room)
+    for swap in (None, SwapConfig(24, CHEAP)):
+        core, runner = engine(swap)
         for message in crowd():
             core.add(message)
         run(core)
-        computed[room is None] = runner.num_computed
+        computed[swap is None] = runner.num_computed
     assert computed[False] == 4 * (4 + 12 - 1) < computed[True]
 
 
 def test_too_little_host_memory_falls_back_to_recomputing() -> None:
-    core, _ = engine(SwapRoom(3, CHEAP))
+    core, _ = engine(SwapConfig(3, CHEAP))
     for message in crowd():
         core.add(message)
     outcomes = run(core)
@@ -89,7 +89,7 @@ def test_too_little_host_memory_falls_back_to_recomputing() -> None:
 
 
 def test_an_aborted_request_gives_its_slots_back() -> None:
-    core, _ = engine(SwapRoom(24, CHEAP))
+    core, _ = engine(SwapConfig(24, CHEAP))
     for message in crowd():
         core.add(message)
     while not core.stats().num_swaps:
@@ -102,7 +102,7 @@ def test_an_aborted_request_gives_its_slots_back() -> None:
 
 def test_a_copy_in_a_failed_step_is_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "llmc.engine.core")
-    core, runner = engine(SwapRoom(24, CHEAP), depth=1)
+    core, runner = engine(SwapConfig(24, CHEAP), depth=1)
     for message in crowd():
         core.add(message)
     outcomes: dict[str, Outcome] = {}
@@ -132,7 +132,7 @@ def saved(name: str, num_computed: int, blocks: list[int]) -> Request:
 
 
 def test_a_slot_emptied_by_a_plan_is_free_for_the_next_one_only() -> None:
-    swapper = Swapper(SwapRoom(2, CHEAP), block_size=2)
+    swapper = Swapper(SwapConfig(2, CHEAP), block_size=2)
     one, other = saved("a", 3, [5, 6, 7]), saved("b", 3, [8, 9])
     swapper.save(one)
     request, out, back = swapper.pop()
@@ -152,7 +152,7 @@ def test_a_slot_emptied_by_a_plan_is_free_for_the_next_one_only() -> None:
 
 
 def test_what_the_prefix_cache_holds_is_not_copied_back() -> None:
-    swapper = Swapper(SwapRoom(2, CHEAP), block_size=2)
+    swapper = Swapper(SwapConfig(2, CHEAP), block_size=2)
     one = saved("a", 3, [5, 6])
     swapper.save(one)
     assert swapper.restore(one, num_shared=2, num_computed=4) == 4
@@ -160,7 +160,7 @@ def test_what_the_prefix_cache_holds_is_not_copied_back() -> None:
 
 
 def test_check_finds_a_lost_slot() -> None:
-    swapper = Swapper(SwapRoom(2, CHEAP), block_size=2)
+    swapper = Swapper(SwapConfig(2, CHEAP), block_size=2)
     one = saved("a", 3, [5, 6])
     swapper.save(one)
     swapper.check([one])

@@ -99,7 +99,7 @@ def test_preempted_answers(subject: Subject, swaps: bool) -> None:
         num_blocks=33,  # the last two prompts fit in together, their answers do not
         max_num_batched_tokens=32,
         enable_prefix_caching=False,
-        swap_room=dataclasses.replace(room, cost=cost),
+        swap_config=dataclasses.replace(room, cost=cost),
     )
     assert_expected(subject, answers(subject, engine))
     assert engine.stats().num_preemptions > 0

@@ -150,7 +150,7 @@ def test_an_evicted_state_is_computed_again(subject: Subject) -> None:
     engine = subject.running.engine(num_snapshots=1)
     one, other = SYSTEM, prompts((0, 53))[1]
     assert [subject.hits(engine, p) for p in (one, one, other, one, one)] == [0, 52, 0, 0, 52]
-    engine.scheduler.pool.forget_all()
+    engine.scheduler.pool.reset_prefix_cache()
     assert subject.hits(engine, one) == 0
 
 

@@ -10,7 +10,7 @@ import tiny_engine
 import tiny_models
 
 from llmc.engine.core import EngineCore
-from llmc.engine.kv.swap import SwapRoom
+from llmc.engine.kv.swap import SwapConfig
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.errors import ConfigError
 
@@ -23,7 +23,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.save_checkpoint("llama", tmp_path_factory.mktemp("swap"))
 
 
-def engine(running: tiny_engine.Running, room: SwapRoom | None) -> EngineCore:
+def engine(running: tiny_engine.Running, room: SwapConfig | None) -> EngineCore:
     info = running.started.info
     for cache in running.caches:
         cache.fill_(float("nan"))
@@ -37,7 +37,7 @@ def engine(running: tiny_engine.Running, room: SwapRoom | None) -> EngineCore:
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
         ),
-        EngineFeatures(enable_prefix_caching=False, swap_room=room),
+        EngineFeatures(enable_prefix_caching=False, swap_config=room),
     )
 
 
@@ -48,7 +48,7 @@ def test_swapped_requests_go_on_as_recomputed_ones(path: Path) -> None:
     measured = running.started.engine.scheduler.rows.swap.room
     assert measured is not None and measured.cost.prefill_seconds_per_token > 0
     cheap = dataclasses.replace(measured.cost, prefill_seconds_per_token=1e9)
-    swapping = engine(running, SwapRoom(swapper.num_slots, cheap))
+    swapping = engine(running, SwapConfig(swapper.num_slots, cheap))
     got = tiny_engine.generate(swapping, PROMPTS, 14)
     assert swapping.stats().num_swaps > 0
     recomputing = engine(running, None)

@@ -16,7 +16,7 @@ from tiny_configs import save_random, tiny_config
 from tiny_models import FAMILIES, prompts, save_checkpoint
 
 from llmc.engine.core import EngineCore
-from llmc.engine.kv.swap import SwapRoom
+from llmc.engine.kv.swap import SwapConfig
 from llmc.engine.messages import AddRequest
 from llmc.engine.plan import RowMask, StepPlan
 from llmc.engine.spec_decode.ngram import NgramSpeculation
@@ -164,7 +164,7 @@ def test_swapped_blocks_come_back_on_every_rank(llama: Pair) -> None:
             running.engine(
                 num_blocks=14,
                 enable_prefix_caching=False,
-                swap_room=SwapRoom(space.num_slots, cheap),
+                swap_config=SwapConfig(space.num_slots, cheap),
             )
         )
     same(*engines)

@@ -20,7 +20,7 @@ from llmc.config import EngineConfig
 from llmc.engine.adapters import AdapterLoader
 from llmc.engine.core import EngineCore
 from llmc.engine.kv.layout import CacheLayout
-from llmc.engine.kv.swap import SwapRoom
+from llmc.engine.kv.swap import SwapConfig
 from llmc.engine.messages import AddRequest
 from llmc.engine.options import EngineFeatures, EngineLimits, RowStates
 from llmc.engine.plan import Runner
@@ -57,7 +57,7 @@ class Running:
         runner: Runner | None = None,
         speculation: Speculation | None = None,
         row_states: RowStates | None = None,
-        swap_room: SwapRoom | None = None,
+        swap_config: SwapConfig | None = None,
         adapters: AdapterLoader | None = None,
         num_snapshots: int | None = None,
     ) -> EngineCore:
@@ -95,7 +95,7 @@ class Running:
                 share_prompts=not info.state_bytes_per_request,
                 speculation=speculation,
                 row_states=row_states,
-                swap_room=swap_room,
+                swap_config=swap_config,
                 adapters=adapters,
                 windows=windows,
                 whole_images=info.images is not None and info.images.most_rows > 0,

@@ -96,7 +96,7 @@ class BlockPool:
                 del self._cached[block]
                 self._blank.append(block)
 
-    def forget_all(self) -> int:
+    def reset_prefix_cache(self) -> int:
         """Empty the prefix cache; requests keep their blocks. -> number of blocks removed."""
         named = list(self._block_of.values())
         self.forget(named)

@@ -14,7 +14,7 @@ from llmc.engine.adapters import AdapterSlots
 from llmc.engine.kv.block_pool import BlockPool
 from llmc.engine.kv.layout import CacheLayout
 from llmc.engine.kv.prefix_cache import NO_BLOCK, find_prefix, group_digest, live
-from llmc.engine.kv.swap import Swapper, SwapRoom
+from llmc.engine.kv.swap import SwapConfig, Swapper
 from llmc.engine.plan import BlockCopy, NewRow, RowWork
 from llmc.engine.request import BlockTable, Request
 from llmc.image_input import digests_within, start_of_cut_image
@@ -43,7 +43,7 @@ class RowTable:
         num_rows: int,
         pool: BlockPool,
         layout: CacheLayout | None = None,
-        swap_room: SwapRoom | None = None,
+        swap_config: SwapConfig | None = None,
         adapters: AdapterSlots | None = None,
         long_context_from: int | None = None,
     ) -> None:
@@ -53,7 +53,7 @@ class RowTable:
         self.layout = layout
         self.num_groups = layout.num_groups
         self.is_whole = layout.is_whole
-        self.swap = Swapper(swap_room, pool.block_size)
+        self.swap = Swapper(swap_config, pool.block_size)
         self.long_context_from = long_context_from
         self.owners: list[Request | None] = [None] * num_rows
         self._free = list(range(num_rows))  # a heap
