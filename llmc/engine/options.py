@@ -53,7 +53,7 @@ class EngineFeatures:
 
     Without `async_scheduling`, one step runs at a time even if the runner supports more. Without
     `share_prompts`, sequences of one prompt share no blocks by reference. It must be off for models
-    with per-request state outside the blocks, which can't use `swap_config` or `speculation` either.
+    with per-request state outside the blocks, which also lack `swap_config` and `speculation`.
     """
 
     eos_token_ids: Sequence[int] = ()

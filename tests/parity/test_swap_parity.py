@@ -23,7 +23,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.save_checkpoint("llama", tmp_path_factory.mktemp("swap"))
 
 
-def engine(running: tiny_engine.Running, room: SwapConfig | None) -> EngineCore:
+def engine(running: tiny_engine.Running, swap: SwapConfig | None) -> EngineCore:
     info = running.started.info
     for cache in running.caches:
         cache.fill_(float("nan"))
@@ -37,7 +37,7 @@ def engine(running: tiny_engine.Running, room: SwapConfig | None) -> EngineCore:
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
         ),
-        EngineFeatures(enable_prefix_caching=False, swap_config=room),
+        EngineFeatures(enable_prefix_caching=False, swap_config=swap),
     )
 
 
@@ -45,7 +45,7 @@ def test_swapped_requests_go_on_as_recomputed_ones(path: Path) -> None:
     running = tiny_engine.start(path, swap_space=2**20)
     swapper = running.started.runner.swap_space
     assert swapper is not None and swapper.num_slots >= NUM_BLOCKS
-    measured = running.started.engine.scheduler.rows.swap.room
+    measured = running.started.engine.scheduler.rows.swap.config
     assert measured is not None and measured.cost.prefill_seconds_per_token > 0
     cheap = dataclasses.replace(measured.cost, prefill_seconds_per_token=1e9)
     swapping = engine(running, SwapConfig(swapper.num_slots, cheap))
