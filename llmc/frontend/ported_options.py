@@ -226,8 +226,6 @@ VALUES: Mapping[str, tuple[frozenset[str], str]] = {
     "--node-rank": (frozenset({"0"}), _NODES),
     "--data-parallel-backend": (frozenset({"mp"}), _ENGINES),
     "--lora-dtype": (frozenset({"auto"}), "adapters have the model's --dtype"),
-    "--mamba-cache-dtype": (frozenset({"auto"}), "states have the type that the model uses"),
-    "--mamba-ssm-cache-dtype": (frozenset({"auto"}), "states have the type that the model uses"),
     "--backend": (frozenset({"pytorch"}), "there is only one implementation"),
     "--max-beam-width": (frozenset({"1"}), "beam search is in Python: LLM.beam_search"),
     "--num-scheduler-steps": (frozenset({"1"}), "a step samples one token per request"),
