@@ -25,7 +25,9 @@ from packed_checkpoints import (
 )
 
 from llmc.errors import CheckpointError
+from llmc.kernels.quantized_linear import dequantize
 from llmc.weights.quantized import stored_weights
+from llmc.weights.quantized.kept_quantized import blocks_of, kept_weights
 from llmc.weights.quantized.quantization_config import read_quantization
 
 
@@ -93,6 +95,38 @@ def test_scales_that_are_powers_of_two_in_a_byte(tmp_path: Path) -> None:
         tensors = {f"{MODULE}.weight": q, f"{MODULE}.weight_scale_inv": scale}
         got = read_stored(tmp_path, tensors, config, torch.float32)
         assert torch.equal(got[f"{MODULE}.weight"].read(), want)
+
+
+@pytest.mark.parametrize("suffix", ["scale", "qscale_weight"])
+def test_scales_may_have_other_names(suffix: str, tmp_path: Path) -> None:
+    packing = fp8((32, 48))
+    tensors, numbers = packing.pack(drawn())
+    named = {
+        f"{MODULE}.weight": tensors["weight"],
+        f"{MODULE}.{suffix}": tensors["weight_scale_inv"],
+    }
+    got = read_stored(tmp_path, named, packing.config, torch.float32)
+    assert set(got) == {f"{MODULE}.weight"}
+    torch.testing.assert_close(got[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
+
+
+def test_experts_may_have_4_bits_where_others_have_8(tmp_path: Path) -> None:
+    """As of DeepSeek V4."""
+    eight, expert = fp8((32, 48)), "layers.0.ffn.experts.3.w1"
+    parts, want = eight.pack(drawn())
+    named = {f"{MODULE}.weight": parts["weight"], f"{MODULE}.scale": parts["weight_scale_inv"]}
+    parts, numbers = PACKINGS["mxfp4"]().pack(drawn(48, 96))
+    named[f"{expert}.weight"] = parts["weight_packed"].view(torch.int8)
+    named[f"{expert}.scale"] = parts["weight_scale"].view(torch.float8_e8m0fnu)
+    config = {**eight.config, "expert_dtype": "fp4", "scale_fmt": "ue8m0"}
+    got = read_stored(tmp_path, named, config, torch.float32)
+    assert set(got) == {f"{MODULE}.weight", f"{expert}.weight"}
+    torch.testing.assert_close(got[f"{MODULE}.weight"].read(), want, rtol=1e-6, atol=0)
+    assert torch.equal(got[f"{expert}.weight"].read(), numbers)
+    ((_, to),) = [one for one in kept_weights(got) if one[0].startswith(expert)]
+    assert to.format == "mxfp4"
+    (blocks,) = blocks_of(got[f"{expert}.weight"], to)
+    assert torch.equal(dequantize(**blocks), numbers)
 
 
 def test_groups_of_config_json_go_by_name(tmp_path: Path) -> None:

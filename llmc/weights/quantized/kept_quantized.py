@@ -185,7 +185,10 @@ def blocks_of(
         if tensor.scheme.layout == "fp4":  # one matrix
             codes, exponents = codes[None, :, None], exponents[None]
         for rows, scales in zip(codes.flatten(-2), exponents, strict=True):
-            yield {"weight": pack_bytes(rows), "scale": pack_groups(scales.view(torch.uint8))}
+            yield {
+                "weight": pack_bytes(rows.view(torch.uint8)),
+                "scale": pack_groups(scales.view(torch.uint8)),
+            }
     else:
         for low in tensor.low_bits(part).matrices():
             yield _blocks_of(tensor, low, to, channels, inputs)

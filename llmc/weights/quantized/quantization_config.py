@@ -137,16 +137,24 @@ def _read(fields: Any) -> StoredQuantization:
     return _READERS[method](fields)
 
 
+_FP4_EXPERTS = WeightScheme(
+    layout="fp4", bits=4, block=(1, 32), is_float=True, targets=(r"re:.*\.experts\.\d+\.",)
+)
+
+
 def _fp8(fields: Mapping[str, Any]) -> StoredQuantization:
     one_of(fields, "fmt", "e4m3", ("e4m3", "e5m2"))
-    one_of(fields, "expert_dtype", "fp8", ("fp8",))
+    experts = one_of(fields, "expert_dtype", "fp8", ("fp8", "fp4"))
     activations = one_of(fields, "activation_scheme", "dynamic", ("dynamic", "static"))
     block = None
     if fields.get("weight_block_size") is not None:
         block = block_size(fields, "weight_block_size")
     return StoredQuantization(
         method=str(fields["quant_method"]),
-        schemes=(WeightScheme(layout="plain", bits=8, block=block, is_float=True),),
+        schemes=(
+            WeightScheme(layout="plain", bits=8, block=block, is_float=True),
+            *([_FP4_EXPERTS] if experts == "fp4" else []),
+        ),
         plain_modules=names_in(fields, "modules_to_not_convert")
         or names_in(fields, "ignored_layers"),
         quantizes_activations=bool(activations),
@@ -381,6 +389,7 @@ def _compressed_scheme(name: str, form: Any, group: Mapping[str, Any]) -> Weight
 _READERS: dict[Any, Callable[[Mapping[str, Any]], StoredQuantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
+    "mxfp8": _fp8,
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,

@@ -109,7 +109,7 @@ class QuantizedTensor:
         elif layout == "mxfp4":
             q, scale = unpack.unpack_e2m1(q.flatten(-2)), powers_of_two(scale)
         elif layout == "fp4":
-            q = unpack.unpack_e2m1(q)
+            q = unpack.unpack_e2m1(q.view(torch.uint8))
         elif layout == "bnb4":
             assert self.codes is not None
             q = unpack.halves(q)[: channels * depth].view(channels, depth)

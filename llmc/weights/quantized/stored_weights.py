@@ -97,6 +97,7 @@ class _Finder:
         self._popped: dict[str, StoredTensor] = {}  # for the scheme being tried
         self._quantization = quantization
         self._dtype = dtype
+        self._has_fp4 = any(s.layout == "fp4" for s in quantization.schemes)
         self._has_int8 = any(s.layout == "plain" and not s.is_float for s in quantization.schemes)
 
     def find(self) -> dict[str, Readable]:
@@ -130,6 +131,8 @@ class _Finder:
             return self._fitting(self._mxfp4, name.removesuffix("_blocks"), name, "mxfp4")
         if last in (*_OF_ACTIVATIONS, *_OF_CACHE, *_OF_WEIGHTS):
             return None  # zero points among them are int8 as weights are
+        if tensor.dtype == torch.int8 and last == "weight" and self._has_fp4:
+            return self._fitting(self._fp4, module, name, "fp4")
         if tensor.dtype in _FLOAT8 or (self._has_int8 and tensor.dtype == torch.int8):
             return self._fitting(self._plain, module if last == "weight" else name, name, "plain")
         return None
@@ -167,8 +170,7 @@ class _Finder:
             want = "float8" if scheme.is_float else "int8"
             raise CheckpointError(f"{name} is {plain_name(weight.dtype)} instead of {want}")
         self._take(name, for_=name)
-        known = [n for n in (f"{name}_scale_inv", f"{name}_scale") if n in self.left]
-        scale = self._take(known[0] if known else f"{name}_scale", for_=name)
+        scale = self._scale(module, name)
         if len(weight.shape) not in (2, 3):
             raise CheckpointError(
                 f"{name} has shape {list(weight.shape)}; a weight has 2 or 3 dimensions"
@@ -244,8 +246,8 @@ class _Finder:
         weight has another; groups of 32 have powers of two."""
         name = f"{module}.weight"
         weight = self._take(stored, for_=name)
-        scale = self._take(f"{name}_scale", for_=name)
-        check_kind(weight, 2, torch.uint8)
+        scale = self._scale(module, name)
+        check_kind(weight, 2, torch.int8 if weight.dtype == torch.int8 else torch.uint8)
         channels, depth = weight.shape[0], 2 * weight.shape[1]
         assert scheme.block is not None
         kinds = (torch.float8_e4m3fn,) if scheme.block[1] == 16 else BYTE_SCALES
@@ -399,6 +401,12 @@ class _Finder:
             scale=scale,
             transposed=True,
         )
+
+    def _scale(self, module: str, name: str) -> StoredTensor:
+        """The scale of a weight, under one of its usual names."""
+        usual = f"{name}_scale_inv", f"{name}_scale", f"{module}.scale", f"{module}.qscale_weight"
+        known = [n for n in usual if n in self.left]
+        return self._take(known[0] if known else f"{name}_scale", for_=name)
 
     def _take(self, name: str, *, for_: str) -> StoredTensor:
         if (found := self._pop(name)) is None:
