@@ -36,9 +36,9 @@ class Case:
         fields = {name: value for name, value in self.fields.items() if name in KNOWN}
         grammar = fields.get("structured_outputs")
         if grammar is not None:
-            from llmc.structured_outputs import StructuredOutputs
+            from llmc.structured_outputs import StructuredOutputsParams
 
-            fields["structured_outputs"] = StructuredOutputs(**grammar)
+            fields["structured_outputs"] = StructuredOutputsParams(**grammar)
         return SamplingParams(**fields)
 
     def body(self) -> Fields:

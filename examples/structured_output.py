@@ -6,7 +6,7 @@ python examples/structured_output.py [MODEL]
 import json
 import sys
 
-from llmc import LLM, SamplingParams, StructuredOutputs
+from llmc import LLM, SamplingParams, StructuredOutputsParams
 
 CITY = {
     "type": "object",
@@ -22,12 +22,12 @@ CITY = {
 def main(model: str | None = None) -> None:
     with LLM(model, opt_level=0) as llm:
         as_json = SamplingParams(
-            temperature=0.0, max_tokens=200, structured_outputs=StructuredOutputs(json=CITY)
+            temperature=0.0, max_tokens=200, structured_outputs=StructuredOutputsParams(json=CITY)
         )
         [output] = llm.chat([{"role": "user", "content": "Describe Paris."}], as_json)
         print(json.loads(output.outputs[0].text))
 
-        choice = StructuredOutputs(choice=["small", "medium", "large"])
+        choice = StructuredOutputsParams(choice=["small", "medium", "large"])
         sized = SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=choice)
         [output] = llm.generate("How large is an elephant? Answer:", sized)
         print(output.outputs[0].text)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from llmc.passes.logits_processors import LogitsBatch, LogitsProcessor, RowTable
     from llmc.pooling import PoolingParams
     from llmc.sampling_params import BeamSearchParams, SamplingParams
-    from llmc.structured_outputs import StructuredOutputs
+    from llmc.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -49,7 +49,7 @@ _PUBLIC = {
     "LoRARequest": "llmc.lora_request",
     "SamplingParams": "llmc.sampling_params",
     "BeamSearchParams": "llmc.sampling_params",
-    "StructuredOutputs": "llmc.structured_outputs",
+    "StructuredOutputsParams": "llmc.structured_outputs",
     "RequestOutput": "llmc.outputs",
     "CompletionOutput": "llmc.outputs",
     "BeamSearchOutput": "llmc.outputs",
@@ -88,7 +88,7 @@ __all__ = [
     "RowTable",
     "SamplingParams",
     "ScoringOutput",
-    "StructuredOutputs",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llmc.errors import InvalidRequestError
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -81,7 +81,9 @@ class SamplingParams:
     logprobs: int | None = None  # top alternatives per output token, 0 to 20; None: none
     prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
     extra_args: Mapping[str, ExtraArg] | None = None  # for users' logits processors
-    structured_outputs: StructuredOutputs | None = None  # a grammar that the output must follow
+    structured_outputs: StructuredOutputsParams | None = (
+        None  # a grammar that the output must follow
+    )
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
@@ -162,8 +164,8 @@ class SamplingParams:
         spec = self.structured_outputs
         if spec is None:
             return
-        if not isinstance(spec, StructuredOutputs):
-            raise _fail("structured_outputs", spec, "a StructuredOutputs")
+        if not isinstance(spec, StructuredOutputsParams):
+            raise _fail("structured_outputs", spec, "a StructuredOutputsParams")
         if self.allowed_token_ids is not None:
             raise InvalidRequestError(
                 "structured_outputs and allowed_token_ids both restrict which tokens can be "

@@ -1,4 +1,4 @@
-"""StructuredOutputs: the constraint on a request's output, one of five kinds of grammar.
+"""StructuredOutputsParams: the constraint on a request's output, one of five kinds of grammar.
 
 Plain data; llmc/structured/ turns it into token masks.
 """
@@ -21,7 +21,7 @@ _OPEN, _CLOSE = "([{", ")]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputs:
+class StructuredOutputsParams:
     """Set exactly one kind. The whole output matches it, unless max_tokens truncates it.
 
     Raises InvalidRequestError if none or several are set, or if the grammar is too large (64 KiB)

@@ -9,7 +9,7 @@ import pytest
 
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +141,8 @@ RANGES = {
         ),
     ),
     "structured_outputs": Range(
-        low=StructuredOutputs(choice=["a"]),
-        high=StructuredOutputs(json_object=True),
+        low=StructuredOutputsParams(choice=["a"]),
+        high=StructuredOutputsParams(json_object=True),
         outside=("[a-z]", {"regex": "a"}),
     ),
 }

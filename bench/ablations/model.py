@@ -29,7 +29,7 @@ from llmc.runner import model_runner
 from llmc.runner.delta import Delta, encode
 from llmc.sampling_params import BeamSearchParams, SamplingParams
 from llmc.startup.default_model import default_model
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 from llmc.text.detokenizer import IncrementalDecoder
 
 PASSES = ("merge_linears", "share_rotary", "fuse_rms_norm", "fuse_act_mul", "fuse_rope_write")
@@ -139,7 +139,7 @@ def _grammar(bench: Bench) -> Figures:
     prompts = [f"Write a list of {i + 3} animals." for i in range(rows)]
 
     def run(is_on: bool) -> float:
-        rules = StructuredOutputs(json=SCHEMA) if is_on else None
+        rules = StructuredOutputsParams(json=SCHEMA) if is_on else None
         params = SamplingParams(
             temperature=0.0,
             max_tokens=tokens,

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from llmc.engine.messages import RequestUpdate
 from llmc.engine.plan import RowMask, RowWork, TokenLogprobs
 from llmc.engine.request import Extension, Request
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 
 IDLE_WAIT_S = 0.05  # how long to wait for a grammar when there is nothing else to do
 
@@ -39,7 +39,7 @@ class Matcher(Protocol):
 class Grammars(Protocol):
     """Compiles grammars into matchers. Thread-safe."""
 
-    def begin(self, spec: StructuredOutputs, /) -> Future[Any]:
+    def begin(self, spec: StructuredOutputsParams, /) -> Future[Any]:
         """Start compiling. The future's result is a Matcher at the start of an output; it fails
         with InvalidRequestError if the grammar is invalid."""
 

@@ -23,7 +23,7 @@ from llmc.lora_request import LoRARequest
 from llmc.model_info import ImageInfo
 from llmc.pooling import SECOND_TEXT, PoolingInfo, Task
 from llmc.sampling_params import BAD_WORD_TOKENS, SamplingParams
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 from llmc.text.chat import Message, render_chat, render_text
 from llmc.text.reasoning import Reasoning
 from llmc.text.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ class Input:
         `max_tokens`: of the reasoning."""
         sampling, spec = self.sampling, self.sampling.structured_outputs
         if spec is None and max_tokens is not None:
-            spec = StructuredOutputs(grammar=reasoning.free_answer())
+            spec = StructuredOutputsParams(grammar=reasoning.free_answer())
         if spec is not None:
             spec = dataclasses.replace(spec, preamble=reasoning.preamble(max_tokens))
             sampling = dataclasses.replace(sampling, structured_outputs=spec)

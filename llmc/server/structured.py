@@ -1,4 +1,4 @@
-"""The fields of a body that request structured outputs -> one StructuredOutputs.
+"""The fields of a body that request structured outputs -> one StructuredOutputsParams.
 
 response_format | structured_outputs | guided_json, guided_regex, guided_choice, guided_grammar
 """
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from llmc.errors import InvalidRequestError
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llmc.server.protocol import GenerationBody
@@ -24,7 +24,7 @@ GUIDED = {
 FORMATS = ("text", "json_object", "json_schema")
 
 
-def structured_outputs(body: GenerationBody) -> StructuredOutputs | None:
+def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
     """None for free text. InvalidRequestError for an invalid grammar, or more than one."""
     if body.response_format is not None:
         _check_keys("response_format", body.response_format, ("type", "json_schema"))
@@ -36,7 +36,7 @@ def structured_outputs(body: GenerationBody) -> StructuredOutputs | None:
     if not fields:
         return None
     with blaming(body):
-        return StructuredOutputs(**_options(fields[0], getattr(body, fields[0])))
+        return StructuredOutputsParams(**_options(fields[0], getattr(body, fields[0])))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from llmc.async_llm import AsyncLLM
 from llmc.errors import InvalidRequestError
 from llmc.frontend.inputs import Input
 from llmc.server.protocol import ChatBody, ToolBody
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 from llmc.text.tokenizer import Tokenizer
 from llmc.text.tools.grammar import call_grammar
 from llmc.text.tools.parse import CallDelta, ToolParser
@@ -33,7 +33,7 @@ class ToolUse:
     tools: Sequence[Mapping[str, Any]]  # in the form that templates expect
     schemas: Mapping[str, Mapping[str, Any]]  # of the parameters, by the function's name
     parallel: bool
-    grammar: StructuredOutputs | None  # for an answer that must call a tool
+    grammar: StructuredOutputsParams | None  # for an answer that must call a tool
 
     def parser(self, *, streams: bool) -> ToolParser:
         return ToolParser(self.form, self.schemas, streams=streams, parallel=self.parallel)
@@ -53,7 +53,7 @@ class Choice:
 
 
 async def tool_use(
-    llm: AsyncLLM, body: ChatBody, answer: StructuredOutputs | None
+    llm: AsyncLLM, body: ChatBody, answer: StructuredOutputsParams | None
 ) -> ToolUse | None:
     """The tool use of a call; None without tools. InvalidRequestError names the invalid field.
 
@@ -73,11 +73,11 @@ async def tool_use(
         marks = _marks(form, llm.inputs.need_tokenizer("tools"))
         with blaming_tools():
             text = call_grammar(form, schemas, marks, parallel=parallel, answer=schema)
-            grammar = StructuredOutputs(grammar=text)
+            grammar = StructuredOutputsParams(grammar=text)
     return ToolUse(form=form, tools=tools, schemas=schemas, parallel=parallel, grammar=grammar)
 
 
-def _schema_of(answer: StructuredOutputs | None) -> str | None:
+def _schema_of(answer: StructuredOutputsParams | None) -> str | None:
     if answer is not None and answer.kind not in ("json", "json_object"):
         raise InvalidRequestError(
             f"tools can be combined with a JSON answer, not with a {answer.kind}; leave one of "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from llmc.errors import InvalidRequestError
 from llmc.structured.vocabulary import Vocabulary
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llmc.structured.grammars import Grammars, Matcher
@@ -33,7 +33,7 @@ class GrammarStarter:
         self._grammars: Grammars | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llmc-grammar")
 
-    def begin(self, spec: StructuredOutputs) -> Future[Matcher]:
+    def begin(self, spec: StructuredOutputsParams) -> Future[Matcher]:
         """A matcher at the start of an output; done at once for a cached grammar."""
         kept = None if self._grammars is None else self._grammars.copy_kept(spec)
         if kept is None:
@@ -42,7 +42,7 @@ class GrammarStarter:
         started.set_result(kept)
         return started
 
-    def _start(self, spec: StructuredOutputs) -> Matcher:
+    def _start(self, spec: StructuredOutputsParams) -> Matcher:
         if self._grammars is None:
             from llmc.text.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from llmc.errors import InvalidRequestError, LlmcError
 from llmc.structured.vocabulary import Vocabulary
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 
 _MAX_KEPT = 64  # prototypes; a copy takes microseconds, a new one milliseconds
 
@@ -37,7 +37,7 @@ class GrammarError(LlmcError):
     """A matcher failed. Its request must end, since it must never continue without a mask."""
 
 
-def compile_grammar(spec: StructuredOutputs) -> str:
+def compile_grammar(spec: StructuredOutputsParams) -> str:
     """The grammar in the library's own format. InvalidRequestError if it can't be parsed."""
     try:
         if spec.kind in ("json", "json_object"):
@@ -51,7 +51,7 @@ def compile_grammar(spec: StructuredOutputs) -> str:
         raise _invalid(spec, str(error)) from error
 
 
-def _format(spec: StructuredOutputs) -> Literal["gbnf", "lark", "regex", "choice"]:
+def _format(spec: StructuredOutputsParams) -> Literal["gbnf", "lark", "regex", "choice"]:
     if spec.kind != "grammar":
         return "regex" if spec.kind == "regex" else "choice"
     return "gbnf" if _GBNF_RULE.search(spec.text) else "lark"
@@ -75,7 +75,7 @@ _PLAINLY = {
 }
 
 
-def _invalid(spec: StructuredOutputs, reason: str) -> InvalidRequestError:
+def _invalid(spec: StructuredOutputsParams, reason: str) -> InvalidRequestError:
     lines = reason.strip().splitlines() or ["it is not accepted"]
     causes = [line.strip() for line in lines[1:] if line.startswith("error: ")]  # of a regex
     param = f"structured_outputs.{spec.kind}"
@@ -142,7 +142,7 @@ class Grammars:
             ) from error
         return cls(made)
 
-    def start(self, spec: StructuredOutputs) -> Matcher:
+    def start(self, spec: StructuredOutputsParams) -> Matcher:
         """A matcher at the start of an output. InvalidRequestError for an invalid grammar."""
         kept = self.copy_kept(spec)
         if kept is not None:
@@ -157,7 +157,7 @@ class Grammars:
                 self._kept.popitem(last=False)
         return Matcher(made.deep_copy(), self._mask_bytes)
 
-    def copy_kept(self, spec: StructuredOutputs) -> Matcher | None:
+    def copy_kept(self, spec: StructuredOutputsParams) -> Matcher | None:
         """The result of `start`, if the grammar is cached, so that it takes no time; else None."""
         key = (spec.kind, spec.text, spec.preamble)
         with self._lock:

@@ -23,7 +23,7 @@ from typing import IO
 
 from llmc.errors import InvalidRequestError, LlmcError
 from llmc.structured.vocabulary import Vocabulary
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 
 TIME_LIMIT = 2.0  # seconds for one grammar
 _START_LIMIT = 60.0  # seconds to import and to read the tokenizer
@@ -45,7 +45,7 @@ class Trial:
         self._process: subprocess.Popen[str] | None = None
         self._verdicts: OrderedDict[tuple[str, str, str], str | None] = OrderedDict()
 
-    def check(self, spec: StructuredOutputs) -> None:
+    def check(self, spec: StructuredOutputsParams) -> None:
         """Raise InvalidRequestError if a grammar is invalid, too costly, or crashes the process."""
         key = (spec.kind, spec.text, spec.preamble)
         with self._lock:
@@ -63,7 +63,7 @@ class Trial:
         with self._lock:
             self._stop()
 
-    def _try(self, spec: StructuredOutputs) -> str | None:
+    def _try(self, spec: StructuredOutputsParams) -> str | None:
         """Why the grammar is refused; None if it is accepted."""
         process = self._started()
         try:
@@ -167,14 +167,18 @@ def _main(requests: IO[str], answers: IO[str]) -> None:
             answer(None)
 
 
-def _spec(kind: str, text: str) -> StructuredOutputs:
+def _spec(kind: str, text: str) -> StructuredOutputsParams:
     if kind == "json_object":
-        return StructuredOutputs(json_object=True)
+        return StructuredOutputsParams(json_object=True)
     if kind == "choice":
-        return StructuredOutputs(choice=json.loads(text))
+        return StructuredOutputsParams(choice=json.loads(text))
     if kind == "json":
-        return StructuredOutputs(json=text, additional_properties=True)  # unchanged
-    return StructuredOutputs(regex=text) if kind == "regex" else StructuredOutputs(grammar=text)
+        return StructuredOutputsParams(json=text, additional_properties=True)  # unchanged
+    return (
+        StructuredOutputsParams(regex=text)
+        if kind == "regex"
+        else StructuredOutputsParams(grammar=text)
+    )
 
 
 def _limit_memory() -> None:

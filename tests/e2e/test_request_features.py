@@ -23,7 +23,7 @@ from llmc.outputs import Logprob, RequestOutput
 from llmc.sampling_params import SamplingParams
 from llmc.startup.start import Started, start_engine
 from llmc.structured.begin import GrammarStarter
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 from llmc.text.tokenizer import Tokenizer
 
 SCHEMA = {
@@ -38,10 +38,10 @@ SCHEMA = {
 }
 ARITHMETIC = 'root ::= num ("+" num)+\nnum ::= [0-9] | [0-9] [0-9]'
 SPECS = {
-    "json": StructuredOutputs(json=SCHEMA),
-    "regex": StructuredOutputs(regex=r"[A-F]{3}-\d{2,4}"),
-    "choice": StructuredOutputs(choice=["a pass", "a kernel", "neither"]),
-    "grammar": StructuredOutputs(grammar=ARITHMETIC),
+    "json": StructuredOutputsParams(json=SCHEMA),
+    "regex": StructuredOutputsParams(regex=r"[A-F]{3}-\d{2,4}"),
+    "choice": StructuredOutputsParams(choice=["a pass", "a kernel", "neither"]),
+    "grammar": StructuredOutputsParams(grammar=ARITHMETIC),
 }
 TEXT = "A pass is a function from graph to graph, and the graph"
 
@@ -214,7 +214,7 @@ def test_scores_of_a_prompt_are_those_of_its_tokens_when_drawn(llm: LLM) -> None
 
 
 def test_a_complete_answer_ends_with_its_last_token(llm: LLM) -> None:
-    spec = StructuredOutputs(choice=["yes"])
+    spec = StructuredOutputsParams(choice=["yes"])
     params = SamplingParams(structured_outputs=spec, max_tokens=9, min_tokens=8, ignore_eos=True)
     [output] = llm.generate(TEXT, params, progress=False)
     [one] = output.outputs
@@ -222,7 +222,7 @@ def test_a_complete_answer_ends_with_its_last_token(llm: LLM) -> None:
 
 
 def test_an_optional_end_is_drawn_and_not_shown(llm: LLM) -> None:
-    spec = StructuredOutputs(regex="(yes)+")
+    spec = StructuredOutputsParams(regex="(yes)+")
     eos = llm.info.eos_token_ids[0]
     params = SamplingParams(structured_outputs=spec, logit_bias={eos: 100.0}, max_tokens=20)
     [output] = llm.generate(TEXT, params, progress=False)
@@ -242,9 +242,9 @@ def test_a_grammar_whose_words_are_all_banned_ends_with_an_error(llm: LLM) -> No
         [TEXT, TEXT],
         [
             SamplingParams(
-                structured_outputs=StructuredOutputs(regex="x"), bad_words=["x"], max_tokens=5
+                structured_outputs=StructuredOutputsParams(regex="x"), bad_words=["x"], max_tokens=5
             ),
-            SamplingParams(structured_outputs=StructuredOutputs(regex="x"), max_tokens=5),
+            SamplingParams(structured_outputs=StructuredOutputsParams(regex="x"), max_tokens=5),
         ],
         progress=False,
     )
@@ -253,7 +253,7 @@ def test_a_grammar_whose_words_are_all_banned_ends_with_an_error(llm: LLM) -> No
 
 
 def test_wrong_grammars_are_refused_and_the_others_served(llm: LLM) -> None:
-    wrong = StructuredOutputs(regex="(a")
+    wrong = StructuredOutputsParams(regex="(a")
     params = [SamplingParams(structured_outputs=wrong), SamplingParams(max_tokens=3)]
     refused, served = llm.generate([TEXT, TEXT], params, progress=False)
     assert refused.error is not None and "structured_outputs.regex" in refused.error

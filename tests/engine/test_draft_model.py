@@ -19,7 +19,7 @@ from llmc.engine.plan import StepPlan
 from llmc.errors import ConfigError
 from llmc.sampling_params import SamplingParams
 from llmc.speculative_config import SpeculativeConfig
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 
 CONTEXT = 64
 ROWS = 4
@@ -227,7 +227,7 @@ def test_a_submit_that_raises_is_a_failure_like_any_other(caplog: pytest.LogCapt
 
 def test_structured_answers_are_not_followed() -> None:
     pair = Pair()
-    spec = SamplingParams(structured_outputs=StructuredOutputs(regex="3"))
+    spec = SamplingParams(structured_outputs=StructuredOutputsParams(regex="3"))
     assert spec.structured_outputs is not None
     with pytest.raises(Exception, match="not available"):  # the fake engine has no grammars
         pair.core.add(AddRequest(request_id="a", prompt_token_ids=[1], sampling=spec))

@@ -15,7 +15,7 @@ from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan import StepPlan, StepResult
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from llmc.sampling_params import SamplingParams
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 
 
 class ScriptedRunner:
@@ -65,7 +65,7 @@ def add(
     request_id: str,
     max_tokens: int = 3,
     seed: int | None = None,
-    structured: StructuredOutputs | None = None,
+    structured: StructuredOutputsParams | None = None,
 ) -> None:
     sampling = SamplingParams(max_tokens=max_tokens, seed=seed, structured_outputs=structured)
     core.add(AddRequest(request_id=request_id, prompt_token_ids=[1, 2, 3], sampling=sampling))
@@ -208,7 +208,7 @@ def test_an_id_can_be_used_again_only_when_it_is_over() -> None:
 def test_a_refused_request_leaves_nothing() -> None:
     core = engine(ScriptedRunner())
     with pytest.raises(InvalidRequestError, match="not available in this engine"):
-        add(core, "a", structured=StructuredOutputs(json_object=True))
+        add(core, "a", structured=StructuredOutputsParams(json_object=True))
     assert not core.has_work
     add(core, "a")
 

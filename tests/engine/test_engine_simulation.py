@@ -25,7 +25,7 @@ from llmc.engine.spec_decode.draft_model import DraftModelSpeculation
 from llmc.engine.spec_decode.speculation import Speculation
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 
 NUM_TRACES = 600  # for each of 18 batches
 
@@ -53,9 +53,9 @@ def random_request(rng: random.Random, index: int, context: int, crowd: bool) ->
     )
 
 
-def random_grammar(rng: random.Random) -> StructuredOutputs:
+def random_grammar(rng: random.Random) -> StructuredOutputsParams:
     ending = "!" if rng.random() < 0.1 else ""
-    return StructuredOutputs(regex=f"{rng.randint(1, 12)}{ending}")
+    return StructuredOutputsParams(regex=f"{rng.randint(1, 12)}{ending}")
 
 
 def random_windows(rng: random.Random) -> tuple[AttentionWindow, ...]:

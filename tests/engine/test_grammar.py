@@ -15,7 +15,7 @@ from llmc.engine.messages import AddRequest
 from llmc.engine.options import MAX_SCORED, EngineFeatures, EngineLimits
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 
 CONTEXT = 1200
 
@@ -24,10 +24,10 @@ class SlowGrammars:
     """Matchers are there when the test says so."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[StructuredOutputs, Future[Matcher]]] = []
+        self.asked: list[tuple[StructuredOutputsParams, Future[Matcher]]] = []
         self.is_known = False
 
-    def begin(self, spec: StructuredOutputs) -> Future[Matcher]:
+    def begin(self, spec: StructuredOutputsParams) -> Future[Matcher]:
         future: Future[Matcher] = Future()
         self.asked.append((spec, future))
         if self.is_known:
@@ -63,7 +63,7 @@ def make_engine(grammars: Any, depth: int = 2, **options: Any) -> EngineCore:
 
 
 def message(request_id: str, grammar: str | None = "3", **fields: Any) -> AddRequest:
-    spec = None if grammar is None else StructuredOutputs(regex=grammar)
+    spec = None if grammar is None else StructuredOutputsParams(regex=grammar)
     options = {"max_tokens": 8, "seed": 1, "structured_outputs": spec, "ignore_eos": spec is None}
     options |= fields.pop("sampling", {})
     return AddRequest(

@@ -23,7 +23,7 @@ from llmc.engine.spec_decode.speculation import Speculation, count_accepted
 from llmc.errors import ConfigError
 from llmc.sampling_params import SamplingParams
 from llmc.speculative_config import SpeculativeConfig
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 
 # ---- what the user says ----
 
@@ -308,7 +308,7 @@ def test_only_what_was_accepted_can_be_shared() -> None:
 def test_structured_outputs_have_no_draft_tokens() -> None:
     speculation = NgramSpeculation(SpeculativeConfig(prompt_lookup_min=1), AlwaysOn())
     core, runner = engine(speculation)
-    core.add(message("a", ignore_eos=False, structured_outputs=StructuredOutputs(regex="12")))
+    core.add(message("a", ignore_eos=False, structured_outputs=StructuredOutputsParams(regex="12")))
     run(core)
     assert core.stats().num_generated_tokens > 5 and runner.num_drafted == 0
 

@@ -17,7 +17,7 @@ from llmc.engine.messages import AbortRequest, AddRequest, EngineOutputs
 from llmc.processes import engine_host, wire
 from llmc.processes.engine_host import EngineHost, bind
 from llmc.sampling_params import SamplingParams
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 
 ADDRESS = "inproc://engine"
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -124,7 +124,7 @@ def test_an_idle_front_hears_the_numbers(hosted: Hosted, monkeypatch: pytest.Mon
 def test_a_refused_request_fails_alone(hosted: Hosted) -> None:
     front = hosted.front("api-0")
     front.ask("good", SamplingParams(max_tokens=2))
-    front.ask("bad", SamplingParams(structured_outputs=StructuredOutputs(json_object=True)))
+    front.ask("bad", SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True)))
     updates = []
     for _ in range(6):
         hosted.turns()

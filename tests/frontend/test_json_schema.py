@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmc.json_schema import closed
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 
 PLAIN: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
 CLOSED = {**PLAIN, "additionalProperties": False}
@@ -61,6 +61,6 @@ def test_objects_that_meet_several_schemas_are_as_they_are(schema: Any) -> None:
 
 
 def test_a_request_may_ask_for_the_letter() -> None:
-    assert json.loads(StructuredOutputs(json=PLAIN).text) == CLOSED
-    assert json.loads(StructuredOutputs(json=json.dumps(PLAIN)).text) == CLOSED
-    assert json.loads(StructuredOutputs(json=PLAIN, additional_properties=True).text) == PLAIN
+    assert json.loads(StructuredOutputsParams(json=PLAIN).text) == CLOSED
+    assert json.loads(StructuredOutputsParams(json=json.dumps(PLAIN)).text) == CLOSED
+    assert json.loads(StructuredOutputsParams(json=PLAIN, additional_properties=True).text) == PLAIN

@@ -35,7 +35,7 @@ from llmc.processes import wire
 from llmc.processes.remote_errors import as_exception, describe_failure
 from llmc.processes.server_processes import RestartBudget
 from llmc.sampling_params import SamplingParams
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 
 SAMPLING = SamplingParams(
     temperature=1,
@@ -46,7 +46,7 @@ SAMPLING = SamplingParams(
     logprobs=3,
 )
 ASKS_MORE = SamplingParams(
-    structured_outputs=StructuredOutputs(json={"type": "integer"}),
+    structured_outputs=StructuredOutputsParams(json={"type": "integer"}),
     bad_words_token_ids=[[1, 2], [3]],
     prompt_logprobs=2,
     best_of=4,
@@ -134,15 +134,15 @@ def test_a_request_arrives_with_all_that_belongs_to_it() -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        StructuredOutputs(json={"type": "integer"}),
-        StructuredOutputs(json_object=True),
-        StructuredOutputs(regex="a+"),
-        StructuredOutputs(choice=["yes", "n\u00f6"]),
-        StructuredOutputs(grammar='root ::= "a"'),
+        StructuredOutputsParams(json={"type": "integer"}),
+        StructuredOutputsParams(json_object=True),
+        StructuredOutputsParams(regex="a+"),
+        StructuredOutputsParams(choice=["yes", "n\u00f6"]),
+        StructuredOutputsParams(grammar='root ::= "a"'),
     ],
     ids=lambda spec: spec.kind,
 )
-def test_every_kind_of_grammar_arrives(spec: StructuredOutputs) -> None:
+def test_every_kind_of_grammar_arrives(spec: StructuredOutputsParams) -> None:
     sampling = dataclasses.replace(ASKS_MORE, structured_outputs=spec)
     request = dataclasses.replace(REQUEST, sampling=sampling)
     arrived = to_engine(wire.pack(request)).sampling

@@ -124,12 +124,12 @@ def test_probe(canary: Canary, probe: Probe) -> None:
 def test_only_so_many_grammars_are_kept() -> None:
     from llmc.structured import grammars
     from llmc.structured.vocabulary import Vocabulary
-    from llmc.structured_outputs import StructuredOutputs
+    from llmc.structured_outputs import StructuredOutputsParams
     from llmc.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(make_hf_tokenizer())
     kept = grammars.Grammars.load(Vocabulary.of(tokenizer, vocab_size=400, eos_token_ids=[1]))
-    specs = [StructuredOutputs(regex=f"a{{{i}}}") for i in range(1, 2 * grammars._MAX_KEPT)]
+    specs = [StructuredOutputsParams(regex=f"a{{{i}}}") for i in range(1, 2 * grammars._MAX_KEPT)]
     for spec in specs:
         kept.start(spec)
     assert len(kept._kept) == grammars._MAX_KEPT

@@ -30,7 +30,7 @@ from llmc.runner.rows import RowTables
 from llmc.sampling_params import SamplingParams
 from llmc.startup import tensor_parallel
 from llmc.startup.start import start_engine
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "opt_level": 0, "max_model_len": 256, "block_size": 8,
@@ -47,7 +47,7 @@ def ranks_of(pid: int) -> list[psutil.Process]:
 @pytest.mark.slow
 def test_two_processes_answer_as_one_and_a_killed_rank_ends_the_engine() -> None:
     path = str(tiny_chat_model())
-    number = StructuredOutputs(regex=r"[0-9]{3} [a-z]{2}")
+    number = StructuredOutputsParams(regex=r"[0-9]{3} [a-z]{2}")
     params = [
         SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),
         SamplingParams(max_tokens=12, temperature=0.8, seed=3, logprobs=2),

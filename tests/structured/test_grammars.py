@@ -17,7 +17,7 @@ from llmc.errors import InvalidRequestError
 from llmc.structured.grammars import GrammarError, Grammars, Matcher
 from llmc.structured.trial import Trial
 from llmc.structured.vocabulary import Vocabulary
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 from llmc.text.tokenizer import Tokenizer
 
 PATH = tiny_chat_model()
@@ -36,15 +36,17 @@ SCHEMA = {
     "additionalProperties": False,
 }
 SPECS = {
-    "json": StructuredOutputs(json=SCHEMA),
-    "json_object": StructuredOutputs(json_object=True),
-    "regex": StructuredOutputs(regex=r"[A-F]{3}-\d{2,4}( ok)?"),
-    "choice": StructuredOutputs(choice=["yes", "no", "perhaps (ä)"]),
-    "gbnf": StructuredOutputs(grammar='root ::= "<" item+ ">"\nitem ::= [a-c] | "(" item ")"'),
-    "lark that inlines": StructuredOutputs(
+    "json": StructuredOutputsParams(json=SCHEMA),
+    "json_object": StructuredOutputsParams(json_object=True),
+    "regex": StructuredOutputsParams(regex=r"[A-F]{3}-\d{2,4}( ok)?"),
+    "choice": StructuredOutputsParams(choice=["yes", "no", "perhaps (ä)"]),
+    "gbnf": StructuredOutputsParams(
+        grammar='root ::= "<" item+ ">"\nitem ::= [a-c] | "(" item ")"'
+    ),
+    "lark that inlines": StructuredOutputsParams(
         grammar='// a rule\n%import common.INT\n?start: item+\n?item: "x" -> ex\n | "y" INT?'
     ),
-    "lark": StructuredOutputs(grammar='start: "x" NUMBER\nNUMBER: /[0-9]{2}/'),
+    "lark": StructuredOutputsParams(grammar='start: "x" NUMBER\nNUMBER: /[0-9]{2}/'),
 }
 
 
@@ -160,7 +162,7 @@ WRONG: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ["regex", "grammar", "schema", "reference"])
 def test_a_wrong_grammar_is_refused_in_one_line(name: str, grammars: Grammars) -> None:
     with pytest.raises(InvalidRequestError, match="structured_outputs") as caught:
-        grammars.start(StructuredOutputs(**WRONG[name]))
+        grammars.start(StructuredOutputsParams(**WRONG[name]))
     assert "\n" not in str(caught.value)
     assert name != "regex" or "unclosed group" in str(caught.value)
 
@@ -177,7 +179,7 @@ def test_errors_of_the_library_are_said_plainly(
     wrong: dict[str, Any], words: str, grammars: Grammars
 ) -> None:
     with pytest.raises(InvalidRequestError, match=words):
-        grammars.start(StructuredOutputs(**wrong))
+        grammars.start(StructuredOutputsParams(**wrong))
 
 
 # The trial
@@ -201,7 +203,7 @@ def test_the_trial_accepts_what_works(name: str, trial: Trial) -> None:
 @pytest.mark.parametrize("name", ["regex", "grammar", "schema", "reference"])
 def test_the_trial_refuses_what_does_not(name: str, trial: Trial) -> None:
     with pytest.raises(InvalidRequestError, match="structured_outputs"):
-        trial.check(StructuredOutputs(**WRONG[name]))
+        trial.check(StructuredOutputsParams(**WRONG[name]))
     trial.check(SPECS["regex"])
 
 
@@ -211,18 +213,18 @@ def test_a_costly_grammar_neither_hangs_nor_crashes_what_comes_after(
 ) -> None:
     """Accepted (grammars are expanded lazily) or refused: an answer comes, and the next too."""
     try:
-        trial.check(StructuredOutputs(**WRONG[name]))
+        trial.check(StructuredOutputsParams(**WRONG[name]))
     except InvalidRequestError as error:
         assert "structured_outputs" in str(error)
-    trial.check(StructuredOutputs(regex="after"))
+    trial.check(StructuredOutputsParams(regex="after"))
 
 
 def test_a_crash_refuses_the_grammar_and_nothing_else(trial: Trial) -> None:
-    trial.check(StructuredOutputs(regex="before the crash"))
+    trial.check(StructuredOutputsParams(regex="before the crash"))
     process = trial._process
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)  # so that it can't answer before it is killed
-    crash = StructuredOutputs(regex="crash")
+    crash = StructuredOutputsParams(regex="crash")
     original = trial._time_limit
     trial._time_limit = 0.2
     try:
@@ -236,4 +238,4 @@ def test_a_crash_refuses_the_grammar_and_nothing_else(trial: Trial) -> None:
     assert process is not None
     process.kill()
     process.wait()
-    trial.check(StructuredOutputs(regex="after another"))
+    trial.check(StructuredOutputsParams(regex="after another"))

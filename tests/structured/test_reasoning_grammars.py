@@ -9,17 +9,17 @@ from scripted_engine import VOCAB_WIDTH, make_hf_tokenizer
 
 from llmc.errors import InvalidRequestError
 from llmc.structured.grammars import GrammarError, Grammars
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 from llmc.text.chat import render_chat
 from llmc.text.reasoning import find_reasoning
 from llmc.text.tokenizer import Tokenizer
 
 SPECS = [
-    (StructuredOutputs(regex="[A-F]{3}"), "BAD", "bad"),
-    (StructuredOutputs(json={"type": "boolean"}), "true", "1"),
-    (StructuredOutputs(choice=["one", "two"]), "two", "three"),
-    (StructuredOutputs(grammar='root ::= "<" [a-c] ">"'), "<b>", "b"),
-    (StructuredOutputs(grammar='start: "x" /[0-9]/'), "x7", "y"),
+    (StructuredOutputsParams(regex="[A-F]{3}"), "BAD", "bad"),
+    (StructuredOutputsParams(json={"type": "boolean"}), "true", "1"),
+    (StructuredOutputsParams(choice=["one", "two"]), "two", "three"),
+    (StructuredOutputsParams(grammar='root ::= "<" [a-c] ">"'), "<b>", "b"),
+    (StructuredOutputsParams(grammar='start: "x" /[0-9]/'), "x7", "y"),
 ]
 
 
@@ -31,7 +31,7 @@ def prompt_of(tokenizer: Tokenizer, kind: Style) -> list[int]:
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize(("spec", "good", "bad"), SPECS, ids=lambda value: str(value)[:60])
 def test_it_holds_behind_the_reasoning(
-    style: str, spec: StructuredOutputs, good: str, bad: str
+    style: str, spec: StructuredOutputsParams, good: str, bad: str
 ) -> None:
     kind = STYLES[style]
     hf = make_hf_tokenizer(kind.template, kind.special_tokens)
@@ -40,7 +40,9 @@ def test_it_holds_behind_the_reasoning(
     ids = prompt_of(tokenizer, kind)
     reasoning = find_reasoning(kind.form, tokenizer, ids)
     assert reasoning is not None
-    made = StructuredOutputs(**{spec.kind: getattr(spec, spec.kind)}, preamble=reasoning.preamble())
+    made = StructuredOutputsParams(
+        **{spec.kind: getattr(spec, spec.kind)}, preamble=reasoning.preamble()
+    )
     grammars = Grammars(
         LLTokenizer(hf.backend_tokenizer.to_str(), n_vocab=VOCAB_WIDTH, eos_token=1)
     )
@@ -70,10 +72,10 @@ def test_the_same_grammar_without_a_preamble_is_another() -> None:
             make_hf_tokenizer().backend_tokenizer.to_str(), n_vocab=VOCAB_WIDTH, eos_token=1
         )
     )
-    grammars.start(StructuredOutputs(regex="a", preamble='start: "b" @answer'))
-    assert grammars.copy_kept(StructuredOutputs(regex="a")) is None
+    grammars.start(StructuredOutputsParams(regex="a", preamble='start: "b" @answer'))
+    assert grammars.copy_kept(StructuredOutputsParams(regex="a")) is None
     with pytest.raises(InvalidRequestError, match="regex can't be used"):
-        grammars.start(StructuredOutputs(regex="a", preamble="start: nothing @answer"))
+        grammars.start(StructuredOutputsParams(regex="a", preamble="start: nothing @answer"))
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -89,7 +91,7 @@ def test_a_limit_forces_the_end_of_the_reasoning(style: str) -> None:
         with pytest.raises(InvalidRequestError, match="single tokens"):
             reasoning.preamble(3)
         return
-    made = StructuredOutputs(grammar=reasoning.free_answer(), preamble=reasoning.preamble(3))
+    made = StructuredOutputsParams(grammar=reasoning.free_answer(), preamble=reasoning.preamble(3))
     backend = hf.backend_tokenizer.to_str()
     matcher = Grammars(LLTokenizer(backend, n_vocab=VOCAB_WIDTH, eos_token=1)).start(made)
     begin, end = tokenizer.added_tokens[kind.form.begin], tokenizer.added_tokens[kind.form.end]

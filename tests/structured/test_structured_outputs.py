@@ -1,4 +1,4 @@
-"""StructuredOutputs: exactly one kind, bounded in size and depth."""
+"""StructuredOutputsParams: exactly one kind, bounded in size and depth."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llmc.errors import InvalidRequestError
-from llmc.structured_outputs import MAX_GRAMMAR_DEPTH, StructuredOutputs
+from llmc.structured_outputs import MAX_GRAMMAR_DEPTH, StructuredOutputsParams
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from llmc.structured_outputs import MAX_GRAMMAR_DEPTH, StructuredOutputs
     ],
 )
 def test_each_kind(given: dict[str, Any], kind: str, text: str) -> None:
-    spec = StructuredOutputs(**given)
+    spec = StructuredOutputsParams(**given)
     assert (spec.kind, spec.text) == (kind, text)
 
 
@@ -48,11 +48,11 @@ def test_each_kind(given: dict[str, Any], kind: str, text: str) -> None:
 )
 def test_what_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match="structured_outputs") as caught:
-        StructuredOutputs(**given)
+        StructuredOutputsParams(**given)
     assert message in str(caught.value)
     assert (caught.value.param or "").startswith("structured_outputs")
 
 
 def test_the_deepest_that_is_allowed() -> None:
     nested = "(" * MAX_GRAMMAR_DEPTH + "a" + ")" * MAX_GRAMMAR_DEPTH
-    assert StructuredOutputs(regex=nested).text == nested
+    assert StructuredOutputsParams(regex=nested).text == nested

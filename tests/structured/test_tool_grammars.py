@@ -14,7 +14,7 @@ from tool_templates import STYLES, WEATHER
 
 from llmc.errors import InvalidRequestError
 from llmc.structured.grammars import Grammars, Matcher
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 from llmc.text.chat import tool_format
 from llmc.text.tokenizer import Tokenizer
 from llmc.text.tools.grammar import call_grammar
@@ -70,7 +70,7 @@ class Model:
         marks = self.form.marker_tokens(self.tokenizer.special_texts)
         ids = {mark: hf.convert_tokens_to_ids(mark) for mark in marks}
         text = call_grammar(self.form, tools, ids, parallel=parallel)
-        return self.grammars.start(StructuredOutputs(grammar=text))
+        return self.grammars.start(StructuredOutputsParams(grammar=text))
 
     def say(self, matcher: Matcher, chance: random.Random, *, limit: int = 500) -> str | None:
         """An answer, None where it got too long. Ends and quotes are likelier than the rest."""

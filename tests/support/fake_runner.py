@@ -28,7 +28,7 @@ from llmc.engine.messages import AddRequest, RequestUpdate
 from llmc.engine.options import MAX_SCORED
 from llmc.engine.plan import NewRow, RowWork, StepPlan, StepResult, TokenLogprobs
 from llmc.sampling_params import SamplingParams
-from llmc.structured_outputs import StructuredOutputs
+from llmc.structured_outputs import StructuredOutputsParams
 
 VOCAB = 9
 EOS = 0
@@ -118,7 +118,7 @@ class DigitMatcher:
 
 
 class DigitGrammars:
-    def begin(self, spec: StructuredOutputs) -> Future[Matcher]:
+    def begin(self, spec: StructuredOutputsParams) -> Future[Matcher]:
         future: Future[Matcher] = Future()
         future.set_result(DigitMatcher(spec.text))
         return future
