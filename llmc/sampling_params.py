@@ -81,9 +81,7 @@ class SamplingParams:
     logprobs: int | None = None  # top alternatives per output token, 0 to 20; None: none
     prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
     extra_args: Mapping[str, ExtraArg] | None = None  # for users' logits processors
-    structured_outputs: StructuredOutputsParams | None = (
-        None  # a grammar that the output must follow
-    )
+    structured_outputs: StructuredOutputsParams | None = None  # a grammar for the output
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
