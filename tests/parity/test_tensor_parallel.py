@@ -157,7 +157,7 @@ def test_swapped_blocks_come_back_on_every_rank(llama: Pair) -> None:
     engines = []
     for running in (llama.one, llama.many):
         space = running.started.runner.swap_space
-        room = running.started.engine.scheduler.rows.swap.room
+        room = running.started.engine.scheduler.rows.swap.config
         assert space is not None and room is not None
         cheap = dataclasses.replace(room.cost, prefill_seconds_per_token=1e9)
         engines.append(
