@@ -17,7 +17,7 @@ from llmc.server.anthropic_protocol import NAMES, CountTokensBody, MessagesBody
 from llmc.server.body import read_body
 from llmc.server.errors import anthropic_error, json_response
 from llmc.server.respond import Deltas, GenerationResponse, Wire, named_event
-from llmc.server.turn import Answer, Turn, naming, prepare_turn
+from llmc.server.turn import Answer, Turn, prepare_turn, renamed_params
 from llmc.text.tools.arguments import decoded
 from llmc.text.tools.parse import CallDelta, Delta
 
@@ -26,14 +26,14 @@ WIRE = Wire(event=named_event, error=anthropic_error)
 
 async def create_message(request: Request) -> GenerationResponse:
     body = await read_body(request, MessagesBody)
-    with naming(NAMES):
+    with renamed_params(NAMES):
         turn = await prepare_turn(request, body.chat())
     return turn.respond(request, MessageCall(turn.with_most(body.max_tokens), body))
 
 
 async def count_tokens(request: Request) -> Response:
     body = await read_body(request, CountTokensBody)
-    with naming(NAMES):
+    with renamed_params(NAMES):
         turn = await prepare_turn(request, body.chat(max_tokens=1))
     return json_response({"input_tokens": len(turn.source.prompt_token_ids)})
 

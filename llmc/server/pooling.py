@@ -35,7 +35,7 @@ from llmc.server.pooling_protocol import (
 )
 from llmc.server.respond import OPENAI, Deltas, GenerationResponse
 from llmc.server.sampling import cache_salt, priority
-from llmc.server.turn import naming
+from llmc.server.turn import renamed_params
 
 Made = Callable[[Stream], dict[str, Any]]
 
@@ -152,7 +152,7 @@ async def rerank(request: Request) -> GenerationResponse:
     llm: AsyncLLM = request.app.state.llm
     model = model_name(request, body.model)
     texts = [one.text if isinstance(one, Document) else one for one in body.documents]
-    with naming({"text_1": "query", "text_2": "documents", "prompt": "documents"}):
+    with renamed_params({"text_1": "query", "text_2": "documents", "prompt": "documents"}):
         scoring = await llm.prepare.scoring([body.query], texts, params_of(body))
     check_vectors(scoring.sources, llm, "documents")
     head = answer.Head("rerank", "list", model)
@@ -188,7 +188,7 @@ async def respond(
             {"prompt": one, "add_special_tokens": False} if isinstance(one, str) else one
             for one in prompts
         ]
-    with naming({"prompt": "input"}):
+    with renamed_params({"prompt": "input"}):
         sources = await llm.prepare.pooled(prompts, truncate=body.truncate_prompt_tokens)
     check_vectors(sources, llm, "input")
     return submit(request, body, sources, made)

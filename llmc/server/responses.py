@@ -20,14 +20,14 @@ from llmc.server.errors import ApiError, error_body, json_response
 from llmc.server.respond import Deltas, GenerationResponse, Wire, named_event
 from llmc.server.responses_protocol import NAMES, ResponsesBody
 from llmc.server.responses_store import ResponseStore
-from llmc.server.turn import Answer, Turn, naming, prepare_turn
+from llmc.server.turn import Answer, Turn, prepare_turn, renamed_params
 from llmc.text.tools.parse import CallDelta, Delta
 
 
 async def create_response(request: Request) -> GenerationResponse:
     body = await _read(request)
     before = _before(request, body)
-    with naming(NAMES):
+    with renamed_params(NAMES):
         turn = await prepare_turn(request, body.chat(before))
     messages = [*before, *body.messages()]
     call = ResponseCall(turn, body)
@@ -39,7 +39,7 @@ async def create_response(request: Request) -> GenerationResponse:
 
 async def count_input_tokens(request: Request) -> Response:
     body = await _read(request)
-    with naming(NAMES):
+    with renamed_params(NAMES):
         turn = await prepare_turn(request, body.chat(_before(request, body)))
     count = len(turn.source.prompt_token_ids)
     return json_response({"object": "response.input_tokens", "input_tokens": count})

@@ -195,7 +195,7 @@ def content_part(
 
 
 @contextmanager
-def naming(names: Mapping[str, str]) -> Iterator[None]:
+def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
     """Make errors about a ChatBody's field name the protocol's field that it came from."""
     try:
         yield

@@ -26,14 +26,16 @@ if TYPE_CHECKING:
     from llmc.weights.gguf.reader import GgufHeader
 
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}  # pooling_type
-_LAYOUT = 7  # version of the directory layout; directories of other versions are not used
+# llama.cpp's defaults, which those who run GGUF files know; small models write noise without them.
+_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+_LAYOUT = 8  # version of the directory layout; directories of other versions are not used
 
 
 def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> Path:
     """The directory for a file, or for the first of several parts, created if necessary.
 
-    `sampling`: parameters to use if the file has none. Raises CheckpointError for a file that can't
-    be read or served.
+    `sampling`: parameters to use where the file has none; default: llama.cpp's. Raises
+    CheckpointError for a file that can't be read or served.
     """
     path = _followed(path)
     made = _made_at(path, sampling)
@@ -70,7 +72,7 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
         hf_config.save_pretrained(folder)
         own = generation_config(header)
         ends = own.get("eos_token_id", [])
-        settings = {**(sampling or {}), **own}
+        settings = {**(sampling or _SAMPLING), **own}
         (folder / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
         try:
             write_tokenizer(header.metadata, folder, ends)

@@ -26,6 +26,7 @@ from llmc.kernels.quantized_linear import dequantize as op_numbers
 from llmc.server.model_manager import weight_file_bytes
 from llmc.startup.gguf_files import model_directory
 from llmc.startup.model_files import load_config, resolve_model
+from llmc.startup.resolve import resolve
 from llmc.text.tokenizer import Tokenizer
 from llmc.weights.checkpoint import SomeOf
 from llmc.weights.gguf.blocks import KEPT, kept_as, to_blocks
@@ -59,6 +60,22 @@ def test_parameters_are_those_of_transformers(architecture: str, tmp_path: Path)
     for name, tensor in got.items():
         assert tensor.shape == tuple(state[name].shape)
         assert torch.equal(tensor.read(), want[name]), name
+
+
+def test_sampling_parameters_that_a_file_does_not_state_are_those_of_llama_cpp(
+    tmp_path: Path,
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama")
+    llama_cpp = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+    for given, expected in ((None, llama_cpp), ({"temperature": 0.2}, {"temperature": 0.2})):
+        folder = model_directory(path, given)
+        stored = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+        assert {n: v for n, v in stored.items() if n != "eos_token_id"} == expected
+    files = resolve_model(EngineConfig(model=str(path)))
+    assert (
+        resolve(EngineConfig(model=str(path)), torch.device("cpu")).sampling_defaults == llama_cpp
+    )
+    assert files.path == model_directory(path)
 
 
 def test_gguf_makes_its_map_of_names_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
