@@ -37,7 +37,7 @@ from llmc.server.protocol import ChatBody
 from llmc.server.respond import Deltas, GenerationResponse, Wire
 from llmc.server.sampling import cache_salt, sampling_params
 from llmc.server.structured import blaming
-from llmc.server.turn import Turn, naming, prepare_turn
+from llmc.server.turn import Turn, prepare_turn, renamed_params
 from llmc.text.chat import reasoning_format, tool_format
 from llmc.text.infill import has_infill_tokens
 from llmc.text.tools.arguments import decoded
@@ -60,7 +60,7 @@ async def chat(request: Request) -> GenerationResponse | Response:
     body = await read_body(request, OllamaChatBody)
     if not body.messages:
         return _loaded(request, body, {"message": {"role": "assistant", "content": ""}})
-    with naming(NAMES):
+    with renamed_params(NAMES):
         turn = await prepare_turn(request, body.chat())
     return turn.respond(request, OllamaCall(turn, body))
 
@@ -69,7 +69,7 @@ async def generate(request: Request) -> GenerationResponse | Response:
     body = await read_body(request, GenerateBody)
     if not (body.prompt or body.suffix or body.images):
         return _loaded(request, body, {"response": ""})
-    with naming(NAMES):
+    with renamed_params(NAMES):
         if body.suffix:
             turn = await _infill_turn(request, body.chat(), body.suffix)
         else:
@@ -117,7 +117,7 @@ async def _embedded(
     check_params(params, info)
     if not texts:
         return json_response(made([], 0))
-    with naming({"prompt": "input"}):
+    with renamed_params({"prompt": "input"}):
         sources = await llm.prepare.pooled(texts, truncate=params.truncate_prompt_tokens)
 
     def body(stream: Stream) -> dict[str, Any]:

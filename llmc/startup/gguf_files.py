@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llmc.weights.gguf.reader import GgufHeader
 
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}  # pooling_type
-# llama.cpp's defaults, which those who run GGUF files know; small models write noise without them.
+# The defaults of the format's own engine; small models write noise without them.
 _SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 _LAYOUT = 8  # version of the directory layout; directories of other versions are not used
 
@@ -34,7 +34,7 @@ _LAYOUT = 8  # version of the directory layout; directories of other versions ar
 def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> Path:
     """The directory for a file, or for the first of several parts, created if necessary.
 
-    `sampling`: parameters to use where the file has none; default: llama.cpp's. Raises
+    `sampling`: parameters to use where the file has none; default: those of _SAMPLING. Raises
     CheckpointError for a file that can't be read or served.
     """
     path = _followed(path)
