@@ -233,7 +233,10 @@ def verify_images(
     given = dict(processor(images=images, text=[text], return_tensors="pt"))
     encode = _encoder(processor)
     prepared = preparer.prepare(text, images, encode)
-    if prepared.token_ids != given["input_ids"][0].tolist():
+    wanted_ids = given["input_ids"][0].tolist()
+    if prepared.token_ids == wanted_ids[-len(prepared.token_ids) :] != wanted_ids:
+        raise CheckpointError("its processor puts tokens before the text, besides its tokenizer's")
+    if prepared.token_ids != wanted_ids:
         raise CheckpointError("its processor treats several images differently from one")
     sent = {name: _moved(value, tower) for name, value in given.items()}
     called = call_recorded(tower, sent, hidden)
@@ -358,7 +361,9 @@ def _compare_rows(
     got = torch.zeros_like(want)
     got[mask.to(got.device)] = rows
     scale = want.norm()
-    error = float((got - want).norm() / scale) if scale else float("inf")
+    if not scale:
+        raise CheckpointError("its own forward does not put image rows among the embeddings")
+    error = float((got - want).norm() / scale)
     if not error <= _PROOF_TOLERANCE.get(tower.dtype, _PROOF_TOLERANCE_LOW_PRECISION):
         raise CheckpointError(
             f"its own forward embeds images differently (rows differ by {error:.0%})"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_images import tiny_image_model
+from transformers import LlavaProcessor
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llava import modeling_llava
 from transformers.models.qwen3_vl import modeling_qwen3_vl
@@ -70,6 +71,17 @@ def test_rows_in_other_places(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(modeling_llava.LlavaModel, "get_placeholder_mask", shifted)
     with pytest.raises(CheckpointError, match="embeds images differently"):
+        proved("llava")
+
+
+def test_no_rows_in_the_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = modeling_llava.LlavaModel.forward
+
+    def forward(self: Any, *args: Any, pixel_values: Any, **kwargs: Any) -> Any:
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_llava.LlavaModel, "forward", forward)
+    with pytest.raises(CheckpointError, match="does not put image rows among the embeddings"):
         proved("llava")
 
 
@@ -170,6 +182,20 @@ def test_a_processor_that_writes_several_images_otherwise() -> None:
 
     with pytest.raises(CheckpointError, match="several images differently from one"):
         proved("internvl", replaced)
+
+
+def test_a_processor_that_puts_tokens_before_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = LlavaProcessor.__call__
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = call(self, *args, **kwargs)
+        if torch.is_tensor(made["input_ids"]):
+            made["input_ids"] = torch.nn.functional.pad(made["input_ids"], (1, 0), value=1)
+        return made
+
+    monkeypatch.setattr(LlavaProcessor, "__call__", called)
+    with pytest.raises(CheckpointError, match="puts tokens before the text"):
+        proved("llava")
 
 
 def test_pixels_in_bfloat16() -> None:
