@@ -244,7 +244,7 @@ def _initialize(modules: dict[str, nn.Module], prefix: str) -> None:
 
 def _unset_like(buffer: Tensor) -> Tensor:
     """A CPU tensor of the same shape, filled with NaN (the lowest value for integers)."""
-    if buffer.is_floating_point():
+    if buffer.is_floating_point() or buffer.is_complex():
         return torch.full(buffer.shape, float("nan"), dtype=buffer.dtype)
     low = 0 if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min
     return torch.full(buffer.shape, low, dtype=buffer.dtype)
@@ -254,6 +254,6 @@ def is_unset(value: Tensor) -> bool:
     """Whether the model's initializer left a buffer as `_unset_like` made it."""
     if value.numel() == 0:
         return False
-    if value.is_floating_point():
+    if value.is_floating_point() or value.is_complex():
         return bool(value.isnan().any())
     return value.dtype != torch.bool and bool((value == torch.iinfo(value.dtype).min).any())

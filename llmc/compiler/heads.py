@@ -159,6 +159,11 @@ def _generator(config: Any) -> Any:
     return next((maker for maker in makers if type(config) in maker._model_mapping), makers[0])
 
 
+def is_captured(module: nn.Module, config: Any) -> bool:
+    """Whether `make_module` makes modules of this class for a generative model."""
+    return _generator(config)._model_mapping.get(type(config), None) is type(module)
+
+
 def _generators() -> list[Any]:
     """transformers' auto classes for generative models, the text-only one first. Older versions
     lack one of them, and have most audio models only in the last."""

@@ -23,10 +23,15 @@ LAYER_FEATURES = "deepstack_features"  # a tower's output for first layers of th
 
 
 class ImageTower:
-    """`module` is transformers' model for images and text, on meta."""
+    """`module` is transformers' model for images and text, on meta.
+
+    If `reads_forward` is set, rows come from its forward instead of `get_image_features`. Some
+    models project the features in their forward.
+    """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         self.module = module
+        self.reads_forward = False
         self.dtype = dtype
         self.device = device
         self.base: Any = _inner(module)
@@ -64,13 +69,23 @@ class ImageTower:
             else:
                 child._buffers[leaf] = tensor
 
-    def encode(self, tensors: Mapping[str, Tensor], /) -> Tensor:
-        """An image's tensors on the host -> its rows [n, levels * hidden] on the device."""
+    def encode(self, tensors: Mapping[str, Tensor], num_rows: int, /) -> Tensor:
+        """An image's tensors on the host -> its rows [num_rows, levels * hidden] on the device."""
+        if self.reads_forward:
+            return self._encode_in_forward(tensors, num_rows)
         given = {k: self._sent(v) for k, v in tensors.items() if k in self._takes}
         with torch.no_grad():
             made = getattr(self.base, FEATURES)(**given, return_dict=True)
         levels = [made.pooler_output, *(getattr(made, LAYER_FEATURES, None) or ())]
         return torch.cat([_rows(level) for level in levels], -1).to(self.dtype)
+
+    def _encode_in_forward(self, tensors: Mapping[str, Tensor], num_rows: int) -> Tensor:
+        config: Any = self.module.config
+        given = {k: self._sent(v) for k, v in tensors.items()}
+        given["input_ids"] = torch.full((1, num_rows), config.image_token_id, device=self.device)
+        called = call_recorded(self, given, config.get_text_config().hidden_size)
+        rows: Tensor = called["inputs_embeds"][0]
+        return rows.to(self.dtype)
 
     def _sent(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
@@ -127,9 +142,12 @@ def _inner(module: nn.Module) -> Any:
 
 
 @contextmanager
-def recorded_decoder(tower: ImageTower, hidden: int) -> Iterator[list[Mapping[str, Any]]]:
+def recorded_decoder(
+    tower: ImageTower, hidden: int, embeddings: Tensor | None = None
+) -> Iterator[list[Mapping[str, Any]]]:
     """Inside this context, the text model does not run: its arguments are appended to the list.
-    Embeddings of tokens are zeros [..., hidden]."""
+    Embeddings of tokens are `embeddings` or zeros [..., hidden]; other weights of the text model
+    have made-up values."""
     calls: list[Mapping[str, Any]] = []
     decoder, embedding = tower.decoder, tower.base.get_input_embeddings()
     names = list(inspect.signature(decoder.forward).parameters)
@@ -139,22 +157,45 @@ def recorded_decoder(tower: ImageTower, hidden: int) -> Iterator[list[Mapping[st
         raise _Recorded
 
     def embed(ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        if embeddings is not None:
+            return embeddings.view(*ids.shape, hidden).clone()
         return torch.zeros(*ids.shape, hidden, dtype=tower.dtype, device=tower.device)
 
+    weights = [
+        (owner._parameters, name, weight)
+        for owner in decoder.modules()
+        for name, weight in owner._parameters.items()
+        if weight is not None and weight.is_meta
+    ]
     decoder.forward, embedding.forward = record, embed
+    for owned, name, weight in weights:
+        owned[name] = nn.Parameter(_made_up(weight, tower.device), requires_grad=False)
     try:
         yield calls
     finally:
         del decoder.forward, embedding.forward
+        for owned, name, weight in weights:
+            owned[name] = weight
+
+
+def _made_up(weight: Tensor, device: torch.device) -> Tensor:
+    """A tensor of this shape whose rows differ. It takes memory for one value per row only."""
+    if not weight.dim():
+        return torch.ones((), dtype=weight.dtype, device=device)
+    rows = torch.arange(len(weight), device=device).sin().to(weight.dtype)
+    return rows.view(-1, *[1] * (weight.dim() - 1)).expand(weight.shape)
 
 
 class _Recorded(Exception):
     """Raised to end a call of the text model."""
 
 
-def call_recorded(tower: ImageTower, inputs: Mapping[str, Any], hidden: int) -> Mapping[str, Any]:
-    """The arguments that the model's own forward passes to its text model for these inputs."""
-    with recorded_decoder(tower, hidden) as calls, torch.no_grad():
+def call_recorded(
+    tower: ImageTower, inputs: Mapping[str, Any], hidden: int, embeddings: Tensor | None = None
+) -> Mapping[str, Any]:
+    """The arguments that the model's own forward passes to its text model for these inputs, if its
+    tokens have these embeddings, or zeros."""
+    with recorded_decoder(tower, hidden, embeddings) as calls, torch.no_grad():
         try:
             tower.base(**inputs, use_cache=False)
         except _Recorded:

@@ -34,8 +34,8 @@ CACHE_BYTES = 256 << 20  # of the cache of encoded images, on the device
 class Tower(Protocol):
     """Encodes images, and computes the positions of the tokens around them."""
 
-    def encode(self, tensors: Mapping[str, Tensor], /) -> Tensor:
-        """An image's tensors on the host -> its rows [n, levels * hidden] on the device."""
+    def encode(self, tensors: Mapping[str, Tensor], num_rows: int, /) -> Tensor:
+        """An image's tensors on the host -> its rows [num_rows, levels * hidden] on the device."""
 
     def positions(
         self, token_ids: Tensor, images: Sequence[Mapping[str, Tensor]], mask: Tensor, /
@@ -214,7 +214,7 @@ class RowImages:
         if found is not None:
             self._cache.move_to_end(image.digest)
             return found
-        made = self._tower.encode(tensors_of(image))
+        made = self._tower.encode(tensors_of(image), image.num_rows)
         self.num_encoded += 1
         if made.shape[0] != image.num_rows:
             raise LlmcError(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from llmc.compiler.cache import ProgramCache
-from llmc.compiler.heads import ADD_ROWS, LAYER_MASK, LAYER_ROWS
+from llmc.compiler.heads import ADD_ROWS, LAYER_MASK, LAYER_ROWS, is_captured
 from llmc.compiler.image_tower import ImageTower, build_tower, call_recorded, tower_buffers
 from llmc.compiler.lower import lower
 from llmc.compiler.program import Program, bind, lowered
@@ -233,21 +233,54 @@ def verify_images(
     given = dict(processor(images=images, text=[text], return_tensors="pt"))
     encode = _encoder(processor)
     prepared = preparer.prepare(text, images, encode)
-    if prepared.token_ids != given["input_ids"][0].tolist():
+    wanted_ids = given["input_ids"][0].tolist()
+    if prepared.token_ids == wanted_ids[-len(prepared.token_ids) :] != wanted_ids:
+        raise CheckpointError("its processor puts tokens before the text, besides its tokenizer's")
+    if prepared.token_ids != wanted_ids:
         raise CheckpointError("its processor treats several images differently from one")
     sent = {name: _moved(value, tower) for name, value in given.items()}
     called = call_recorded(tower, sent, hidden)
     wanted = [called["inputs_embeds"][0], *_layer_rows(tower, prepared, called)]
-    _compare_rows(tower, prepared, wanted, hidden)
+    try:
+        _compare_rows(tower, prepared, wanted, hidden)
+    except (CheckpointError, *_FAULTS):
+        if len(wanted) > 1:
+            raise
+        tower.reads_forward = True
+        _compare_rows(tower, prepared, wanted, hidden)
     whole = _whole_images(tower, sent, called.get("attention_mask"), prepared, hidden)
-    extra = {name for name, value in called.items() if name not in _KNOWN and not _is_plain(value)}
-    if extra:
-        raise CheckpointError(
-            f"it passes {', '.join(sorted(extra))} to its text model besides image embeddings, "
-            "which is not supported yet"
-        )
+    _compare_captured(tower, sent["input_ids"], called, hidden)
     axes = _axes(tower, prepared, called.get("position_ids"))
     return Head(image_levels=len(wanted), position_axes=axes), whole
+
+
+def _compare_captured(
+    tower: ImageTower, token_ids: Tensor, called: Mapping[str, Any], hidden: int
+) -> None:
+    """Compare with the forward that is captured, which gets no images: the rows replace the output
+    of its embedding.
+
+    Raises CheckpointError if the embeddings of the two differ, or a tensor that they pass on.
+    """
+    captured: Mapping[str, Any] = {}
+    config: Any = tower.module.config
+    if is_captured(tower.module, config):
+        rows = called["inputs_embeds"]
+        captured = call_recorded(tower, {"input_ids": token_ids}, hidden, rows)
+        embeddings = captured.get("inputs_embeds")
+        if embeddings is not None and not torch.equal(embeddings, rows):
+            raise CheckpointError("it changes embeddings before it puts image rows among them")
+    extra = {name for name, value in called.items() if name not in _KNOWN and not _is_plain(value)}
+    differ = {name for name in extra if not _is_equal(called[name], captured.get(name))}
+    if differ:
+        raise CheckpointError(
+            f"it passes {', '.join(sorted(differ))} to its text model besides image embeddings, "
+            "which is not supported yet"
+        )
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
 
 
 def _encoder(processor: Any) -> Any:
@@ -314,7 +347,7 @@ def _compare_rows(
     mask = _image_tokens(prepared)
     pieces = []
     for image in prepared.images:
-        pieces.append(tower.encode(tensors_of(image)).float())
+        pieces.append(tower.encode(tensors_of(image), image.num_rows).float())
         if len(pieces[-1]) != image.num_rows:
             raise CheckpointError(
                 f"its tower returns {len(pieces[-1])} rows for an image of {image.num_rows} tokens"
@@ -328,7 +361,9 @@ def _compare_rows(
     got = torch.zeros_like(want)
     got[mask.to(got.device)] = rows
     scale = want.norm()
-    error = float((got - want).norm() / scale) if scale else float("inf")
+    if not scale:
+        raise CheckpointError("its own forward does not put image rows among the embeddings")
+    error = float((got - want).norm() / scale)
     if not error <= _PROOF_TOLERANCE.get(tower.dtype, _PROOF_TOLERANCE_LOW_PRECISION):
         raise CheckpointError(
             f"its own forward embeds images differently (rows differ by {error:.0%})"

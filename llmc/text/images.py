@@ -139,6 +139,9 @@ def _spans(places: Any) -> tuple[tuple[int, int], ...]:
 
 def _packed(value: Any) -> ImageTensor:
     """Values as bytes, in float32, int64 or bool."""
+    is_float = getattr(value, "is_floating_point", None)
+    if is_float is not None and is_float():
+        value = value.float()  # NumPy has no bfloat16
     array = np.asarray(value)
     kind = {"f": np.float32, "i": np.int64, "u": np.int64, "b": np.bool_}[array.dtype.kind]
     array = np.ascontiguousarray(array, dtype=kind)

@@ -30,6 +30,11 @@ from llmc.text.tokenizer import Tokenizer
 
 NUM_TOKENS = 10
 SERVED = ("internvl", "qwen2_5_vl", "qwen3_vl", "gemma3")
+# Compared in fewer schedules: in one batch, and in chunks.
+MORE = (
+    *("llava", "llava_next", "llava_onevision", "pixtral", "mistral3", "idefics3", "aya_vision"),
+    *("qwen2_vl", "qwen3_5", "glm4v", "gemma4", "gemma4_small"),
+)
 # Text around images, 0 for each: first and last in a prompt, side by side, several, none at all.
 LAYOUTS: tuple[tuple[Any, ...], ...] = (
     ("what is ", 0, " and where?"),
@@ -55,9 +60,13 @@ class Subject:
 
 @pytest.fixture(scope="module", params=tiered(SERVED, "qwen2_5_vl", "gemma3", group="{}"))
 def subject(request: pytest.FixtureRequest) -> Subject:
-    path = tiny_image_model(request.param)
-    running = tiny_engine.start(path, max_model_len=256)
-    prompts = [_prompt(layout, request.param) for layout in LAYOUTS]
+    return _subject(request.param)
+
+
+def _subject(family: str) -> Subject:
+    path = tiny_image_model(family)
+    running = tiny_engine.start(path, max_model_len=512, max_num_batched_tokens=512)
+    prompts = [_prompt(layout, family) for layout in LAYOUTS]
     processor = InputProcessor(running.started.info, Tokenizer.load(path))
     greedy = SamplingParams(
         temperature=0.0, logprobs=0, max_tokens=NUM_TOKENS, ignore_eos=True, seed=1
@@ -137,6 +146,17 @@ def _check(subject: Subject, engine: Any) -> Any:
 
 def test_all_in_one_batch(subject: Subject) -> None:
     assert _check(subject, subject.running.engine()).num_steps == NUM_TOKENS
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("family", tiered(MORE, "gemma4_small"))
+def test_more_classes(family: str) -> None:
+    subject = _subject(family)
+    images = subject.running.started.info.images
+    assert images is not None
+    _check(subject, subject.running.engine(max_num_batched_tokens=512))
+    whole = 100 if images.most_rows else 7
+    _check(subject, subject.running.engine(max_num_batched_tokens=whole))
 
 
 def test_chunks_that_cut_images(subject: Subject) -> None:
