@@ -79,7 +79,11 @@ def format_block(title: str, sections: Sequence[tuple[str | None, Sequence[Row]]
 def context(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """The date and the command, for every JSON result."""
     words = list(sys.argv if argv is None else argv)
-    words[0] = Path(words[0]).name
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if argv is None and spec is not None:  # started as `python -m module`
+        words[:1] = ["python", "-m", spec.name.removesuffix(".__main__")]
+    else:
+        words[0] = Path(words[0]).name
     now = datetime.now(UTC)
     return {"date": now.strftime("%Y%m%d-%H%M%S"), "command": shlex.join(words)}
 
