@@ -335,16 +335,22 @@ def _paged_kernel(bench: Bench) -> Figures:
     return in_turn(lambda: us(paged), lambda: us(contiguous), bench.rounds, note=note)
 
 
-def _pass_row(name: str) -> Row:
+def _token_row(name: str, what: str, on: str, off: str, start_on: Start, start_off: Start) -> Row:
+    """A row of the default model that compares the time between tokens of two ways to start it."""
     return Row(
-        name=f"pass-{name}",
-        what=f"`{name}`",
-        on="with",
-        off=f"`--disable-pass {name}`",
+        name=name,
+        what=what,
+        on=on,
+        off=off,
         unit="ms a token",
         model=SMALL,
-        measure=_between_tokens(_small, _without_pass(name)),
+        measure=_between_tokens(start_on, start_off),
     )
+
+
+def _pass_row(name: str) -> Row:
+    off = f"`--disable-pass {name}`"
+    return _token_row(f"pass-{name}", f"`{name}`", "with", off, _small, _without_pass(name))
 
 
 ROWS = (
@@ -369,42 +375,12 @@ ROWS = (
         measure=_sampler,
     ),
     *(_pass_row(name) for name in PASSES),
-    Row(
-        name="passes",
-        what="all of these passes",
-        on="with",
-        off="without",
-        unit="ms a token",
-        model=SMALL,
-        measure=_between_tokens(_small, _bare),
+    _token_row("passes", "all of these passes", "with", "without", _small, _bare),
+    _token_row("opt-level", "compilation with Inductor", "`-O1`", "`-O0`", _compiled, _uncompiled),
+    _token_row(
+        "kernels", "C++ ops", "with", "their references in plain torch", _small, _on_references
     ),
-    Row(
-        name="opt-level",
-        what="compilation with Inductor",
-        on="`-O1`",
-        off="`-O0`",
-        unit="ms a token",
-        model=SMALL,
-        measure=_between_tokens(_compiled, _uncompiled),
-    ),
-    Row(
-        name="kernels",
-        what="C++ ops",
-        on="with",
-        off="their references in plain torch",
-        unit="ms a token",
-        model=SMALL,
-        measure=_between_tokens(_small, _on_references),
-    ),
-    Row(
-        name="low-bits",
-        what="weights of 4 bits",
-        on="Q4_1",
-        off="BF16",
-        unit="ms a token",
-        model=SMALL,
-        measure=_between_tokens(_small, _bfloat16),
-    ),
+    _token_row("low-bits", "weights of 4 bits", "Q4_1", "BF16", _small, _bfloat16),
     Row(
         name="fp8-cache",
         what="8-bit KV cache",

@@ -35,8 +35,7 @@ class WeightScheme:
 
     `layout`: "plain" is a weight of one byte per value under its own name; "packed" is that of
     compressed-tensors; "fp4" has two e2m1 numbers in a byte; "bnb4" and "bnb8" are bitsandbytes',
-    and "bitnet" has numbers of 2 bits, from four rows in a byte.
-    `divides`: the scale of the whole
+    and "bitnet" has numbers of 2 bits, from four rows in a byte. `divides`: the scale of the whole
     weight is a divisor. `block`: (channels, inputs) that share a scale; None: determined by the
     scale's shape. `zeros_less_one`: stored zero points are one too low. `reorders`: groups can
     contain any inputs. `targets`: module names, `re:` patterns matched from the start, or classes.
