@@ -11,6 +11,13 @@ from dataclasses import dataclass
 from llmc.kernels.triton.launch import cdiv, power_of_2
 
 FEW_ROWS = 8  # up to this many rows of x, a linear is bound by reading its weight
+# From this many rows, a quantized weight is dequantized once and the library multiplies. Per value
+# of the weight that moves about 4.5 bytes (read, written, read again), for which an H100 needs the
+# time of the products of 500 rows in bfloat16. A kernel that dequantizes in every tile of rows
+# reaches perhaps a third of the library's speed: it loses the time of two rows per row.
+WIDE_ROWS = 256
+WIDE_BYTES = 128 << 20  # of the scratch: enough channels at a time to occupy every multiprocessor
+WIDE_BLOCK = 512  # inputs of 16 channels that a program dequantizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.quantized_linear import CHANNELS, EXACT_BITS, quantized_linear
+from llmc.kernels.quantized_linear import CHANNELS, EXACT_BITS
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.define import (
-    define,
     interpreted,
     needs_upcast,
     same_dtype,
@@ -207,6 +206,3 @@ def supports(
         and weight.device.type == x.device.type
         and weight.is_contiguous()
     )
-
-
-define(quantized_linear, plan=plan, supports=supports)

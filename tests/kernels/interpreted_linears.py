@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import fast_interpreter  # noqa: F401 - the tests take a third of the time
+import op_cases
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,12 +20,15 @@ from llmc.kernels.quantized_linear import (
     FORMATS,
     Format,
     Quantization,
+    Scale,
     dequantize,
+    mxfp4_draw,
     quantization_of,
     quantize,
 )
 from llmc.kernels.registry import OPS
-from llmc.kernels.triton import fused_linear, quantized_linear
+from llmc.kernels.triton import dequantize as triton_dequantize
+from llmc.kernels.triton import fused_linear, quantized_linear, quantized_rows
 from llmc.kernels.triton.launch import Plan
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
@@ -113,6 +117,90 @@ def test_weights_far_from_zero_lose_what_bfloat16_weights_do(
     sums = x.double().abs() @ w.double().abs().T  # of float32, whose errors are relative to them
     error = (plan.run().double() - want).abs()
     assert float((error - 2**-8 * 1.01 * want.abs() - 2**-21 * sums).max()) <= 0
+
+
+def any_codes(
+    to: Quantization, n: int, k: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Every code, NaN included: (weight, scale, zero, minimum)."""
+    gen = torch.Generator().manual_seed(n + k)
+    if to.format == "mxfp4":
+        return *mxfp4_draw(gen, n, k), None, None
+    codes = torch.randint(0, 256, to.shape("weight", n, k), generator=gen, dtype=torch.uint8)
+    scale = 0.5 + torch.rand(to.shape("scale", n, k), generator=gen)
+    zero = torch.randint(0, 16, scale.shape, generator=gen, dtype=torch.uint8) if to.zero else None
+    minimum = scale - 1 if to.minimum else None
+    return codes.view(to.dtype), scale.to(to.scale_dtype), zero, minimum
+
+
+@pytest.mark.parametrize("depth", [96, 1056])
+@pytest.mark.parametrize(
+    ("format", "group", "scale", "extra"),
+    [
+        ("int4", 32, "bfloat16", "zero"),
+        ("int4", 16, "float32", "minimum"),
+        ("int4", 32, "float16", ""),
+        ("int8", 0, "float32", ""),
+        ("int8", 16, "float32", "minimum"),
+        ("fp8", 0, "float32", ""),
+        ("fp8", 32, "float16", ""),
+        ("mxfp4", 32, "exponent", ""),
+    ],
+)
+def test_a_weight_is_dequantized_exactly(
+    format: Format, group: int, scale: Scale, extra: str, depth: int
+) -> None:
+    to = Quantization(
+        format=format, group=group, scale=scale, zero=extra == "zero", minimum=extra == "minimum"
+    )
+    parts = any_codes(to, 48, depth)
+    want = dequantize(*parts)
+    for dtype in (torch.float32, torch.bfloat16):
+        got = triton_dequantize.plan(*parts, torch.empty(48, depth, dtype=dtype)).run()
+        torch.testing.assert_close(got, want.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("at_once", [16, 32, 80])
+def test_many_rows_are_multiplied_by_some_channels_at_a_time(
+    at_once: int, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_dequantize, "WIDE_BYTES", at_once * 64 * 4)
+    weight, scale, zero, _ = any_codes(Quantization(format="int4", group=32, zero=True), 80, 64)
+    x, bias = rand(2, 5, 64), rand(80, seed=1) if biased else None
+    want = OPS["quantized_linear"].reference(x, weight, scale, zero, bias)
+    got = triton_dequantize.wide_linear(x, weight, scale, zero, bias, None)
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_slabs_are_whole_blocks_within_the_scratch() -> None:
+    for channels, depth in ((151936, 4096), (28672, 8192), (4096, 14336), (16, 64)):
+        step = triton_dequantize.slab(channels, 2 * depth)
+        parts = list(triton_dequantize.slabs(channels, step))
+        assert sum(count for _, count in parts) == channels and step % 16 == 0
+        assert [start for start, _ in parts] == list(range(0, channels, step))
+        assert 2 * depth * step <= triton_dequantize.WIDE_BYTES + 2 * depth * 16
+        assert min(count for _, count in parts) > 0.9 * step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_of_every_format(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(*given: Any) -> Tensor:
+        calls.append(given)
+        return triton_dequantize.wide_linear(*given)
+
+    monkeypatch.setattr(quantized_rows, "WIDE_ROWS", 33)
+    monkeypatch.setattr(quantized_rows, "wide_linear", counted)
+    cases = [c for c in op_cases.cases("quantized_linear", dtype) if c[0].dim() == 2]
+    many = [c for c in cases if len(c[0]) > 20 and not op_cases.rounds("quantized_linear", c)]
+    for case in many:
+        want = OPS["quantized_linear"].reference(*case)
+        got = torch.ops.llmc_triton.quantized_linear(*case)
+        torch.testing.assert_close(got, want, **op_cases.TOLERANCE[dtype])
+    assert {c[1].dtype for c in many} == {torch.uint8, torch.int8, torch.float8_e4m3fn}
+    assert len(calls) == sum(len(c[0]) >= 33 for c in many) > 5
 
 
 def test_strided_rows() -> None:

@@ -22,6 +22,7 @@ from llmc.kernels.triton import (
     chosen_attention,
     decayed_softmax,
     delta_rule,
+    dequantize,
     encoder_attention,
     expert_linear,
     fused_linear,
@@ -239,6 +240,14 @@ def low_bit(rows: int, format: Format, *, group: int = 0) -> Plan[Tensor]:
     return quantized_linear.plan(meta(rows, 14336), weight, scale, zeros, meta(4096))
 
 
+def dequantized(format: Format, group: int, scale: Scale, *, zero: bool = False) -> Plan[Tensor]:
+    to = Quantization(format=format, group=group, scale=scale, zero=zero)
+    parts = {p: meta(*to.shape(p, 4096, 14336), dtype=d) for p, d in to.dtypes.items()}
+    return dequantize.plan(
+        parts["weight"], parts["scale"], parts.get("zero"), None, meta(4096, 14336)
+    )
+
+
 def low_bit_experts(rows: int, format: Format, *, minimum: bool = False) -> Plan[Tensor]:
     """In groups of 32, as in checkpoints and GGUF files."""
     scale: Scale = "exponent" if format == "mxfp4" else "float16"
@@ -449,8 +458,12 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_linear fp8 row": lambda: low_bit(1, "fp8"),
     "quantized_linear fp8 row, groups": lambda: low_bit(1, "fp8", group=128),
     "quantized_linear int4 few": lambda: low_bit(8, "int4", group=128),
-    "quantized_linear int4 many": lambda: low_bit(4096, "int4"),
-    "quantized_linear fp8 many": lambda: low_bit(4096, "fp8"),
+    "quantized_linear int4 many": lambda: low_bit(255, "int4"),
+    "quantized_linear fp8 many": lambda: low_bit(255, "fp8"),
+    "quantized_linear int4 dequantized": lambda: dequantized("int4", 128, "bfloat16", zero=True),
+    "quantized_linear int8 dequantized": lambda: dequantized("int8", 0, "float32"),
+    "quantized_linear fp8 dequantized": lambda: dequantized("fp8", 128, "float32"),
+    "quantized_linear mxfp4 dequantized": lambda: dequantized("mxfp4", 32, "exponent"),
     "quantized_expert_linear mxfp4 few": lambda: low_bit_experts(64, "mxfp4"),
     "quantized_expert_linear mxfp4 many": lambda: low_bit_experts(32768, "mxfp4"),
     "quantized_expert_linear int4 few": lambda: low_bit_experts(64, "int4", minimum=True),
