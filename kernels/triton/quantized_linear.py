@@ -150,7 +150,6 @@ def plan(
     zero: Tensor | None,
     bias: Tensor | None,
     minimum: Tensor | None = None,
-    x_bits: int = EXACT_BITS,  # `supports` rejects other values
 ) -> Plan[Tensor]:
     kind = format_of(weight, scale)
     per_word = 8 if weight.dtype == torch.uint8 else 4
@@ -200,7 +199,7 @@ def supports(
 ) -> bool:
     return (
         supports_tensors(x, bias)
-        and x_bits == EXACT_BITS
+        and (x_bits == EXACT_BITS or weight.dtype == torch.float8_e4m3fn)
         and same_dtype(x, bias)
         and format_of(weight, scale) is not None
         and weight.device.type == x.device.type

@@ -7,8 +7,9 @@ from torch import Tensor
 from llmc.kernels.quantized_linear import EXACT_BITS, quantized_linear
 from llmc.kernels.triton.define import define
 from llmc.kernels.triton.dequantize import wide_linear
-from llmc.kernels.triton.linear_configs import WIDE_ROWS
+from llmc.kernels.triton.linear_configs import SCALED_ROWS, WIDE_ROWS
 from llmc.kernels.triton.quantized_linear import plan, supports
+from llmc.kernels.triton.scaled_linear import multiplies_codes, plan_rounded, scaled_linear
 
 
 def run(
@@ -20,7 +21,12 @@ def run(
     minimum: Tensor | None = None,
     x_bits: int = EXACT_BITS,
 ) -> Tensor:
-    if x.numel() >= WIDE_ROWS * x.shape[-1]:
+    rows = x.numel() // x.shape[-1]
+    if x_bits < EXACT_BITS:
+        if rows >= SCALED_ROWS and multiplies_codes(x.device):
+            return scaled_linear(x, weight, scale, bias)
+        x = plan_rounded(x, x.shape[-1] // scale.shape[1]).run()
+    if rows >= WIDE_ROWS:
         return wide_linear(x, weight, scale, zero, bias, minimum)
     return plan(x, weight, scale, zero, bias, minimum).run()
 

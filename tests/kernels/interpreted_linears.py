@@ -25,10 +25,11 @@ from llmc.kernels.quantized_linear import (
     mxfp4_draw,
     quantization_of,
     quantize,
+    round_to_fp8,
 )
 from llmc.kernels.registry import OPS
 from llmc.kernels.triton import dequantize as triton_dequantize
-from llmc.kernels.triton import fused_linear, quantized_linear, quantized_rows
+from llmc.kernels.triton import fused_linear, quantized_linear, quantized_rows, scaled_linear
 from llmc.kernels.triton.launch import Plan
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
@@ -201,6 +202,106 @@ def test_many_rows_of_every_format(dtype: torch.dtype, monkeypatch: pytest.Monke
         torch.testing.assert_close(got, want, **op_cases.TOLERANCE[dtype])
     assert {c[1].dtype for c in many} == {torch.uint8, torch.int8, torch.float8_e4m3fn}
     assert len(calls) == sum(len(c[0]) >= 33 for c in many) > 5
+
+
+def float8_case(rows: int, n: int, k: int, group: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Arguments of `quantized_linear`; NaN, infinity and zeros are among the inputs."""
+    to = Quantization(format="fp8", group=group)
+    weight, scale = quantize(rand(n, k) * k**-0.5, to)
+    x = rand(rows, k, seed=1) * torch.logspace(-2, 2, k)
+    x[0], x[1, :32] = 0, 1e-33
+    x[2, 5], x[3, k - 1] = float("nan"), float("inf")
+    return x.to(dtype), weight, scale, None, rand(n, seed=2).to(dtype), None, 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [32, 96, 192, 2880])
+def test_inputs_in_fp8_are_rounded_exactly(group: int, dtype: torch.dtype) -> None:
+    x = float8_case(7, 16, 2880, group % 2880, dtype)[0]
+    want = round_to_fp8(x.float(), group)
+    assert want.isnan().sum() == 2 * group
+    got = scaled_linear.plan_rounded(x.view(1, 7, -1), group).run()
+    torch.testing.assert_close(got[0], want.to(dtype), rtol=0, atol=0, equal_nan=True)
+    codes, scale = scaled_linear.plan_codes(torch.cat((x, x), 1)[:, :2880], group).run()
+    numbers = codes.float() * scale.repeat_interleave(group, 1)
+    torch.testing.assert_close(numbers, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_blocks_become_rows() -> None:
+    weight, *_ = any_codes(Quantization(format="fp8"), 48, 2112)
+    got = scaled_linear.plan_rows_of(weight).run()
+    want = dequantize(weight, torch.ones(3, 1, 16))
+    torch.testing.assert_close(got.float(), want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "group"),
+    [(5, 48, 96, 0), (130, 16, 160, 0), (9, 144, 256, 128), (6, 32, 192, 96), (4, 16, 64, 32)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_are_multiplied(
+    rows: int, n: int, k: int, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = float8_case(rows, n, k, group, dtype)
+    want = OPS["quantized_linear"].reference(*case)
+    assert want[2:4].isnan().all() and want[4:].isfinite().all()
+    x, weight, scale, _, bias, *_ = case
+    got = scaled_linear.scaled_linear(x, weight, scale, bias)
+    tolerance = op_cases.TOLERANCE[dtype] | (
+        {"rtol": 2e-5, "atol": 2e-4} if dtype == torch.float32 else {}
+    )
+    torch.testing.assert_close(got, want, equal_nan=True, **tolerance)
+    monkeypatch.setattr(triton_dequantize, "WIDE_BYTES", 16 * k)  # one block of channels at a time
+    parts = scaled_linear.scaled_linear(x.view(1, rows, k), weight, scale, bias)
+    torch.testing.assert_close(parts[0], got, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("at_once", [16, 48])
+def test_the_library_multiplies_the_same_codes(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, scale, _, bias, *_ = case = float8_case(32, 48, 64, 0, torch.bfloat16)
+    calls = []
+
+    def counted(*given: Any) -> Tensor:
+        calls.append(given)
+        return product(*given)
+
+    product = scaled_linear.library_product
+    codes = torch.ones(16, 32).to(torch.float8_e4m3fn)
+    try:
+        product(codes, torch.ones(16, 1), codes, torch.ones(1, 1, 16), None)
+    except RuntimeError as error:
+        pytest.skip(f"torch {torch.__version__} has no such product for CPUs: {error}")
+    monkeypatch.setattr(scaled_linear, "library_scales", lambda device: True)
+    monkeypatch.setattr(scaled_linear, "library_product", counted)
+    monkeypatch.setattr(triton_dequantize, "WIDE_BYTES", at_once * 64)
+    got = scaled_linear.scaled_linear(x, weight, scale, bias)
+    assert len(calls) == 48 // at_once
+    want = OPS["quantized_linear"].reference(*case)
+    torch.testing.assert_close(got, want, equal_nan=True, **op_cases.TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("rows", [4, 12, 20])
+@pytest.mark.parametrize("has_products", [True, False])
+def test_rounding_does_not_depend_on_the_number_of_rows(
+    rows: int, has_products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(*given: Any) -> Tensor:
+        calls.append(given)
+        return scaled_linear.scaled_linear(*given)
+
+    monkeypatch.setattr(quantized_rows, "SCALED_ROWS", 10)
+    monkeypatch.setattr(quantized_rows, "WIDE_ROWS", 15)
+    monkeypatch.setattr(quantized_rows, "multiplies_codes", lambda device: has_products)
+    monkeypatch.setattr(quantized_rows, "scaled_linear", counted)
+    case = float8_case(rows, 48, 96, 32, torch.float32)
+    got = torch.ops.llmc_triton.quantized_linear(*case)
+    want = OPS["quantized_linear"].reference(*case)
+    torch.testing.assert_close(got, want, equal_nan=True, rtol=2e-5, atol=2e-4)
+    assert len(calls) == (has_products and rows >= 10)
 
 
 def test_strided_rows() -> None:
