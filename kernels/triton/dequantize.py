@@ -90,8 +90,8 @@ def wide_linear(
 
     def dequantized(start: int, count: int) -> Tensor:
         blocks = slice(start // CHANNELS, (start + count) // CHANNELS)
-        own = (None if part is None else part[blocks] for part in (weight, scale, zero, minimum))
-        return plan(*own, scratch[:count]).run()  # type: ignore[arg-type]
+        zeros, minimums = (None if p is None else p[blocks] for p in (zero, minimum))
+        return plan(weight[blocks], scale[blocks], zeros, minimums, scratch[:count]).run()
 
     if step == channels:
         return F.linear(x, dequantized(0, channels), bias)

@@ -236,7 +236,7 @@ def library_scales(device: torch.device) -> bool:
 def _library_scales(index: int | None) -> bool:
     """By trying: it depends on the GPU and on the versions of torch and CUDA. The first call is
     never captured, since every step runs once before it is."""
-    device = torch.device("cuda", index)
+    device = torch.device("cuda" if index is None else f"cuda:{index}")
     codes = torch.ones(32, 32, device=device).to(torch.float8_e4m3fn)
     ones = torch.ones(2, 1, 16, device=device)
     try:
