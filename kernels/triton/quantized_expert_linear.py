@@ -16,6 +16,7 @@ from llmc.kernels.triton.define import define, needs_upcast
 from llmc.kernels.triton.expert_linear import rows_of_tile, sorted_rows, tiles_of
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.quantized_linear import format_of, load_scale, supports, widen
+from llmc.kernels.triton.scaled_linear import plan_rounded
 
 
 @triton.jit
@@ -85,8 +86,12 @@ def plan(
     bias: Tensor | None,
     expert: Tensor,
     minimum: Tensor | None = None,
-    x_bits: int = EXACT_BITS,  # `supports` rejects other values
+    x_bits: int = EXACT_BITS,
 ) -> Plan[Tensor]:
+    rounding: tuple[Launch, ...] = ()
+    if x_bits < EXACT_BITS:
+        rounded = plan_rounded(x, x.shape[1] // scale.shape[2])
+        x, rounding = rounded.out, rounded.launches
     rows, depth = x.shape
     experts, channels = weight.shape[0], weight.shape[1] * CHANNELS
     config = low_bit_expert_config(rows, experts, x.element_size())
@@ -112,7 +117,7 @@ def plan(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )  # fmt: skip
-    return Plan(out=out, launches=(launch,))
+    return Plan(out=out, launches=(*rounding, launch))
 
 
 define(quantized_expert_linear, plan=plan, supports=supports)
