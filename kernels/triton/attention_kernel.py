@@ -14,12 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from llmc.kernels.triton.attention_combine import MINUS_INF, combine
 from llmc.kernels.triton.attention_plan import at, divide, first_visible, locate, total_before
+from llmc.kernels.triton.counters import is_last
 from llmc.kernels.triton.fp8 import NONE, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# a plain float: float("-inf") in a kernel would be a call
-MINUS_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
 def attention_kernel(
     query, key_cache, value_cache, query_start, context_len, block_table, sinks, slopes,
     distance_bias, k_scale, v_scale,
-    out, part_acc, part_m, part_l,
+    out, part_acc, part_m, part_l, counters,
     query_token, query_head, sinks_token, bias_token, bias_head, out_token, out_head,
     kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot, table_row,
     scale, softcap, num_rows, num_tokens, target,
@@ -124,6 +124,7 @@ def attention_kernel(
     SHARED: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
     items, splits = divide(query_start, context_len, num_rows, target, ROWS, BLOCK_Q, BLOCK_N,
@@ -228,11 +229,17 @@ def attention_kernel(
             result.to(out.dtype.element_ty),
             mask=valid[:, None] & (dv < V_DIM)[None, :],
         )
-    else:
+    elif SPLIT:
         cut = tl.where(splits > 1, items * splits, 0)
-        part = total_before(cut, row, ROWS) + place // row_splits * row_splits + split
-        at_row = (part * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + m_index
+        first = total_before(cut, row, ROWS) + place // row_splits * row_splits
+        at_row = ((first + split) * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + m_index
         tl.store(part_m + at_row, m)
         tl.store(part_l + at_row, norm)
         at_row = at_row.to(tl.int64)[:, None] * V_DIM_PAD
         tl.store(part_acc + at_row + dv[None, :], acc)
+        if is_last(counters + first * tl.num_programs(1) + tl.program_id(1), row_splits):
+            first_token = q_start + item * BLOCK_Q
+            tile_rows = tl.minimum(q_end - first_token, BLOCK_Q) * GROUP_TILE
+            combine(part_acc, part_m, part_l, out, first, row_splits, first_token, tile_rows,
+                    kv_head, out_token, out_head, GROUP, GROUP_TILE, GROUP_TILES, V_DIM, V_DIM_PAD,
+                    BLOCK_M, COMBINE_ROWS, COMBINE_SPLITS)  # fmt: skip

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.triton.attention_kernel import LOG2E, MINUS_INF, load_tile, tanh
+from llmc.kernels.triton.attention_combine import MINUS_INF
+from llmc.kernels.triton.attention_kernel import LOG2E, load_tile, tanh
 from llmc.kernels.triton.attention_plan import request_of
 from llmc.kernels.triton.configs import attention_config, rows_capacity
 from llmc.kernels.triton.define import needs_upcast, token_stride

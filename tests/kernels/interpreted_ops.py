@@ -23,6 +23,7 @@ from scipy import stats
 from state_draws import STATE_OPS, state_cases
 from tiers import tiered
 from torch import Tensor
+from triton.runtime import interpreter
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels import delta_rule
@@ -216,11 +217,27 @@ def test_attention_divides_a_long_context_among_short_ones(
     case = make_case(lengths, 4, 2, 32, 32, 16, CPU, torch.float32, **features)
     bound = paged_attention.bind(case)
     plan = triton_attention.plan(*case[:14], distance_bias=bound["distance_bias"])
-    assert [launch.kernel.__name__ for launch in plan.launches] == [
-        "attention_kernel",
-        "combine_kernel",
-    ]
+    (launch,) = plan.launches
+    assert launch.constants["SPLIT"]
     check(OPS["paged_attention"], case, torch.float32)
+
+
+def test_parts_are_combined_alike_whichever_is_last(
+    cut_fine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case([(1, 400), (1, 3), (6, 250)], 6, 2, 32, 32, 16, CPU, torch.float32)
+    want = triton_attention.plan(*case).run()
+    builder = interpreter.interpreter_builder
+    forward = builder.set_grid_idx
+
+    def backward(x: int, y: int, z: int) -> None:
+        forward(builder.grid_dim[0] - 1 - x, y, z)
+
+    monkeypatch.setattr(builder, "set_grid_idx", backward)
+    plan = triton_attention.plan(*case)
+    assert torch.equal(plan.run(), want)
+    assert not plan.launches[0].args["counters"].any()
+    assert torch.equal(plan.run(), want)  # as a graph does when it is replayed
 
 
 @pytest.mark.parametrize("requests", [15, 16])
