@@ -16,8 +16,10 @@ import triton.language as tl
 
 from llmc.kernels.triton.attention_combine import MINUS_INF, combine
 from llmc.kernels.triton.attention_plan import at, divide, first_visible, locate, total_before
+from llmc.kernels.triton.attention_rope import write_new
 from llmc.kernels.triton.counters import is_last
 from llmc.kernels.triton.fp8 import NONE, widen
+from llmc.kernels.triton.rope_write import turn
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -111,9 +113,11 @@ def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
 def attention_kernel(
     query, key_cache, value_cache, query_start, context_len, block_table, sinks, slopes,
     distance_bias, k_scale, v_scale,
+    key, value, query_norm, key_norm, cos_table, sin_table, positions, slots,
     out, part_acc, part_m, part_l, counters,
     query_token, query_head, sinks_token, bias_token, bias_head, out_token, out_head,
     kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot, table_row,
+    key_token, key_head, value_token, value_head, cos_row, sin_row, eps, norm_offset,
     scale, softcap, num_rows, num_tokens, target,
     GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, GROUP_TILES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -125,6 +129,8 @@ def attention_kernel(
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
     COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr,
+    ROPE: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
+    QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
     items, splits = divide(query_start, context_len, num_rows, target, ROWS, BLOCK_Q, BLOCK_N,
@@ -160,7 +166,13 @@ def attention_kernel(
     dv = tl.arange(0, V_DIM_PAD)
     OWN: tl.constexpr = V_DIM if SHARED else 0  # first channel of the keys that q multiplies
     of_row = query + token.to(tl.int64)[:, None] * query_token + head[:, None] * query_head
-    q = tl.load(of_row + OWN + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
+    if ROPE:
+        at_position = tl.load(positions + token, mask=valid, other=0)[:, None]
+        q = turn(of_row, query_norm, cos_table + at_position * cos_row,
+                 sin_table + at_position * sin_row, valid[:, None], eps, norm_offset, QUERY_NORM,
+                 DIM, DIM_PAD, WIDTH, INTERLEAVED).to(query.dtype.element_ty)  # fmt: skip
+    else:
+        q = tl.load(of_row + OWN + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
     q_value = q
     if SHARED:
         mask = valid[:, None] & (dv < V_DIM)[None, :]
@@ -186,6 +198,16 @@ def attention_kernel(
         keys = (tiles + row_splits - 1) // row_splits * BLOCK_N
         lo += split * keys
         hi = tl.minimum(hi, lo + keys)
+
+    if ROPE:
+        first_new = tl.maximum(lo, context - (q_end - q_start))
+        write_new(key, value, key_norm, cos_table, sin_table, positions, slots,
+                  key_cache, value_cache, k_scale, v_scale,
+                  kv_head, tl.num_programs(1) // GROUP_TILES, first_new, hi, offset,
+                  key_token, key_head, value_token, value_head, cos_row, sin_row, eps, norm_offset,
+                  kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot, BLOCK_SIZE, DIM, DIM_PAD,
+                  V_DIM, V_DIM_PAD, WIDTH, INTERLEAVED, KEY_NORM, FORMAT,
+                  K_SCALE_STRIDE, V_SCALE_STRIDE)  # fmt: skip
 
     m = tl.full([BLOCK_M], MINUS_INF, tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)

@@ -17,6 +17,7 @@ from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.prompts import Prompts, fits_flash
 from llmc.kernels.triton import chosen_attention, prompt_attention
 from llmc.kernels.triton.attention_kernel import attention_kernel
+from llmc.kernels.triton.attention_rope import Rope, rope_args, rope_constants
 from llmc.kernels.triton.configs import attention_config, rows_capacity
 from llmc.kernels.triton.counters import counters
 from llmc.kernels.triton.define import define, needs_upcast, supports_tensors, token_stride
@@ -45,7 +46,9 @@ def plan(
     v_scale: Tensor | None = None,
     v_dim: int = 0,
     distance_bias: Tensor | None = None,
+    rope: Rope | None = None,
 ) -> Plan[Tensor]:
+    """`rope`: normalize and rotate the queries, and write this step's keys and values first."""
     tokens, heads, dim = query.shape
     kv_heads, block_size, shared = key_cache.shape[1], key_cache.shape[2], v_dim > 0
     if shared:  # a key's channels are those of the value, then the others
@@ -91,7 +94,7 @@ def plan(
             "bias_head": 0 if distance_bias is None else distance_bias.stride(1),
             "out_token": out.stride(0), "out_head": out.stride(1),
             **cache_strides(key_cache, value_cache), "table_row": block_table.stride(0),
-            "scale": scale, "softcap": softcap,
+            **rope_args(rope), "scale": scale, "softcap": softcap,
             "num_rows": rows, "num_tokens": tokens, "target": target,
         },
         constants={
@@ -109,6 +112,7 @@ def plan(
             **format_constants(key_cache, k_scale, v_scale),
             "COMBINE_ROWS": min(config.combine_rows, power_of_2(block_q * group_tile)),
             "COMBINE_SPLITS": config.combine_splits,
+            **rope_constants(rope),
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -121,7 +125,7 @@ def attend(**arguments: Any) -> Tensor:
     return plan(**arguments).run()
 
 
-def _run(*args: Any) -> Tensor:
+def run(*args: Any) -> Tensor:
     arguments = paged_attention.bind(args)
     if arguments["chosen"] is not None:
         unused = ("window", "chunk", "slopes", "prompts", "v_dim", "distance_bias")
@@ -137,7 +141,7 @@ def _run(*args: Any) -> Tensor:
     return attend(**arguments)
 
 
-def _supports(
+def supports(
     *,
     query: Tensor,
     key_cache: Tensor,
@@ -163,4 +167,4 @@ def _supports(
     )
 
 
-define(paged_attention, run=_run, supports=_supports)
+define(paged_attention, run=run, supports=supports)

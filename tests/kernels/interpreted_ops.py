@@ -30,12 +30,15 @@ from llmc.kernels import delta_rule
 from llmc.kernels.fp8 import FP8, to_cache
 from llmc.kernels.paged_attention import make_case, paged_attention
 from llmc.kernels.registry import OPS, Impl, Op
+from llmc.kernels.rope_attention import make_rope_case
 from llmc.kernels.sample import filter_logits, gumbel
 from llmc.kernels.state_cases import make_step
 from llmc.kernels.triton import delta_rule as triton_delta_rule
 from llmc.kernels.triton import paged_attention as triton_attention
+from llmc.kernels.triton import rope_attention as triton_rope
 from llmc.kernels.triton.configs import AttentionConfig
 from llmc.kernels.triton.define import interpreted
+from llmc.kernels.triton.launch import Launch
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -238,6 +241,77 @@ def test_parts_are_combined_alike_whichever_is_last(
     assert torch.equal(plan.run(), want)
     assert not plan.launches[0].args["counters"].any()
     assert torch.equal(plan.run(), want)  # as a graph does when it is replayed
+
+
+@st.composite
+def rope_cases(draw: st.DrawFn) -> tuple[Any, ...]:
+    """At most as many tokens as requests, of which one request may have several."""
+    contexts = draw(st.lists(st.one_of(st.just(0), st.integers(1, 120)), min_size=1, max_size=5))
+    lengths = [(min(1, context), context) for context in contexts]
+    several = draw(st.integers(0, 6))
+    if several:
+        lengths += [(several, several + draw(st.integers(0, 80))), *[(0, 0)] * (several - 1)]
+    if not any(new for new, _ in lengths):
+        lengths.append((1, 5))
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    dim = draw(st.sampled_from([16, 48, 80]))
+    return make_rope_case(
+        lengths,
+        kv_heads * draw(st.sampled_from([1, 3, 20])),
+        kv_heads,
+        dim,
+        draw(st.sampled_from([16, 40])),
+        draw(st.sampled_from([8, 16])),
+        CPU,
+        torch.float32,
+        width=draw(st.sampled_from([8, dim])),
+        interleaved=draw(st.booleans()),
+        normed=draw(st.booleans()),
+        padding=draw(st.integers(0, 1)),
+        window=draw(st.sampled_from([0, 0, 1, 7, 30])),
+        chunk=draw(st.sampled_from([0, 0, 12, 16])),
+        softcap=draw(st.sampled_from([0.0, 5.0])),
+        sinks=draw(st.booleans()),
+        alibi=draw(st.booleans()),
+        cache=draw(st.sampled_from([None, None, *FP8])),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+@few
+@given(case=rope_cases())
+def test_one_launch_writes_and_attends_as_two_do(case: tuple[Any, ...], cut_fine: None) -> None:
+    check(OPS["rope_attention"], case, torch.float32)
+    (launch,) = triton_rope.plan(*copies(case)).launches
+    assert launch.constants["ROPE"]
+    one, two = copies(case), copies(case)
+    got = triton_rope.plan(*one).run()
+    given_two = OPS["rope_attention"].bind(two)
+    names = [name for name in OPS["rope_write"].defaults if name in given_two]
+    query = triton_impl(OPS["rope_write"]).op()(*(given_two[name] for name in names))
+    names = [name for name in OPS["paged_attention"].defaults if name in given_two]
+    want = triton_impl(OPS["paged_attention"]).op()(query, *(given_two[name] for name in names[1:]))
+    assert torch.equal(got, want)
+    for mine, theirs in zip(one, two, strict=True):
+        if isinstance(mine, Tensor):
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def test_more_tokens_than_requests_take_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    run = Launch.run
+
+    def recorded(launch: Launch) -> None:
+        launched.append((launch.kernel.__name__, launch.constants.get("ROPE", False)))
+        run(launch)
+
+    monkeypatch.setattr(Launch, "run", recorded)
+    for lengths in ([(1, 20), (1, 3)], [(2, 20), (1, 3)]):
+        case = make_rope_case(lengths, 4, 2, 32, 32, 16, CPU, torch.float32)
+        triton_impl(OPS["rope_attention"]).op()(*case)
+    decode, *verify = launched
+    assert decode == ("attention_kernel", True)
+    assert verify == [("rope_write_kernel", False), ("attention_kernel", False)]
 
 
 @pytest.mark.parametrize("requests", [15, 16])
