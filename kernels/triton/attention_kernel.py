@@ -130,9 +130,17 @@ def attention_kernel(
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
     COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr,
     ROPE: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
-    QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,
+    QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
+    # With ROPE the plan is made before the wait. Then its inputs are a step's own: the kernel that
+    # wrote them also wrote the token ids from which others have since computed the queries, so it
+    # is not the one right before. All earlier ones are done: a kernel starts once each program of
+    # the one before has either ended or waited for all that came before it.
+    EARLY: tl.constexpr = PDL and ROPE
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     items, splits = divide(query_start, context_len, num_rows, target, ROWS, BLOCK_Q, BLOCK_N,
                            MIN_TILES, WINDOW, CHUNK)  # fmt: skip
     if not SPLIT:
@@ -140,6 +148,9 @@ def attention_kernel(
     row, place = locate(tl.program_id(0), items * splits, ROWS)
     # after the requests' items: items of queries past the last request, which are set to zero
     tail = (num_tokens - tl.load(query_start + num_rows) + BLOCK_Q - 1) // BLOCK_Q
+    if EARLY:  # before any return, or a kernel could end before the ones that it follows
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if (row >= num_rows) & (place >= tail):
         return
     row_splits = tl.where(row < num_rows, at(splits, row, ROWS), 1)

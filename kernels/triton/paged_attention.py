@@ -15,7 +15,7 @@ from torch import Tensor
 from llmc.kernels.fp8 import caches_fit
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.prompts import Prompts, fits_flash
-from llmc.kernels.triton import chosen_attention, prompt_attention
+from llmc.kernels.triton import chosen_attention, dependent_launch, prompt_attention
 from llmc.kernels.triton.attention_kernel import attention_kernel
 from llmc.kernels.triton.attention_rope import Rope, rope_args, rope_constants
 from llmc.kernels.triton.configs import attention_config, rows_capacity
@@ -72,6 +72,7 @@ def plan(
     target = max(1, cdiv(config.waves * multiprocessors(query.device), head_tiles))
     split = longest > config.min_tiles * config.block_n and target > 1
 
+    pdl = query.device.type == "cuda" and dependent_launch.supported()
     out = query.new_empty(tokens, heads, v_dim)
     parts = (2 * target, head_tiles, block_m)
     scratch = {
@@ -112,10 +113,11 @@ def plan(
             **format_constants(key_cache, k_scale, v_scale),
             "COMBINE_ROWS": min(config.combine_rows, power_of_2(block_q * group_tile)),
             "COMBINE_SPLITS": config.combine_splits,
-            **rope_constants(rope),
+            **rope_constants(rope), "PDL": pdl,
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        pdl=pdl,
     )  # fmt: skip
     return Plan(out=out, launches=(launch,))
 

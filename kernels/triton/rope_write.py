@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llmc.kernels.fp8 import caches_fit
 from llmc.kernels.rope_write import rope_write
+from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.configs import ROPE_ELEMENTS
 from llmc.kernels.triton.define import define, same_dtype, supports_tensors
 from llmc.kernels.triton.fp8 import as_bytes, format_constants, scales_of, store_cached
@@ -62,7 +63,11 @@ def rope_write_kernel(
     WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,
     FORMAT: tl.constexpr, K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     d = tl.arange(0, DIM_PAD)
@@ -128,6 +133,7 @@ def plan(
     widest = power_of_2(max(dim, v_dim))
     heads = min(power_of_2(kv_heads), max(1, ROPE_ELEMENTS // widest))
     query_blocks, kv_blocks = cdiv(query_heads, heads), cdiv(kv_heads, heads)
+    pdl = query.device.type == "cuda" and dependent_launch.supported()
     out = query.new_empty(query.shape)
     launch = Launch(
         kernel=rope_write_kernel,
@@ -151,8 +157,9 @@ def plan(
             "DIM": dim, "DIM_PAD": power_of_2(dim), "V_DIM": v_dim, "V_DIM_PAD": power_of_2(v_dim),
             "WIDTH": cos_table.shape[-1], "INTERLEAVED": interleaved,
             "QUERY_NORM": query_norm is not None, "KEY_NORM": key_norm is not None,
-            **format_constants(key_cache, k_scale, v_scale),
+            **format_constants(key_cache, k_scale, v_scale), "PDL": pdl,
         },
+        pdl=pdl,
     )  # fmt: skip
     return Plan(out=out, launches=(launch,))
 

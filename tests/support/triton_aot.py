@@ -93,13 +93,18 @@ def specialize(launch: Launch, target: str) -> Specialization:
     return Specialization(signature=signature, constants=constants, attrs=attrs)
 
 
-def compile_launch(launch: Launch, target: str) -> Use:
+def compiled_code(launch: Launch, target: str) -> Any:
+    """Triton's compiled kernel, with the code of each stage in `asm`."""
     made = specialize(launch, target)
     source = ASTSource(launch.kernel, made.signature, made.constants, made.attrs)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     if made.constants.get("PDL"):
         options["launch_pdl"] = True
-    compiled = triton.compile(source, target=TARGETS[target], options=options)
+    return triton.compile(source, target=TARGETS[target], options=options)
+
+
+def compile_launch(launch: Launch, target: str) -> Use:
+    compiled = compiled_code(launch, target)
     registers, spilled = (
         _amd_use(compiled.asm["amdgcn"])
         if target.startswith("gfx")
