@@ -50,8 +50,8 @@ def rope_attention(
     """query [T, H, D], key [T, Hkv, D], value [T, Hkv, Dv] -> [T, H, Dv] in query's dtype.
 
     The arguments are those of `rope_write`, then those of `paged_attention`. The slot of a token of
-    a request with a context is where `block_table` has its position, or negative. No two requests
-    of a step store to the same block, and none reads a block to which another one stores.
+    a request with a context is where `block_table` has its position, or negative; those of other
+    tokens are negative. No request reads or writes a block to which another one writes.
     """
     rotated = rope_write.reference(
         query, key, value, query_norm, key_norm, eps, norm_offset, cos_table, sin_table, positions,
