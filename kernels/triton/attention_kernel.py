@@ -4,7 +4,7 @@ The rows of a query tile are BLOCK_Q queries x GROUP heads that share a key head
 are read once for all of them. Keys are processed in tiles of BLOCK_N positions, whatever the
 cache's block size: each position is looked up in the block table. Online softmax in base 2.
 
-Two things keep NaN out of the result. Keys and values outside [lo, hi) are never loaded (a block
+Two things keep NaN out of the result. Keys and values outside [lo, hi) are never used (a block
 without an owner can hold anything, and 0 * NaN is NaN). A row for which no key of a tile is visible
 keeps its maximum at -inf without subtracting infinities.
 """
@@ -50,7 +50,7 @@ def load_tile(cache, blocks, inside, stride_block, stride_slot, live, DTYPE: tl.
 
 @triton.jit
 def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
-                key_cache, value_cache,
+                key_cache, value_cache, key_row, value_row,
                 kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
                 BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                 DIM: tl.constexpr, DIM_PAD: tl.constexpr,
@@ -58,23 +58,31 @@ def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
                 WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
                 ALIBI: tl.constexpr, DISTANCES: tl.constexpr,
                 SHARED: tl.constexpr, MASKED: tl.constexpr,
-                PRECISION: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+                PRECISION: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+                DESCRIPTORS: tl.constexpr):  # fmt: skip
     """One step of the online softmax over keys [start, start + BLOCK_N).
 
     m is the running maximum in base 2, norm the sum of weights, acc the weighted values.
     MASKED=False promises that every key of the tile is visible to every query. SHARED: values are
     also channels of the keys and are multiplied by q_value; q is for the other DIM channels. bias:
     pointers to what the queries add to the scores of keys 0, 1, ... DISTANCES - 1 positions before.
+    DESCRIPTORS: the caches are descriptors of rows [rows, DIM] (attention_tiles.py), strides count
+    rows, and the head's rows start at key_row and value_row.
     """
     n = start + tl.arange(0, BLOCK_N)
     live = n < hi
-    if MASKED:
+    if DESCRIPTORS:  # a tile lies in one block
+        blocks = tl.load(table + start // BLOCK_SIZE)
+    elif MASKED:
         blocks = tl.load(table + n // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
     else:
         blocks = tl.load(table + n // BLOCK_SIZE).to(tl.int64)
     inside = n % BLOCK_SIZE
-    k = load_tile(key_cache, blocks, inside, kc_block, kc_slot, live, q.dtype,
-                  DIM, DIM_PAD, MASKED, FORMAT, NATIVE)  # fmt: skip
+    if DESCRIPTORS:
+        k = key_cache.load([key_row + blocks * kc_block + start % BLOCK_SIZE, 0]).to(q.dtype)
+    else:
+        k = load_tile(key_cache, blocks, inside, kc_block, kc_slot, live, q.dtype,
+                      DIM, DIM_PAD, MASKED, FORMAT, NATIVE)  # fmt: skip
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SHARED:
         v = load_tile(value_cache, blocks, inside, vc_block, vc_slot, live, q.dtype,
@@ -102,7 +110,11 @@ def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
     p = tl.exp2(s - base[:, None])
     fade = tl.exp2(m - base)
     norm = norm * fade + tl.sum(p, axis=1)
-    if not SHARED:
+    if DESCRIPTORS:
+        v = value_cache.load([value_row + blocks * vc_block + start % BLOCK_SIZE, 0]).to(q.dtype)
+        if MASKED:  # 0 * NaN is NaN; of the keys, other scores are replaced
+            v = tl.where(live[:, None], v, 0)
+    elif not SHARED:
         v = load_tile(value_cache, blocks, inside, vc_block, vc_slot, live, q.dtype,
                       V_DIM, V_DIM_PAD, MASKED, FORMAT, NATIVE)  # fmt: skip
     acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
@@ -131,6 +143,7 @@ def attention_kernel(
     COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr,
     ROPE: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr, PDL: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
     # With ROPE the plan is made before the wait. Then its inputs are a step's own: the kernel that
@@ -230,27 +243,35 @@ def attention_kernel(
         norm = tl.where(split == 0, 1.0, norm)
 
     table = block_table + row.to(tl.int64) * table_row
-    keys_of_head = key_cache + kv_head.to(tl.int64) * kc_head + OWN
-    values_of_head = value_cache + kv_head.to(tl.int64) * vc_head
+    key_row = kv_head * kc_head
+    value_row = kv_head * vc_head
+    if DESCRIPTORS:
+        keys_of_head = key_cache
+        values_of_head = value_cache
+    else:
+        keys_of_head = key_cache + kv_head.to(tl.int64) * kc_head + OWN
+        values_of_head = value_cache + kv_head.to(tl.int64) * vc_head
     if WINDOW == 0 and CHUNK == 0:
         # key tiles that are fully visible to all queries need no mask
         open_end = lo + tl.maximum(tl.minimum(pos_first + 1, hi) - lo, 0) // BLOCK_N * BLOCK_N
         for start in tl.range(lo, open_end, BLOCK_N):
             m, norm, acc = attend_tile(
                 q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
-                keys_of_head, values_of_head,
+                keys_of_head, values_of_head, key_row, value_row,
                 kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
                 BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, V_DIM, V_DIM_PAD,
                 WINDOW, CHUNK, SOFTCAP, ALIBI, DISTANCES, SHARED, False, PRECISION, FORMAT, NATIVE,
+                DESCRIPTORS,
             )  # fmt: skip
         lo = open_end
     for start in tl.range(lo, hi, BLOCK_N):
         m, norm, acc = attend_tile(
             q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
-            keys_of_head, values_of_head,
+            keys_of_head, values_of_head, key_row, value_row,
             kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
             BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, V_DIM, V_DIM_PAD,
             WINDOW, CHUNK, SOFTCAP, ALIBI, DISTANCES, SHARED, True, PRECISION, FORMAT, NATIVE,
+            DESCRIPTORS,
         )  # fmt: skip
 
     if v_scale is not None:

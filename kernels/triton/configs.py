@@ -19,6 +19,8 @@ class AttentionConfig:
     min_tiles: int  # a key range is at least this many tiles
     combine_rows: int  # rows of a tile and key ranges that are combined at a time
     combine_splits: int
+    # load whole tiles through tensor descriptors where the cache allows it: off until measured
+    descriptors: bool = False
 
 
 def attention_config(rows: int, dim: int, itemsize: int, cache_itemsize: int) -> AttentionConfig:

@@ -18,6 +18,7 @@ from llmc.kernels.prompts import Prompts, fits_flash
 from llmc.kernels.triton import chosen_attention, dependent_launch, prompt_attention
 from llmc.kernels.triton.attention_kernel import attention_kernel
 from llmc.kernels.triton.attention_rope import Rope, rope_args, rope_constants
+from llmc.kernels.triton.attention_tiles import fits_descriptors, tiles
 from llmc.kernels.triton.configs import attention_config, rows_capacity
 from llmc.kernels.triton.counters import counters
 from llmc.kernels.triton.define import define, needs_upcast, supports_tensors, token_stride
@@ -72,6 +73,13 @@ def plan(
     target = max(1, cdiv(config.waves * multiprocessors(query.device), head_tiles))
     split = longest > config.min_tiles * config.block_n and target > 1
 
+    descriptors = (
+        config.descriptors
+        and window == chunk == 0  # then every tile of keys starts at a multiple of its size
+        and rope is None  # writes of the same kernel would need another fence before such reads
+        and not shared
+        and fits_descriptors(query, key_cache, value_cache, config.block_n)
+    )
     pdl = query.device.type == "cuda" and dependent_launch.supported()
     out = query.new_empty(tokens, heads, v_dim)
     parts = (2 * target, head_tiles, block_m)
@@ -86,6 +94,8 @@ def plan(
         grid=(items + (target if split else 0), head_tiles),
         args={
             "query": query, "key_cache": as_bytes(key_cache), "value_cache": as_bytes(value_cache),
+            **cache_strides(key_cache, value_cache),
+            **(tiles(key_cache, value_cache, config.block_n) if descriptors else {}),
             "query_start": query_start, "context_len": context_len, "block_table": block_table,
             "sinks": sinks, "slopes": slopes, "distance_bias": distance_bias,
             "k_scale": k_scale, "v_scale": v_scale, "out": out, **scratch,
@@ -94,7 +104,7 @@ def plan(
             "bias_token": 0 if distance_bias is None else distance_bias.stride(0),
             "bias_head": 0 if distance_bias is None else distance_bias.stride(1),
             "out_token": out.stride(0), "out_head": out.stride(1),
-            **cache_strides(key_cache, value_cache), "table_row": block_table.stride(0),
+            "table_row": block_table.stride(0),
             **rope_args(rope), "scale": scale, "softcap": softcap,
             "num_rows": rows, "num_tokens": tokens, "target": target,
         },
@@ -113,7 +123,7 @@ def plan(
             **format_constants(key_cache, k_scale, v_scale),
             "COMBINE_ROWS": min(config.combine_rows, power_of_2(block_q * group_tile)),
             "COMBINE_SPLITS": config.combine_splits,
-            **rope_constants(rope), "PDL": pdl,
+            **rope_constants(rope), "PDL": pdl, "DESCRIPTORS": descriptors,
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,

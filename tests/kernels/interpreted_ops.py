@@ -8,6 +8,7 @@ New memory is filled with NaN, so an element that a kernel forgets to write fail
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -24,6 +25,7 @@ from state_draws import STATE_OPS, state_cases
 from tiers import tiered
 from torch import Tensor
 from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels import delta_rule
@@ -312,6 +314,49 @@ def test_more_tokens_than_requests_take_two_launches(monkeypatch: pytest.MonkeyP
     decode, *verify = launched
     assert decode == ("attention_kernel", True)
     assert verify == [("rope_write_kernel", False), ("attention_kernel", False)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (40, 24)])
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.usefixtures("cut_fine")
+def test_tiles_of_keys_come_through_descriptors(
+    block_size: int, dims: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(triton_attention.attention_config(), descriptors=True)
+    monkeypatch.setattr(triton_attention, "attention_config", lambda *args: config)
+    lengths = [(9, 200), (1, 1), (0, 0), (21, 21), (1, 70)]
+    case = make_case(lengths, 6, 2, *dims, block_size, CPU, dtype, softcap=5.0, sinks=True)
+    of = paged_attention.bind(case)
+    for r, (_, context) in enumerate(lengths):  # slots after the last token can hold anything
+        block = int(of["block_table"][r, max(context - 1, 0) // block_size])
+        if context % block_size:
+            of["key_cache"][block, :, context % block_size :] = float("nan")
+            of["value_cache"][block, :, context % block_size :] = float("nan")
+    (launch,) = triton_attention.plan(*case).launches
+    assert launch.constants["DESCRIPTORS"] and isinstance(
+        launch.args["key_cache"], TensorDescriptor
+    )
+    check(OPS["paged_attention"], case, dtype)
+
+
+@pytest.mark.parametrize(
+    "features", [{"window": 20}, {"chunk": 32}, {"shared": True}, {"cache": FP8[0]}], ids=str
+)
+@pytest.mark.usefixtures("cut_fine")
+def test_other_tiles_are_loaded_by_pointers(
+    features: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(triton_attention.attention_config(), descriptors=True)
+    monkeypatch.setattr(triton_attention, "attention_config", lambda *args: config)
+    dim = 48 if "shared" in features else 32
+    case = make_case([(9, 100), (1, 30)], 4, 2, dim, 32, 16, CPU, torch.float32, **features)
+    of = paged_attention.bind(case)
+    plan = triton_attention.plan(
+        *case[:12], k_scale=of["k_scale"], v_scale=of["v_scale"], v_dim=of["v_dim"]
+    )
+    assert not plan.launches[0].constants["DESCRIPTORS"]
+    check(OPS["paged_attention"], case, torch.float32)
 
 
 @pytest.mark.parametrize("requests", [15, 16])

@@ -15,7 +15,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -147,6 +147,23 @@ def test_parts_are_published_before_they_are_counted() -> None:
     assert atom and last_store and "bar.sync" in between
     loads = re.findall(r"\bld\.global\S*", reads)
     assert loads and all(".cg" in load for load in loads), loads
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_tiles_of_keys_can_be_copied_by_the_copy_engine(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = paged_attention.attention_config
+    monkeypatch.setattr(
+        paged_attention, "attention_config", lambda *args: replace(choose(*args), descriptors=True)
+    )
+    by_pointers, launch = (
+        attention(4096, 4, 32, 8, 128, block_size=size).launches[0] for size in (16, 64)
+    )
+    assert launch.constants["DESCRIPTORS"] and not by_pointers.constants["DESCRIPTORS"]
+    assert "cp.async.bulk.tensor" in compiled_code(launch, target).asm["ptx"]
+    use = compile_launch(launch, target)
+    assert use.spilled == 0 and use.shared <= SHARED_LIMIT[target]
 
 
 def test_budget_lists_only_what_is_built(budget: dict[str, dict[str, int]]) -> None:

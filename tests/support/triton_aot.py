@@ -17,6 +17,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from llmc.kernels.triton.launch import Launch
 
@@ -74,6 +75,8 @@ def specialize(launch: Launch, target: str) -> Specialization:
         aligned = False
         if param.is_constexpr or value is None or (value is True or value is False):
             kind = "constexpr"
+        elif isinstance(value, TensorDescriptor):
+            kind = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
         elif isinstance(value, torch.Tensor):
             kind, aligned = f"*{_TYPES[value.dtype]}", True
         elif isinstance(value, float):

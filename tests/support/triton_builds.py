@@ -80,14 +80,15 @@ def attention(
     token_sinks: bool = False,
     alibi: bool = False,
     max_blocks: int = 2048,
+    block_size: int = 16,
     cache: torch.dtype | None = None,
     shared: bool = False,
     distances: int = 0,
 ) -> Plan[Tensor]:
     return paged_attention.plan(
         meta(tokens, heads, dim, dtype=dtype),
-        meta(64, kv_heads, 16, dim, dtype=cache or dtype),
-        meta(64, kv_heads, 16, 0 if shared else v_dim or dim, dtype=cache or dtype),
+        meta(64, kv_heads, block_size, dim, dtype=cache or dtype),
+        meta(64, kv_heads, block_size, 0 if shared else v_dim or dim, dtype=cache or dtype),
         ints(rows + 1),
         ints(rows),
         ints(rows, max_blocks),
