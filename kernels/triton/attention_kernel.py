@@ -18,6 +18,7 @@ from llmc.kernels.triton.attention_combine import MINUS_INF, combine
 from llmc.kernels.triton.attention_plan import at, divide, first_visible, locate, total_before
 from llmc.kernels.triton.attention_rope import write_new
 from llmc.kernels.triton.counters import is_last
+from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.fp8 import NONE, widen
 from llmc.kernels.triton.rope_write import turn
 
@@ -152,8 +153,7 @@ def attention_kernel(
     # the one before has either ended or waited for all that came before it.
     EARLY: tl.constexpr = PDL and ROPE
     if PDL and not EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_previous()
     items, splits = divide(query_start, context_len, num_rows, target, ROWS, BLOCK_Q, BLOCK_N,
                            MIN_TILES, WINDOW, CHUNK)  # fmt: skip
     if not SPLIT:
@@ -162,8 +162,7 @@ def attention_kernel(
     # after the requests' items: items of queries past the last request, which are set to zero
     tail = (num_tokens - tl.load(query_start + num_rows) + BLOCK_Q - 1) // BLOCK_Q
     if EARLY:  # before any return, or a kernel could end before the ones that it follows
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_previous()
     if (row >= num_rows) & (place >= tail):
         return
     row_splits = tl.where(row < num_rows, at(splits, row, ROWS), 1)

@@ -19,6 +19,7 @@ from llmc.kernels.triton.attention_kernel import LOG2E, load_tile, tanh
 from llmc.kernels.triton.attention_plan import request_of
 from llmc.kernels.triton.configs import attention_config, rows_capacity
 from llmc.kernels.triton.define import needs_upcast, token_stride
+from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.fp8 import as_bytes, converts, format_constants
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.write_kv import cache_strides
@@ -41,8 +42,7 @@ def chosen_kernel(
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_previous()
     token = tl.program_id(0)
     kv_head = tl.program_id(1) // GROUP_TILES
     if k_scale is not None:
@@ -127,7 +127,7 @@ def plan(
     config = attention_config(
         _GROUP_TILE, max(dim_pad, v_dim_pad), query.element_size(), key_cache.element_size()
     )
-    pdl = query.device.type == "cuda" and dependent_launch.supported()
+    pdl = dependent_launch.applies_to(query.device)
     out = query.new_empty(tokens, heads, v_dim)
     constants: dict[str, Any] = {
         "GROUP": group, "GROUP_TILE": _GROUP_TILE, "GROUP_TILES": group_tiles,

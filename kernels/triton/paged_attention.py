@@ -80,7 +80,7 @@ def plan(
         and not shared
         and fits_descriptors(query, key_cache, value_cache, config.block_n)
     )
-    pdl = query.device.type == "cuda" and dependent_launch.supported()
+    pdl = dependent_launch.applies_to(query.device)
     out = query.new_empty(tokens, heads, v_dim)
     parts = (2 * target, head_tiles, block_m)
     scratch = {

@@ -16,6 +16,7 @@ from llmc.kernels.rope_write import rope_write
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.configs import ROPE_ELEMENTS
 from llmc.kernels.triton.define import define, same_dtype, supports_tensors
+from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.fp8 import as_bytes, format_constants, scales_of, store_cached
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.write_kv import cache_strides, copy_heads
@@ -66,8 +67,7 @@ def rope_write_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     d = tl.arange(0, DIM_PAD)
@@ -133,7 +133,7 @@ def plan(
     widest = power_of_2(max(dim, v_dim))
     heads = min(power_of_2(kv_heads), max(1, ROPE_ELEMENTS // widest))
     query_blocks, kv_blocks = cdiv(query_heads, heads), cdiv(kv_heads, heads)
-    pdl = query.device.type == "cuda" and dependent_launch.supported()
+    pdl = dependent_launch.applies_to(query.device)
     out = query.new_empty(query.shape)
     launch = Launch(
         kernel=rope_write_kernel,

@@ -10,6 +10,7 @@ from llmc.kernels.fp8 import caches_fit
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.configs import WRITE_ELEMENTS
 from llmc.kernels.triton.define import define, supports_tensors
+from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.fp8 import as_bytes, format_constants, scales_of, store_cached
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.write_kv import write_kv
@@ -39,8 +40,7 @@ def write_kv_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     head0 = tl.program_id(1) * HEADS
     slot = tl.load(slots + token).to(tl.int64)
@@ -76,7 +76,7 @@ def plan(
     v_dim = value.shape[2]
     widest = power_of_2(max(dim, v_dim))
     heads = min(power_of_2(kv_heads), max(1, WRITE_ELEMENTS // widest))
-    pdl = key.device.type == "cuda" and dependent_launch.supported()
+    pdl = dependent_launch.applies_to(key.device)
     return Plan(
         out=None,
         launches=(
