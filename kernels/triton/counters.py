@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import is_hip
 
 _MIN_COUNT = 4096
 _made: dict[tuple[torch.device, int], list[Tensor]] = {}  # all are kept: graphs hold addresses
@@ -43,7 +44,13 @@ def is_last(counter, parts):
     The barrier orders the stores of a program's threads before the addition, which one thread
     makes. The addition releases them to the whole GPU, and acquires those of the programs that
     added before. The last one must read with `cache_modifier=".cg"`, since L1 is not coherent.
+    AMD's barrier does not wait for stores, and a release only for those of its own wave: each wave
+    waits for its own first.
     """
+    if is_hip():
+        tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0)", "=v,v", [tl.arange(0, 64)], dtype=tl.int32, is_pure=False, pack=1
+        )
     tl.debug_barrier()
     done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     if done == parts - 1:

@@ -166,6 +166,14 @@ def test_tiles_of_keys_can_be_copied_by_the_copy_engine(
     assert use.spilled == 0 and use.shared <= SHARED_LIMIT[target]
 
 
+def test_each_wave_of_an_amd_gpu_waits_for_its_stores() -> None:
+    code = compiled_code(BUILDS["attention decode"]().launches[0], "gfx942").asm["amdgcn"]
+    stores, atom, _ = code.partition("global_atomic_add")
+    _, last_store, between = stores.rpartition("global_store")
+    before, barrier, _ = between.partition("s_barrier")
+    assert atom and last_store and barrier and "s_waitcnt vmcnt(0)" in before
+
+
 def test_budget_lists_only_what_is_built(budget: dict[str, dict[str, int]]) -> None:
     expected = {
         f"{build} | {kernel} | {target}"

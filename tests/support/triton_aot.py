@@ -12,11 +12,13 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.language import target_info
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from llmc.kernels.triton.launch import Launch
@@ -103,7 +105,14 @@ def compiled_code(launch: Launch, target: str) -> Any:
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     if made.constants.get("PDL"):
         options["launch_pdl"] = True
-    return triton.compile(source, target=TARGETS[target], options=options)
+
+    def current_target() -> GPUTarget:
+        return TARGETS[target]
+
+    current_target.__triton_builtin__ = True  # type: ignore[attr-defined]
+    # kernels may ask what they are compiled for: by default that is the GPU that is present
+    with mock.patch.object(target_info, "current_target", current_target):
+        return triton.compile(source, target=TARGETS[target], options=options)
 
 
 def compile_launch(launch: Launch, target: str) -> Use:
