@@ -25,6 +25,7 @@ from llmc.passes.find_shifts import find_shifts
 from llmc.passes.fuse_act_mul import fuse_act_mul
 from llmc.passes.fuse_linears import fuse_linears
 from llmc.passes.fuse_rms_norm import fuse_rms_norm
+from llmc.passes.fuse_rope_attention import fuse_rope_attention
 from llmc.passes.fuse_rope_write import fuse_rope_write
 from llmc.passes.group_caches import group_caches
 from llmc.passes.insert_image_rows import insert_image_rows
@@ -142,6 +143,9 @@ def pipeline(
         attend_whole_images(where=options.whole_images),  # before passes for causal attention only
         split_prompts(
             unwanted=None if options.device_type == "cuda" else "FlashAttention is for GPUs only"
+        ),
+        fuse_rope_attention(  # after the passes that match rope_write or paged_attention
+            unwanted=None if options.device_type == "cuda" else "this fusion is for GPUs only"
         ),
         quantize_linears(  # after merge_linears: it quantizes merged weights as a whole
             format=options.quantization, kept=options.kept

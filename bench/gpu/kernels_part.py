@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -18,7 +18,15 @@ from bench.gpu import limits
 from bench.gpu.record import Record
 from bench.gpu.settings import Settings
 from bench.gpu.subject import release
-from bench.kernel_work import decode_work, prefill_work, prepare_work, row_work, sample_work
+from bench.kernel_work import (
+    attention_case,
+    decode_work,
+    fast,
+    prefill_work,
+    prepare_work,
+    row_work,
+    sample_work,
+)
 from bench.kernels import (
     HEAD,
     SKEWED,
@@ -31,6 +39,9 @@ from bench.kernels import (
 )
 from bench.linear_work import embedding_work, expert_work, fused_work, low_bit_work
 from llmc.kernels.cpu.build import load
+
+if TYPE_CHECKING:
+    from llmc.kernels.triton.configs import AttentionConfig
 
 _HEADS, _KV, _DIM = 32, 8, 128
 
@@ -58,6 +69,7 @@ def run(settings: Settings, record: Record) -> None:
         release()
     if device.type == "cuda":
         record.measure("static split", partial(static_split, device))
+        record.measure("key tiles", partial(key_tiles, device))
 
 
 def _measured(maker: Maker, most: dict[str, float]) -> list[dict[str, Any]]:
@@ -82,6 +94,25 @@ def tiny_work(device: torch.device) -> Iterator[Maker]:
     yield partial(embedding_work, "int4", 2, 64, 32, device)
     yield partial(expert_work, 2, 4, 2, 32, 16, device)
     yield partial(row_work, "bf16", 2, 64, device)
+
+
+def key_tiles(device: torch.device, lengths: tuple[int, ...] = (2048, 8192)) -> dict[str, float]:
+    """Prompts in blocks of 64 tokens, with tiles of keys loaded by pointers and by descriptors."""
+    from llmc.kernels.triton import paged_attention
+
+    choose = paged_attention.attention_config
+    found = {}
+    for tokens in lengths:
+        case = attention_case([(tokens, tokens)], _HEADS, _KV, _DIM, torch.bfloat16, device, 64)
+        for name, wanted in (("pointers", False), ("descriptors", True)):
+
+            def config(*args: int, wanted: bool = wanted) -> AttentionConfig:
+                return replace(choose(*args), descriptors=wanted)
+
+            with mock.patch.object(paged_attention, "attention_config", config):
+                seconds = time_call(fast("paged_attention", case), device).seconds
+            found[f"{name}_{tokens}_ms"] = seconds * 1e3
+    return found
 
 
 def static_split(device: torch.device) -> dict[str, float]:

@@ -4,7 +4,7 @@ The rows of a query tile are BLOCK_Q queries x GROUP heads that share a key head
 are read once for all of them. Keys are processed in tiles of BLOCK_N positions, whatever the
 cache's block size: each position is looked up in the block table. Online softmax in base 2.
 
-Two things keep NaN out of the result. Keys and values outside [lo, hi) are never loaded (a block
+Two things keep NaN out of the result. Keys and values outside [lo, hi) are never used (a block
 without an owner can hold anything, and 0 * NaN is NaN). A row for which no key of a tile is visible
 keeps its maximum at -inf without subtracting infinities.
 """
@@ -14,12 +14,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from llmc.kernels.triton.attention_combine import MINUS_INF, combine
 from llmc.kernels.triton.attention_plan import at, divide, first_visible, locate, total_before
+from llmc.kernels.triton.attention_rope import write_new
+from llmc.kernels.triton.counters import is_last
+from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.fp8 import NONE, widen
+from llmc.kernels.triton.rope_write import turn
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# a plain float: float("-inf") in a kernel would be a call
-MINUS_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit
@@ -48,7 +51,7 @@ def load_tile(cache, blocks, inside, stride_block, stride_slot, live, DTYPE: tl.
 
 @triton.jit
 def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
-                key_cache, value_cache,
+                key_cache, value_cache, key_row, value_row,
                 kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
                 BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                 DIM: tl.constexpr, DIM_PAD: tl.constexpr,
@@ -56,23 +59,31 @@ def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
                 WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
                 ALIBI: tl.constexpr, DISTANCES: tl.constexpr,
                 SHARED: tl.constexpr, MASKED: tl.constexpr,
-                PRECISION: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+                PRECISION: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+                DESCRIPTORS: tl.constexpr):  # fmt: skip
     """One step of the online softmax over keys [start, start + BLOCK_N).
 
     m is the running maximum in base 2, norm the sum of weights, acc the weighted values.
     MASKED=False promises that every key of the tile is visible to every query. SHARED: values are
     also channels of the keys and are multiplied by q_value; q is for the other DIM channels. bias:
     pointers to what the queries add to the scores of keys 0, 1, ... DISTANCES - 1 positions before.
+    DESCRIPTORS: the caches are descriptors of rows [rows, DIM] (attention_tiles.py), strides count
+    rows, and the head's rows start at key_row and value_row.
     """
     n = start + tl.arange(0, BLOCK_N)
     live = n < hi
-    if MASKED:
+    if DESCRIPTORS:  # a tile lies in one block
+        blocks = tl.load(table + start // BLOCK_SIZE)
+    elif MASKED:
         blocks = tl.load(table + n // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
     else:
         blocks = tl.load(table + n // BLOCK_SIZE).to(tl.int64)
     inside = n % BLOCK_SIZE
-    k = load_tile(key_cache, blocks, inside, kc_block, kc_slot, live, q.dtype,
-                  DIM, DIM_PAD, MASKED, FORMAT, NATIVE)  # fmt: skip
+    if DESCRIPTORS:
+        k = key_cache.load([key_row + blocks * kc_block + start % BLOCK_SIZE, 0]).to(q.dtype)
+    else:
+        k = load_tile(key_cache, blocks, inside, kc_block, kc_slot, live, q.dtype,
+                      DIM, DIM_PAD, MASKED, FORMAT, NATIVE)  # fmt: skip
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SHARED:
         v = load_tile(value_cache, blocks, inside, vc_block, vc_slot, live, q.dtype,
@@ -100,7 +111,11 @@ def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
     p = tl.exp2(s - base[:, None])
     fade = tl.exp2(m - base)
     norm = norm * fade + tl.sum(p, axis=1)
-    if not SHARED:
+    if DESCRIPTORS:
+        v = value_cache.load([value_row + blocks * vc_block + start % BLOCK_SIZE, 0]).to(q.dtype)
+        if MASKED:  # 0 * NaN is NaN; of the keys, other scores are replaced
+            v = tl.where(live[:, None], v, 0)
+    elif not SHARED:
         v = load_tile(value_cache, blocks, inside, vc_block, vc_slot, live, q.dtype,
                       V_DIM, V_DIM_PAD, MASKED, FORMAT, NATIVE)  # fmt: skip
     acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
@@ -111,9 +126,11 @@ def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
 def attention_kernel(
     query, key_cache, value_cache, query_start, context_len, block_table, sinks, slopes,
     distance_bias, k_scale, v_scale,
-    out, part_acc, part_m, part_l,
+    key, value, query_norm, key_norm, cos_table, sin_table, positions, slots,
+    out, part_acc, part_m, part_l, counters,
     query_token, query_head, sinks_token, bias_token, bias_head, out_token, out_head,
     kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot, table_row,
+    key_token, key_head, value_token, value_head, cos_row, sin_row, eps, norm_offset,
     scale, softcap, num_rows, num_tokens, target,
     GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, GROUP_TILES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -124,8 +141,19 @@ def attention_kernel(
     SHARED: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr,
+    ROPE: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
+    QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr, PDL: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
+    # With ROPE the plan is made before the wait. Then its inputs are a step's own: the kernel that
+    # wrote them also wrote the token ids from which others have since computed the queries, so it
+    # is not the one right before. All earlier ones are done: a kernel starts once each program of
+    # the one before has either ended or waited for all that came before it.
+    EARLY: tl.constexpr = PDL and ROPE
+    if PDL and not EARLY:
+        wait_for_previous()
     items, splits = divide(query_start, context_len, num_rows, target, ROWS, BLOCK_Q, BLOCK_N,
                            MIN_TILES, WINDOW, CHUNK)  # fmt: skip
     if not SPLIT:
@@ -133,6 +161,8 @@ def attention_kernel(
     row, place = locate(tl.program_id(0), items * splits, ROWS)
     # after the requests' items: items of queries past the last request, which are set to zero
     tail = (num_tokens - tl.load(query_start + num_rows) + BLOCK_Q - 1) // BLOCK_Q
+    if EARLY:  # before any return, or a kernel could end before the ones that it follows
+        wait_for_previous()
     if (row >= num_rows) & (place >= tail):
         return
     row_splits = tl.where(row < num_rows, at(splits, row, ROWS), 1)
@@ -159,7 +189,13 @@ def attention_kernel(
     dv = tl.arange(0, V_DIM_PAD)
     OWN: tl.constexpr = V_DIM if SHARED else 0  # first channel of the keys that q multiplies
     of_row = query + token.to(tl.int64)[:, None] * query_token + head[:, None] * query_head
-    q = tl.load(of_row + OWN + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
+    if ROPE:
+        at_position = tl.load(positions + token, mask=valid, other=0)[:, None]
+        q = turn(of_row, query_norm, cos_table + at_position * cos_row,
+                 sin_table + at_position * sin_row, valid[:, None], eps, norm_offset, QUERY_NORM,
+                 DIM, DIM_PAD, WIDTH, INTERLEAVED).to(query.dtype.element_ty)  # fmt: skip
+    else:
+        q = tl.load(of_row + OWN + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
     q_value = q
     if SHARED:
         mask = valid[:, None] & (dv < V_DIM)[None, :]
@@ -186,6 +222,16 @@ def attention_kernel(
         lo += split * keys
         hi = tl.minimum(hi, lo + keys)
 
+    if ROPE:
+        first_new = tl.maximum(lo, context - (q_end - q_start))
+        write_new(key, value, key_norm, cos_table, sin_table, positions, slots,
+                  key_cache, value_cache, k_scale, v_scale,
+                  kv_head, tl.num_programs(1) // GROUP_TILES, first_new, hi, offset,
+                  key_token, key_head, value_token, value_head, cos_row, sin_row, eps, norm_offset,
+                  kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot, BLOCK_SIZE, DIM, DIM_PAD,
+                  V_DIM, V_DIM_PAD, WIDTH, INTERLEAVED, KEY_NORM, FORMAT,
+                  K_SCALE_STRIDE, V_SCALE_STRIDE)  # fmt: skip
+
     m = tl.full([BLOCK_M], MINUS_INF, tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, V_DIM_PAD], tl.float32)
@@ -196,27 +242,35 @@ def attention_kernel(
         norm = tl.where(split == 0, 1.0, norm)
 
     table = block_table + row.to(tl.int64) * table_row
-    keys_of_head = key_cache + kv_head.to(tl.int64) * kc_head + OWN
-    values_of_head = value_cache + kv_head.to(tl.int64) * vc_head
+    key_row = kv_head * kc_head
+    value_row = kv_head * vc_head
+    if DESCRIPTORS:
+        keys_of_head = key_cache
+        values_of_head = value_cache
+    else:
+        keys_of_head = key_cache + kv_head.to(tl.int64) * kc_head + OWN
+        values_of_head = value_cache + kv_head.to(tl.int64) * vc_head
     if WINDOW == 0 and CHUNK == 0:
         # key tiles that are fully visible to all queries need no mask
         open_end = lo + tl.maximum(tl.minimum(pos_first + 1, hi) - lo, 0) // BLOCK_N * BLOCK_N
         for start in tl.range(lo, open_end, BLOCK_N):
             m, norm, acc = attend_tile(
                 q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
-                keys_of_head, values_of_head,
+                keys_of_head, values_of_head, key_row, value_row,
                 kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
                 BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, V_DIM, V_DIM_PAD,
                 WINDOW, CHUNK, SOFTCAP, ALIBI, DISTANCES, SHARED, False, PRECISION, FORMAT, NATIVE,
+                DESCRIPTORS,
             )  # fmt: skip
         lo = open_end
     for start in tl.range(lo, hi, BLOCK_N):
         m, norm, acc = attend_tile(
             q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
-            keys_of_head, values_of_head,
+            keys_of_head, values_of_head, key_row, value_row,
             kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
             BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, V_DIM, V_DIM_PAD,
             WINDOW, CHUNK, SOFTCAP, ALIBI, DISTANCES, SHARED, True, PRECISION, FORMAT, NATIVE,
+            DESCRIPTORS,
         )  # fmt: skip
 
     if v_scale is not None:
@@ -228,11 +282,17 @@ def attention_kernel(
             result.to(out.dtype.element_ty),
             mask=valid[:, None] & (dv < V_DIM)[None, :],
         )
-    else:
+    elif SPLIT:
         cut = tl.where(splits > 1, items * splits, 0)
-        part = total_before(cut, row, ROWS) + place // row_splits * row_splits + split
-        at_row = (part * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + m_index
+        first = total_before(cut, row, ROWS) + place // row_splits * row_splits
+        at_row = ((first + split) * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + m_index
         tl.store(part_m + at_row, m)
         tl.store(part_l + at_row, norm)
         at_row = at_row.to(tl.int64)[:, None] * V_DIM_PAD
         tl.store(part_acc + at_row + dv[None, :], acc)
+        if is_last(counters + first * tl.num_programs(1) + tl.program_id(1), row_splits):
+            first_token = q_start + item * BLOCK_Q
+            tile_rows = tl.minimum(q_end - first_token, BLOCK_Q) * GROUP_TILE
+            combine(part_acc, part_m, part_l, out, first, row_splits, first_token, tile_rows,
+                    kv_head, out_token, out_head, GROUP, GROUP_TILE, GROUP_TILES, V_DIM, V_DIM_PAD,
+                    BLOCK_M, COMBINE_ROWS, COMBINE_SPLITS)  # fmt: skip

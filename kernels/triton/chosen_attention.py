@@ -13,10 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.triton.attention_kernel import LOG2E, MINUS_INF, load_tile, tanh
+from llmc.kernels.triton import dependent_launch
+from llmc.kernels.triton.attention_combine import MINUS_INF
+from llmc.kernels.triton.attention_kernel import LOG2E, load_tile, tanh
 from llmc.kernels.triton.attention_plan import request_of
 from llmc.kernels.triton.configs import attention_config, rows_capacity
 from llmc.kernels.triton.define import needs_upcast, token_stride
+from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.fp8 import as_bytes, converts, format_constants
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.write_kv import cache_strides
@@ -36,8 +39,10 @@ def chosen_kernel(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
-    K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
+    K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        wait_for_previous()
     token = tl.program_id(0)
     kv_head = tl.program_id(1) // GROUP_TILES
     if k_scale is not None:
@@ -122,6 +127,7 @@ def plan(
     config = attention_config(
         _GROUP_TILE, max(dim_pad, v_dim_pad), query.element_size(), key_cache.element_size()
     )
+    pdl = dependent_launch.applies_to(query.device)
     out = query.new_empty(tokens, heads, v_dim)
     constants: dict[str, Any] = {
         "GROUP": group, "GROUP_TILE": _GROUP_TILE, "GROUP_TILES": group_tiles,
@@ -131,7 +137,7 @@ def plan(
         "SOFTCAP": softcap > 0, "SINKS": sinks is not None,
         "PRECISION": "ieee" if query.element_size() == 4 else "tf32",
         "UPCAST": needs_upcast(query.dtype), "NATIVE": converts(query.device),
-        **format_constants(key_cache, k_scale, v_scale),
+        **format_constants(key_cache, k_scale, v_scale), "PDL": pdl,
     }  # fmt: skip
     launch = Launch(
         kernel=chosen_kernel,
@@ -152,5 +158,6 @@ def plan(
         constants=constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        pdl=pdl,
     )  # fmt: skip
     return Plan(out=out, launches=(launch,))

@@ -17,8 +17,10 @@ class AttentionConfig:
     num_stages: int
     waves: int  # target programs per multiprocessor when long contexts are split
     min_tiles: int  # a key range is at least this many tiles
-    combine_rows: int
+    combine_rows: int  # rows of a tile and key ranges that are combined at a time
     combine_splits: int
+    # load whole tiles through tensor descriptors where the cache allows it: off until measured
+    descriptors: bool = False
 
 
 def attention_config(rows: int, dim: int, itemsize: int, cache_itemsize: int) -> AttentionConfig:
@@ -38,7 +40,7 @@ def attention_config(rows: int, dim: int, itemsize: int, cache_itemsize: int) ->
     if rows <= 16:  # decode
         return AttentionConfig(
             block_m=16, block_n=32 if dim > 128 else 64, num_warps=4, num_stages=3, waves=4,
-            min_tiles=4, combine_rows=1, combine_splits=8,
+            min_tiles=4, combine_rows=4, combine_splits=8,
         )  # fmt: skip
     if rows <= 64 or dim > 128 or widens:  # few draft or prompt tokens per request, or wide heads
         return AttentionConfig(

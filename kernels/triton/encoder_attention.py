@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llmc.kernels.encoder_attention import encoder_attention
-from llmc.kernels.triton.attention_kernel import LOG2E, MINUS_INF
+from llmc.kernels.triton.attention_combine import MINUS_INF
+from llmc.kernels.triton.attention_kernel import LOG2E
 from llmc.kernels.triton.attention_plan import locate
 from llmc.kernels.triton.define import define, needs_upcast, same_dtype, supports_tensors
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2

@@ -15,10 +15,12 @@ from torch import Tensor
 from llmc.kernels.fp8 import caches_fit
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.prompts import Prompts, fits_flash
-from llmc.kernels.triton import chosen_attention, prompt_attention
-from llmc.kernels.triton.attention_combine import combine_kernel
+from llmc.kernels.triton import chosen_attention, dependent_launch, prompt_attention
 from llmc.kernels.triton.attention_kernel import attention_kernel
+from llmc.kernels.triton.attention_rope import Rope, rope_args, rope_constants
+from llmc.kernels.triton.attention_tiles import fits_descriptors, tiles
 from llmc.kernels.triton.configs import attention_config, rows_capacity
+from llmc.kernels.triton.counters import counters
 from llmc.kernels.triton.define import define, needs_upcast, supports_tensors, token_stride
 from llmc.kernels.triton.fp8 import as_bytes, converts, format_constants
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors, power_of_2
@@ -45,7 +47,9 @@ def plan(
     v_scale: Tensor | None = None,
     v_dim: int = 0,
     distance_bias: Tensor | None = None,
+    rope: Rope | None = None,
 ) -> Plan[Tensor]:
+    """`rope`: normalize and rotate the queries, and write this step's keys and values first."""
     tokens, heads, dim = query.shape
     kv_heads, block_size, shared = key_cache.shape[1], key_cache.shape[2], v_dim > 0
     if shared:  # a key's channels are those of the value, then the others
@@ -62,68 +66,70 @@ def plan(
     group_tile = min(group, block_m)
     group_tiles = cdiv(group, group_tile)
     head_tiles = kv_heads * group_tiles
+    block_q = block_m // group_tile
     # upper bound on items: whole tiles, plus one partial tile per request and for the tail
-    items = min(tokens, tokens // (block_m // group_tile) + rows + 1)
+    items = min(tokens, tokens // block_q + rows + 1)
     longest = block_table.shape[1] * block_size
     target = max(1, cdiv(config.waves * multiprocessors(query.device), head_tiles))
     split = longest > config.min_tiles * config.block_n and target > 1
 
+    descriptors = (
+        config.descriptors
+        and window == chunk == 0  # then every tile of keys starts at a multiple of its size
+        and rope is None  # writes of the same kernel would need another fence before such reads
+        and not shared
+        and fits_descriptors(query, key_cache, value_cache, config.block_n)
+    )
+    pdl = dependent_launch.applies_to(query.device)
     out = query.new_empty(tokens, heads, v_dim)
-    parts = (2 * target if split else 1, head_tiles, block_m)
+    parts = (2 * target, head_tiles, block_m)
     scratch = {
-        "part_acc": query.new_empty(*parts, v_dim_pad, dtype=torch.float32),
-        "part_m": query.new_empty(parts, dtype=torch.float32),
-        "part_l": query.new_empty(parts, dtype=torch.float32),
+        "part_acc": query.new_empty(*parts, v_dim_pad, dtype=torch.float32) if split else None,
+        "part_m": query.new_empty(parts, dtype=torch.float32) if split else None,
+        "part_l": query.new_empty(parts, dtype=torch.float32) if split else None,
+        "counters": counters(query.device, 2 * target * head_tiles) if split else None,
     }
-    args: dict[str, Any] = {
-        "query_start": query_start, "context_len": context_len, "out": out, **scratch,
-        "out_token": out.stride(0), "out_head": out.stride(1),
-        "num_rows": rows, "num_tokens": tokens, "target": target,
-    }  # fmt: skip
-    constants: dict[str, Any] = {
-        "GROUP": group, "GROUP_TILE": group_tile, "GROUP_TILES": group_tiles,
-        "V_DIM": v_dim, "V_DIM_PAD": v_dim_pad,
-        "BLOCK_M": block_m, "BLOCK_N": config.block_n,
-        "ROWS": rows_capacity(rows), "MIN_TILES": config.min_tiles,
-        "WINDOW": window, "CHUNK": chunk,
-    }  # fmt: skip
-    attend = Launch(
+    launch = Launch(
         kernel=attention_kernel,
         grid=(items + (target if split else 0), head_tiles),
         args={
             "query": query, "key_cache": as_bytes(key_cache), "value_cache": as_bytes(value_cache),
-            "block_table": block_table, "sinks": sinks, "slopes": slopes,
-            "distance_bias": distance_bias, "k_scale": k_scale, "v_scale": v_scale, **args,
+            **cache_strides(key_cache, value_cache),
+            **(tiles(key_cache, value_cache, config.block_n) if descriptors else {}),
+            "query_start": query_start, "context_len": context_len, "block_table": block_table,
+            "sinks": sinks, "slopes": slopes, "distance_bias": distance_bias,
+            "k_scale": k_scale, "v_scale": v_scale, "out": out, **scratch,
             "query_token": query.stride(0), "query_head": query.stride(1),
             "sinks_token": token_stride(sinks),
             "bias_token": 0 if distance_bias is None else distance_bias.stride(0),
             "bias_head": 0 if distance_bias is None else distance_bias.stride(1),
-            **cache_strides(key_cache, value_cache), "table_row": block_table.stride(0),
-            "scale": scale, "softcap": softcap,
+            "out_token": out.stride(0), "out_head": out.stride(1),
+            "table_row": block_table.stride(0),
+            **rope_args(rope), "scale": scale, "softcap": softcap,
+            "num_rows": rows, "num_tokens": tokens, "target": target,
         },
         constants={
-            **constants, "BLOCK_SIZE": block_size, "DIM": dim, "DIM_PAD": dim_pad,
+            "GROUP": group, "GROUP_TILE": group_tile, "GROUP_TILES": group_tiles,
+            "BLOCK_SIZE": block_size,
+            "DIM": dim, "DIM_PAD": dim_pad, "V_DIM": v_dim, "V_DIM_PAD": v_dim_pad,
+            "BLOCK_M": block_m, "BLOCK_N": config.block_n,
+            "ROWS": rows_capacity(rows), "MIN_TILES": config.min_tiles,
+            "WINDOW": window, "CHUNK": chunk,
             "SOFTCAP": softcap > 0, "SINKS": sinks is not None, "ALIBI": slopes is not None,
             "DISTANCES": 0 if distance_bias is None else distance_bias.shape[2],
             "SHARED": shared, "SPLIT": split,
             "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
             "UPCAST": needs_upcast(query.dtype), "NATIVE": converts(query.device),
             **format_constants(key_cache, k_scale, v_scale),
+            "COMBINE_ROWS": min(config.combine_rows, power_of_2(block_q * group_tile)),
+            "COMBINE_SPLITS": config.combine_splits,
+            **rope_constants(rope), "PDL": pdl, "DESCRIPTORS": descriptors,
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        pdl=pdl,
     )  # fmt: skip
-    combine = Launch(
-        kernel=combine_kernel,
-        grid=(min(target, items), head_tiles, cdiv(block_m, config.combine_rows)),
-        args=args,
-        constants={
-            **constants,
-            "COMBINE_ROWS": config.combine_rows,
-            "COMBINE_SPLITS": config.combine_splits,
-        },
-    )
-    return Plan(out=out, launches=(attend, combine) if split else (attend,))
+    return Plan(out=out, launches=(launch,))
 
 
 def attend(**arguments: Any) -> Tensor:
@@ -131,7 +137,7 @@ def attend(**arguments: Any) -> Tensor:
     return plan(**arguments).run()
 
 
-def _run(*args: Any) -> Tensor:
+def run(*args: Any) -> Tensor:
     arguments = paged_attention.bind(args)
     if arguments["chosen"] is not None:
         unused = ("window", "chunk", "slopes", "prompts", "v_dim", "distance_bias")
@@ -147,7 +153,7 @@ def _run(*args: Any) -> Tensor:
     return attend(**arguments)
 
 
-def _supports(
+def supports(
     *,
     query: Tensor,
     key_cache: Tensor,
@@ -173,4 +179,4 @@ def _supports(
     )
 
 
-define(paged_attention, run=_run, supports=_supports)
+define(paged_attention, run=run, supports=supports)

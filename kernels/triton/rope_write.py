@@ -13,18 +13,24 @@ from torch import Tensor
 
 from llmc.kernels.fp8 import caches_fit
 from llmc.kernels.rope_write import rope_write
+from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.configs import ROPE_ELEMENTS
 from llmc.kernels.triton.define import define, same_dtype, supports_tensors
+from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.fp8 import as_bytes, format_constants, scales_of, store_cached
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.write_kv import cache_strides, copy_heads
 
 
 @triton.jit
-def turn(src, src_head, weight, cos, sin, head, heads, eps, offset, NORM: tl.constexpr,
+def turn(src, weight, cos, sin, live, eps, offset, NORM: tl.constexpr,
          DIM: tl.constexpr, DIM_PAD: tl.constexpr, WIDTH: tl.constexpr,
          INTERLEAVED: tl.constexpr):  # fmt: skip
-    """Normalized and rotated heads [HEADS, DIM_PAD] in float32."""
+    """Normalized and rotated heads [HEADS, DIM_PAD] in float32.
+
+    src [HEADS, 1]: pointers to them; live [HEADS, 1]: whether to read them. cos, sin: pointers to
+    the row for all heads, or [HEADS, 1].
+    """
     d = tl.arange(0, DIM_PAD)
     if INTERLEAVED:
         partner = tl.where(d % 2 == 0, d + 1, d - 1)
@@ -33,20 +39,17 @@ def turn(src, src_head, weight, cos, sin, head, heads, eps, offset, NORM: tl.con
         partner = tl.where(d < WIDTH // 2, d + WIDTH // 2, d - WIDTH // 2)
         sign = tl.where(d < WIDTH // 2, -1.0, 1.0)
     turned = d < WIDTH
-    live = (head < heads)[:, None] & (d < DIM)[None, :]
-    pairs = (head < heads)[:, None] & turned[None, :]
-    x = tl.load(src + head[:, None] * src_head + d[None, :], mask=live, other=0.0).to(tl.float32)
-    y = tl.load(src + head[:, None] * src_head + partner[None, :], mask=pairs, other=0.0)
-    y = y.to(tl.float32)
+    x = tl.load(src + d[None, :], mask=live & (d < DIM)[None, :], other=0.0).to(tl.float32)
+    y = tl.load(src + partner[None, :], mask=live & turned[None, :], other=0.0).to(tl.float32)
     if NORM:
         inverse = 1 / tl.sqrt_rn(tl.sum(x * x, axis=1) / DIM + eps)
         w = tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32) + offset
         w_partner = tl.load(weight + partner, mask=turned, other=0.0).to(tl.float32) + offset
         x = x * inverse[:, None] * w[None, :]
         y = y * inverse[:, None] * w_partner[None, :]
-    c = tl.load(cos + d, mask=turned, other=1.0)
-    s = tl.load(sin + d, mask=turned, other=0.0) * sign
-    return x * c[None, :] + y * s[None, :]
+    c = tl.load(cos + d[None, :], mask=turned[None, :], other=1.0)
+    s = tl.load(sin + d[None, :], mask=turned[None, :], other=0.0) * sign[None, :]
+    return x * c + y * s
 
 
 @triton.jit
@@ -61,7 +64,10 @@ def rope_write_kernel(
     WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,
     FORMAT: tl.constexpr, K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     d = tl.arange(0, DIM_PAD)
@@ -70,8 +76,9 @@ def rope_write_kernel(
     sin = sin_table + position * sin_row
     if part < QUERY_BLOCKS:
         head = part * HEADS + tl.arange(0, HEADS)
-        x = turn(query + token * query_token, query_head, query_norm, cos, sin, head, QUERY_HEADS,
-                 eps, offset, QUERY_NORM, DIM, DIM_PAD, WIDTH, INTERLEAVED)  # fmt: skip
+        x = turn(query + token * query_token + head[:, None] * query_head, query_norm, cos, sin,
+                 (head < QUERY_HEADS)[:, None], eps, offset, QUERY_NORM, DIM, DIM_PAD, WIDTH,
+                 INTERLEAVED)  # fmt: skip
         tl.store(
             out + (token * QUERY_HEADS + head[:, None]) * DIM + d[None, :],
             x.to(out.dtype.element_ty),
@@ -84,8 +91,9 @@ def rope_write_kernel(
             inside = slot % BLOCK_SIZE
             if part < QUERY_BLOCKS + KV_BLOCKS:
                 head = (part - QUERY_BLOCKS) * HEADS + tl.arange(0, HEADS)
-                x = turn(key + token * key_token, key_head, key_norm, cos, sin, head, KV_HEADS,
-                         eps, offset, KEY_NORM, DIM, DIM_PAD, WIDTH, INTERLEAVED)  # fmt: skip
+                x = turn(key + token * key_token + head[:, None] * key_head, key_norm, cos, sin,
+                         (head < KV_HEADS)[:, None], eps, offset, KEY_NORM, DIM, DIM_PAD, WIDTH,
+                         INTERLEAVED)  # fmt: skip
                 place = key_cache + block * kc_block + inside * kc_slot
                 store_cached(
                     place + head[:, None] * kc_head + d[None, :],
@@ -125,6 +133,7 @@ def plan(
     widest = power_of_2(max(dim, v_dim))
     heads = min(power_of_2(kv_heads), max(1, ROPE_ELEMENTS // widest))
     query_blocks, kv_blocks = cdiv(query_heads, heads), cdiv(kv_heads, heads)
+    pdl = dependent_launch.applies_to(query.device)
     out = query.new_empty(query.shape)
     launch = Launch(
         kernel=rope_write_kernel,
@@ -148,13 +157,14 @@ def plan(
             "DIM": dim, "DIM_PAD": power_of_2(dim), "V_DIM": v_dim, "V_DIM_PAD": power_of_2(v_dim),
             "WIDTH": cos_table.shape[-1], "INTERLEAVED": interleaved,
             "QUERY_NORM": query_norm is not None, "KEY_NORM": key_norm is not None,
-            **format_constants(key_cache, k_scale, v_scale),
+            **format_constants(key_cache, k_scale, v_scale), "PDL": pdl,
         },
+        pdl=pdl,
     )  # fmt: skip
     return Plan(out=out, launches=(launch,))
 
 
-def _supports(
+def supports(
     *,
     query: Tensor,
     key: Tensor,
@@ -182,4 +192,4 @@ def _supports(
     )
 
 
-define(rope_write, plan=plan, supports=_supports)
+define(rope_write, plan=plan, supports=supports)

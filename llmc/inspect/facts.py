@@ -14,9 +14,9 @@ from llmc.inspect.shorten import Shortened
 from llmc.inspect.stages import Stage
 from llmc.kernels.attention import attention
 from llmc.kernels.expert_linear import expert_linear
+from llmc.passes.base import writes
 from llmc.passes.edit import arguments
 from llmc.passes.find_entries import split_entries
-from llmc.passes.group_caches import is_attention
 from llmc.passes.inputs import CacheInput, StateInput, WeightInput, input_of, token_input
 
 
@@ -136,7 +136,7 @@ def _attentions(stage: Stage, layer: int) -> tuple[AttentionFacts, ...]:
 
 def _written_bytes(node: fx.Node) -> int:
     """Cache bytes per token that this call writes; 0 if it writes no keys and values."""
-    if node.op != "call_function" or is_attention(node):
+    if node.op != "call_function" or not writes(node):
         return 0
     caches = [n for n in node.all_input_nodes if isinstance(input_of(n), CacheInput)]
     return sum(_token_bytes(n) for n in caches)

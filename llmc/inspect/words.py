@@ -32,6 +32,7 @@ _WORDS: dict[str, Words] = {
     "choose_blocks": ("attention", "choose blocks of cached tokens to attend to (sparse indexer)"),
     "write_kv": ("cache", "write keys and values to the cache"),
     "rope_write": ("cache", "rotate queries and keys by position, and write the cache"),
+    "rope_attention": ("attention", "rotate by position, write the cache, and attend to it"),
     "causal_conv": ("recurrent", "mix each token with the few before it (short convolution)"),
     "delta_rule": ("recurrent", "update the layer's state and read it (delta rule)"),
     "selective_scan": ("recurrent", "update the layer's state and read it (state space)"),

@@ -26,7 +26,7 @@ from llmc.passes.inputs import Input, StepInput, WeightInput, input_of
 from llmc.startup.start import Started
 
 _KIND_OF = {
-    **dict.fromkeys(("paged_attention", "latent_attention"), "attention"),
+    **dict.fromkeys(("paged_attention", "rope_attention", "latent_attention"), "attention"),
     **dict.fromkeys(("choose_keys", "choose_blocks", "encoder_attention"), "attention"),
     **dict.fromkeys(("rope_write", "write_kv"), "attention"),
     **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm"), "norm"),

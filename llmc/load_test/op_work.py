@@ -162,9 +162,9 @@ def _operations(call: Call) -> int:
         return _STATE_OPERATIONS[name] * call.num_tokens * int(values)
     if name == "latent_attention":
         return sum(_latent_operations(call, request) for request in call.requests)
-    if name in ("paged_attention", "choose_keys", "choose_blocks"):
+    if name in ("paged_attention", "rope_attention", "choose_keys", "choose_blocks"):
         _, heads, width = given["query"].shape
-        if name == "paged_attention":
+        if name in ("paged_attention", "rope_attention"):
             width += given["value_cache"].shape[3]
         return int(2 * heads * width * sum(_pairs(call, r) for r in call.requests))
     return 0

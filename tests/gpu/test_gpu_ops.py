@@ -45,8 +45,11 @@ def nth_case(name: str, dtype: torch.dtype, index: int) -> tuple[Any, ...]:
 
 
 def version(name: str) -> Impl:
-    impls = OPS[name].impls
-    return next(i for wanted in WANTED for i in impls if i.name == wanted)
+    found = next((i for wanted in WANTED for i in OPS[name].impls if i.name == wanted), None)
+    if found is None and DRY_RUN:
+        pytest.skip(f"no version of {name} can stand in")
+    assert found is not None
+    return found
 
 
 @contextmanager
@@ -122,4 +125,6 @@ def test_many_rows_by_quantized_weights_dry_run(
 
 
 def test_there_are_ops_to_test_dry_run() -> None:
-    assert {"paged_attention", "sample", "prepare_step", "rope_write"} <= set(NAMES)
+    assert {"paged_attention", "sample", "prepare_step", "rope_write", "rope_attention"} <= set(
+        NAMES
+    )

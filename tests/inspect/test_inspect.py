@@ -129,7 +129,8 @@ def test_a_gpu_can_be_asked_about_without_one(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     found = inspect_model(options(save_config("llama", tmp_path), device="cuda"))
     runs = {choice.op: choice.runs for choice in found.kernels}
-    assert runs["paged_attention"] == "Triton"
+    assert runs["rope_attention"] == "Triton"
+    assert all(found.layers[i].kv_bytes_per_token > 0 for i in range(found.num_layers))
     assert found.device == "cuda"
 
 

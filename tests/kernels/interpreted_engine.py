@@ -21,13 +21,14 @@ import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels.prompts import Prompts
 from llmc.kernels.triton import latent_attention, paged_attention
 from llmc.kernels.triton.launch import Launch
-from llmc.passes import pipeline, split_prompts
+from llmc.passes import fuse_rope_attention, pipeline, split_prompts
 
 NUM_TOKENS = 3
 SIZES = {"hidden_size": 64, "intermediate_size": 128}  # whole blocks of 32 inputs
 ALWAYS = {"attention_kernel", "stats_kernel", "draw_kernel", "apply_kernel"}
+ALWAYS |= {"rope_write_kernel", "rope_attention"}  # for prompts, and for decodes
 LAUNCHED = {
-    "qwen3": ALWAYS | {"rope_write_kernel", "norm_kernel", "act_mul_kernel"},
+    "qwen3": ALWAYS | {"norm_kernel", "act_mul_kernel"},
     "gpt_oss": ALWAYS | {"expert_kernel"},
     "gpt_oss in mxfp4": ALWAYS | {"low_bit_expert_kernel"},
 }
@@ -42,9 +43,13 @@ def test_greedy_tokens_with_every_op_in_triton(
 
     def recorded(launch: Launch) -> None:
         launched.add(launch.kernel.__name__)
+        if launch.constants.get("ROPE"):
+            launched.add("rope_attention")
         run(launch)
 
     monkeypatch.setattr(Launch, "run", recorded)
+    fuse = fuse_rope_attention.fuse_rope_attention
+    monkeypatch.setattr(pipeline, "fuse_rope_attention", lambda **_: fuse())
     monkeypatch.setattr(paged_attention, "multiprocessors", lambda device: 2)
     name, _, form = family.partition(" in ")
     path = wide = tiny_models.save_checkpoint(name, tmp_path, **(SIZES if form else {}))

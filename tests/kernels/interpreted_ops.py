@@ -8,6 +8,7 @@ New memory is filled with NaN, so an element that a kernel forgets to write fail
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -23,18 +24,23 @@ from scipy import stats
 from state_draws import STATE_OPS, state_cases
 from tiers import tiered
 from torch import Tensor
+from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels import delta_rule
 from llmc.kernels.fp8 import FP8, to_cache
 from llmc.kernels.paged_attention import make_case, paged_attention
 from llmc.kernels.registry import OPS, Impl, Op
+from llmc.kernels.rope_attention import make_rope_case
 from llmc.kernels.sample import filter_logits, gumbel
 from llmc.kernels.state_cases import make_step
 from llmc.kernels.triton import delta_rule as triton_delta_rule
 from llmc.kernels.triton import paged_attention as triton_attention
+from llmc.kernels.triton import rope_attention as triton_rope
 from llmc.kernels.triton.configs import AttentionConfig
 from llmc.kernels.triton.define import interpreted
+from llmc.kernels.triton.launch import Launch
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -216,10 +222,140 @@ def test_attention_divides_a_long_context_among_short_ones(
     case = make_case(lengths, 4, 2, 32, 32, 16, CPU, torch.float32, **features)
     bound = paged_attention.bind(case)
     plan = triton_attention.plan(*case[:14], distance_bias=bound["distance_bias"])
-    assert [launch.kernel.__name__ for launch in plan.launches] == [
-        "attention_kernel",
-        "combine_kernel",
-    ]
+    (launch,) = plan.launches
+    assert launch.constants["SPLIT"]
+    check(OPS["paged_attention"], case, torch.float32)
+
+
+def test_parts_are_combined_alike_whichever_is_last(
+    cut_fine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case([(1, 400), (1, 3), (6, 250)], 6, 2, 32, 32, 16, CPU, torch.float32)
+    want = triton_attention.plan(*case).run()
+    builder = interpreter.interpreter_builder
+    forward = builder.set_grid_idx
+
+    def backward(x: int, y: int, z: int) -> None:
+        forward(builder.grid_dim[0] - 1 - x, y, z)
+
+    monkeypatch.setattr(builder, "set_grid_idx", backward)
+    plan = triton_attention.plan(*case)
+    assert torch.equal(plan.run(), want)
+    assert not plan.launches[0].args["counters"].any()
+    assert torch.equal(plan.run(), want)  # as a graph does when it is replayed
+
+
+@st.composite
+def rope_cases(draw: st.DrawFn) -> tuple[Any, ...]:
+    """At most as many tokens as requests, of which one request may have several."""
+    contexts = draw(st.lists(st.one_of(st.just(0), st.integers(1, 120)), min_size=1, max_size=5))
+    lengths = [(min(1, context), context) for context in contexts]
+    several = draw(st.integers(0, 6))
+    if several:
+        lengths += [(several, several + draw(st.integers(0, 80))), *[(0, 0)] * (several - 1)]
+    if not any(new for new, _ in lengths):
+        lengths.append((1, 5))
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    dim = draw(st.sampled_from([16, 48, 80]))
+    return make_rope_case(
+        lengths,
+        kv_heads * draw(st.sampled_from([1, 3, 20])),
+        kv_heads,
+        dim,
+        draw(st.sampled_from([16, 40])),
+        draw(st.sampled_from([8, 16])),
+        CPU,
+        torch.float32,
+        width=draw(st.sampled_from([8, dim])),
+        interleaved=draw(st.booleans()),
+        normed=draw(st.booleans()),
+        padding=draw(st.integers(0, 1)),
+        window=draw(st.sampled_from([0, 0, 1, 7, 30])),
+        chunk=draw(st.sampled_from([0, 0, 12, 16])),
+        softcap=draw(st.sampled_from([0.0, 5.0])),
+        sinks=draw(st.booleans()),
+        alibi=draw(st.booleans()),
+        cache=draw(st.sampled_from([None, None, *FP8])),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+@few
+@given(case=rope_cases())
+def test_one_launch_writes_and_attends_as_two_do(case: tuple[Any, ...], cut_fine: None) -> None:
+    check(OPS["rope_attention"], case, torch.float32)
+    (launch,) = triton_rope.plan(*copies(case)).launches
+    assert launch.constants["ROPE"]
+    one, two = copies(case), copies(case)
+    got = triton_rope.plan(*one).run()
+    given_two = OPS["rope_attention"].bind(two)
+    names = [name for name in OPS["rope_write"].defaults if name in given_two]
+    query = triton_impl(OPS["rope_write"]).op()(*(given_two[name] for name in names))
+    names = [name for name in OPS["paged_attention"].defaults if name in given_two]
+    want = triton_impl(OPS["paged_attention"]).op()(query, *(given_two[name] for name in names[1:]))
+    assert torch.equal(got, want)
+    for mine, theirs in zip(one, two, strict=True):
+        if isinstance(mine, Tensor):
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def test_more_tokens_than_requests_take_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    run = Launch.run
+
+    def recorded(launch: Launch) -> None:
+        launched.append((launch.kernel.__name__, launch.constants.get("ROPE", False)))
+        run(launch)
+
+    monkeypatch.setattr(Launch, "run", recorded)
+    for lengths in ([(1, 20), (1, 3)], [(2, 20), (1, 3)]):
+        case = make_rope_case(lengths, 4, 2, 32, 32, 16, CPU, torch.float32)
+        triton_impl(OPS["rope_attention"]).op()(*case)
+    decode, *verify = launched
+    assert decode == ("attention_kernel", True)
+    assert verify == [("rope_write_kernel", False), ("attention_kernel", False)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (40, 24)])
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.usefixtures("cut_fine")
+def test_tiles_of_keys_come_through_descriptors(
+    block_size: int, dims: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(triton_attention.attention_config(), descriptors=True)
+    monkeypatch.setattr(triton_attention, "attention_config", lambda *args: config)
+    lengths = [(9, 200), (1, 1), (0, 0), (21, 21), (1, 70)]
+    case = make_case(lengths, 6, 2, *dims, block_size, CPU, dtype, softcap=5.0, sinks=True)
+    of = paged_attention.bind(case)
+    for r, (_, context) in enumerate(lengths):  # slots after the last token can hold anything
+        block = int(of["block_table"][r, max(context - 1, 0) // block_size])
+        if context % block_size:
+            of["key_cache"][block, :, context % block_size :] = float("nan")
+            of["value_cache"][block, :, context % block_size :] = float("nan")
+    (launch,) = triton_attention.plan(*case).launches
+    assert launch.constants["DESCRIPTORS"] and isinstance(
+        launch.args["key_cache"], TensorDescriptor
+    )
+    check(OPS["paged_attention"], case, dtype)
+
+
+@pytest.mark.parametrize(
+    "features", [{"window": 20}, {"chunk": 32}, {"shared": True}, {"cache": FP8[0]}], ids=str
+)
+@pytest.mark.usefixtures("cut_fine")
+def test_other_tiles_are_loaded_by_pointers(
+    features: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(triton_attention.attention_config(), descriptors=True)
+    monkeypatch.setattr(triton_attention, "attention_config", lambda *args: config)
+    dim = 48 if "shared" in features else 32
+    case = make_case([(9, 100), (1, 30)], 4, 2, dim, 32, 16, CPU, torch.float32, **features)
+    of = paged_attention.bind(case)
+    plan = triton_attention.plan(
+        *case[:12], k_scale=of["k_scale"], v_scale=of["v_scale"], v_dim=of["v_dim"]
+    )
+    assert not plan.launches[0].constants["DESCRIPTORS"]
     check(OPS["paged_attention"], case, torch.float32)
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,15 @@ triton = pytest.importorskip(
 if triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is set: there is no compiler", allow_module_level=True)
 
-from triton_aot import SHARED_LIMIT, TARGETS, Use, compile_launch, is_for, variant  # noqa: E402
+from triton_aot import (  # noqa: E402
+    SHARED_LIMIT,
+    TARGETS,
+    Use,
+    compile_launch,
+    compiled_code,
+    is_for,
+    variant,
+)
 from triton_builds import BUILDS, SIZED, attention, named_launches, sweep  # noqa: E402
 
 from llmc.kernels.triton import paged_attention  # noqa: E402
@@ -108,6 +117,64 @@ def test_chips_that_convert_float8_use_fewer_registers(
     use = compile_launch(launch, target)
     by_bits = budget[f"attention decode fp8_e4m3 | attention_kernel | {target}"]
     assert use.spilled == 0 and use.registers < by_bits["registers"]
+
+
+@pytest.mark.parametrize(
+    "build", ["attention decode", "attention chosen", "rope_write", "write_kv", "rope_attention"]
+)
+def test_nothing_of_an_earlier_kernel_is_read_before_the_wait(build: str) -> None:
+    """`rope_attention` reads query_start and context_len, which the previous kernel never wrote."""
+    code = compiled_code(BUILDS[build]().launches[0], "sm_90").asm["ptx"]
+    before, wait, after = code.partition("griddepcontrol.wait")
+    assert wait and "griddepcontrol.wait" not in after
+    assert "griddepcontrol.launch_dependents" in after
+    early = re.findall(r"\bld\.global\S*", before)
+    assert len(early) == (4 if build == "rope_attention" else 0), early
+    assert not re.search(r"\b(st|atom|red)\.global|cp\.async", before)
+
+
+def test_keys_are_written_before_they_are_read() -> None:
+    """All threads wait between the last store of this step's keys and the first load of a tile."""
+    code = compiled_code(BUILDS["rope_attention"]().launches[0], "sm_90").asm["ptx"]
+    stores, _, _ = code.partition("cp.async")
+    _, last_store, between = stores.rpartition("st.global")
+    assert last_store and "bar.sync" in between
+
+
+def test_parts_are_published_before_they_are_counted() -> None:
+    """All threads wait between storing a part and the addition that may let another program read
+    it; what the last program reads comes from L2."""
+    code = compiled_code(BUILDS["attention decode"]().launches[0], "sm_90").asm["ptx"]
+    stores, atom, reads = code.partition("atom.global.gpu.acq_rel.add")
+    _, last_store, between = stores.rpartition("st.global")
+    assert atom and last_store and "bar.sync" in between
+    loads = re.findall(r"\bld\.global\S*", reads)
+    assert loads and all(".cg" in load for load in loads), loads
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_tiles_of_keys_can_be_copied_by_the_copy_engine(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = paged_attention.attention_config
+    monkeypatch.setattr(
+        paged_attention, "attention_config", lambda *args: replace(choose(*args), descriptors=True)
+    )
+    by_pointers, launch = (
+        attention(4096, 4, 32, 8, 128, block_size=size).launches[0] for size in (16, 64)
+    )
+    assert launch.constants["DESCRIPTORS"] and not by_pointers.constants["DESCRIPTORS"]
+    assert "cp.async.bulk.tensor" in compiled_code(launch, target).asm["ptx"]
+    use = compile_launch(launch, target)
+    assert use.spilled == 0 and use.shared <= SHARED_LIMIT[target]
+
+
+def test_each_wave_of_an_amd_gpu_waits_for_its_stores() -> None:
+    code = compiled_code(BUILDS["attention decode"]().launches[0], "gfx942").asm["amdgcn"]
+    stores, atom, _ = code.partition("global_atomic_add")
+    _, last_store, between = stores.rpartition("global_store")
+    before, barrier, _ = between.partition("s_barrier")
+    assert atom and last_store and barrier and "s_waitcnt vmcnt(0)" in before
 
 
 def test_budget_lists_only_what_is_built(budget: dict[str, dict[str, int]]) -> None:

@@ -38,6 +38,7 @@ from llmc.kernels import (  # noqa: F401
     quantized_linear,
     record_tokens,
     rms_norm,
+    rope_attention,
     rope_write,
     running_max,
     sample,
@@ -57,7 +58,8 @@ CPU = torch.device("cpu")
 COLLECTIVES = {"all_reduce", "all_gather", "first_rank", "embed_shard", "shard_ids"}
 MARKERS = {"attention", "entries", "entry_attention", "pool_tokens", "draft_states"}
 WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", "running_max", *COLLECTIVES}
-WITHOUT_CPP = {*WITHOUT_KERNELS, "encoder_attention"}  # torch's attention serves each text
+# Torch's attention serves each text of an encoder. Saving a launch is for GPUs.
+WITHOUT_CPP = {*WITHOUT_KERNELS, "encoder_attention", "rope_attention"}
 WITHOUT_TRITON = {*WITHOUT_KERNELS, "bmm"}  # whose GPU version is torch's: cuBLAS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {  # of results that are rounded once from float32

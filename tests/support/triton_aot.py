@@ -12,11 +12,14 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.language import target_info
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from llmc.kernels.triton.launch import Launch
 
@@ -76,6 +79,8 @@ def specialize(launch: Launch, target: str) -> Specialization:
         aligned = False
         if param.is_constexpr or value is None or (value is True or value is False):
             kind = "constexpr"
+        elif isinstance(value, TensorDescriptor):
+            kind = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
         elif isinstance(value, torch.Tensor):
             kind, aligned = f"*{_TYPES[value.dtype]}", True
         elif isinstance(value, float):
@@ -105,13 +110,25 @@ def is_for(launch: Launch, target: str) -> bool:
     return target in FLOAT8 or not is_float8
 
 
-def compile_launch(launch: Launch, target: str) -> Use:
+def compiled_code(launch: Launch, target: str) -> Any:
+    """Triton's compiled kernel, with the code of each stage in `asm`."""
     made = specialize(launch, target)
     source = ASTSource(launch.kernel, made.signature, made.constants, made.attrs)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     if made.constants.get("PDL"):
         options["launch_pdl"] = True
-    compiled = triton.compile(source, target=TARGETS[target], options=options)
+
+    def current_target() -> GPUTarget:
+        return TARGETS[target]
+
+    current_target.__triton_builtin__ = True  # type: ignore[attr-defined]
+    # kernels may ask what they are compiled for: by default that is the GPU that is present
+    with mock.patch.object(target_info, "current_target", current_target):
+        return triton.compile(source, target=TARGETS[target], options=options)
+
+
+def compile_launch(launch: Launch, target: str) -> Use:
+    compiled = compiled_code(launch, target)
     registers, spilled = (
         _amd_use(compiled.asm["amdgcn"])
         if target.startswith("gfx")

@@ -35,6 +35,7 @@ from llmc.kernels.triton import (
     quantized_embedding,
     quantized_expert_linear,
     quantized_linear,
+    rope_attention,
     rope_write,
     sample,
     scaled_linear,
@@ -81,14 +82,15 @@ def attention(
     token_sinks: bool = False,
     alibi: bool = False,
     max_blocks: int = 2048,
+    block_size: int = 16,
     cache: torch.dtype | None = None,
     shared: bool = False,
     distances: int = 0,
 ) -> Plan[Tensor]:
     return paged_attention.plan(
         meta(tokens, heads, dim, dtype=dtype),
-        meta(64, kv_heads, 16, dim, dtype=cache or dtype),
-        meta(64, kv_heads, 16, 0 if shared else v_dim or dim, dtype=cache or dtype),
+        meta(64, kv_heads, block_size, dim, dtype=cache or dtype),
+        meta(64, kv_heads, block_size, 0 if shared else v_dim or dim, dtype=cache or dtype),
         ints(rows + 1),
         ints(rows),
         ints(rows, max_blocks),
@@ -151,6 +153,21 @@ def rope(*, interleaved: bool, normed: bool, cache: torch.dtype = BF16) -> Plan[
         interleaved,
         *caches(64, cache),
     )
+
+
+def rope_decode(
+    heads: int, dim: int, *, window: int = 0, cache: torch.dtype = BF16, normed: bool = True
+) -> Plan[Tensor]:
+    """A decode step of 64 requests; keys and values are views of one projection."""
+    q, k, v = meta(64, (heads + 16) * dim).split([heads * dim, 8 * dim, 8 * dim], dim=-1)
+    weight = meta(dim) if normed else None
+    return rope_attention.plan(
+        q.unflatten(-1, (heads, dim)), k.unflatten(-1, (8, dim)), v.unflatten(-1, (8, dim)),
+        weight, weight, 1e-6, 0.0, floats(4096, dim), floats(4096, dim), longs(64), False,
+        *(meta(64, 8, 16, dim, dtype=cache) for _ in "kv"), longs(64),
+        ints(65), ints(64), ints(64, 2048), dim**-0.5, window, 0, 0.0,
+        meta(heads) if window else None, None,
+    )  # fmt: skip
 
 
 def logits_tables() -> Plan[Tensor]:
@@ -358,6 +375,9 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "rope_write": lambda: rope(interleaved=False, normed=True),
     "rope_write interleaved": lambda: rope(interleaved=True, normed=False),
     "attention decode": lambda: attention(64, 64, 32, 8, 128),
+    "rope_attention": lambda: rope_decode(32, 128),
+    "rope_attention window sinks": lambda: rope_decode(64, 64, window=128, normed=False),
+    "rope_attention fp8_e4m3": lambda: rope_decode(32, 128, cache=FP8[0]),
     "attention prefill": lambda: attention(4096, 4, 32, 8, 128),
     "attention prompts out of pages": lambda: gather_pages.plan(
         meta(64, 8, 16, 128), meta(64, 8, 16, 128), ints(5), ints(4, 2048), 8192, 4096

@@ -1,0 +1,57 @@
+"""Tensor descriptors of the caches, through which a GPU's copy engine loads whole tiles of keys.
+
+A cache [num_blocks, Hkv, block_size, D] is described as rows [rows, D] at its slot stride, so that
+BLOCK_N slots of one block and head are consecutive rows. Requires NVIDIA sm_90 or later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from llmc.kernels.triton import dependent_launch
+from llmc.kernels.triton.launch import power_of_2
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # an older Triton
+    TensorDescriptor = None
+
+_MAX_BOX = 256  # elements in a dimension of a tile
+
+
+def fits_descriptors(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_n: int) -> bool:
+    """Whether tiles of `block_n` keys and values can be loaded without conversion."""
+    on_gpu = query.device.type == "cuda"
+    return (
+        TensorDescriptor is not None
+        and (dependent_launch.supported() or not on_gpu)  # the same GPUs have both
+        and all(_is_rows(cache, query, block_n) for cache in (key_cache, value_cache))
+    )
+
+
+def _is_rows(cache: Tensor, query: Tensor, block_n: int) -> bool:
+    block, head, slot, _ = cache.stride()
+    return (
+        cache.dtype == query.dtype
+        and cache.shape[2] % block_n == 0
+        and power_of_2(cache.shape[3]) <= _MAX_BOX
+        and block % slot == head % slot == 0
+        and slot * cache.element_size() % 16 == 0
+        and cache.data_ptr() % 16 == 0
+    )
+
+
+def tiles(key_cache: Tensor, value_cache: Tensor, block_n: int) -> dict[str, Any]:
+    """The kernel's arguments for both caches; strides count rows."""
+    found: dict[str, Any] = {}
+    for name, short, cache in (("key_cache", "kc", key_cache), ("value_cache", "vc", value_cache)):
+        block, head = (stride // cache.stride(2) for stride in cache.stride()[:2])
+        blocks, heads, size, dim = cache.shape
+        rows = (blocks - 1) * block + (heads - 1) * head + size
+        found[name] = TensorDescriptor(
+            cache, [rows, dim], [cache.stride(2), 1], [block_n, power_of_2(dim, 16)]
+        )
+        found |= {f"{short}_block": block, f"{short}_head": head, f"{short}_slot": 1}
+    return found

@@ -1,0 +1,55 @@
+"""`rope_attention` in Triton: one kernel if a step has at most one token per request, else two.
+
+The shapes decide, as CUDA graphs require: decode steps take one launch (attention_rope.py). With
+more tokens per request, many programs would write the same keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmc.kernels.paged_attention import paged_attention
+from llmc.kernels.prompts import Prompts
+from llmc.kernels.rope_attention import rope_attention
+from llmc.kernels.rope_write import rope_write
+from llmc.kernels.triton import paged_attention as attention
+from llmc.kernels.triton import rope_write as rope
+from llmc.kernels.triton.attention_rope import Rope
+from llmc.kernels.triton.define import define
+from llmc.kernels.triton.launch import Plan
+
+_ROPE = tuple(field.name for field in fields(Rope))
+
+
+def plan(*args: Any) -> Plan[Tensor]:
+    """One launch, for up to one token per request."""
+    given = rope_attention.bind(args)
+    del given["prompts"]
+    parts = Rope(**{name: given.pop(name) for name in _ROPE})
+    return attention.plan(**given, rope=parts)
+
+
+def _run(*args: Any) -> Tensor:
+    given = rope_attention.bind(args)
+    hint = given["prompts"]
+    few = given["query"].shape[0] <= given["context_len"].shape[0]
+    # on AMD, a program's barrier does not wait for its stores to global memory
+    few = few and torch.version.hip is None
+    if few and (hint is None or not Prompts.read(hint).lengths):
+        return plan(*args).run()
+    rotated = rope.plan(**{name: given[name] for name in rope_write.defaults}).run()
+    taken = {**given, "query": rotated}
+    return attention.run(*(taken[name] for name in paged_attention.defaults if name in taken))
+
+
+def _supports(**given: Any) -> bool:
+    write = {name: given[name] for name in rope_write.defaults}
+    read = {name: given[name] for name in paged_attention.defaults if name in given}
+    return rope.supports(**write) and attention.supports(**paged_attention.bind((), read))
+
+
+define(rope_attention, run=_run, supports=_supports)
