@@ -14,6 +14,17 @@ from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
 
 @triton.jit
+def activate(x, ACT: tl.constexpr):
+    if ACT == "silu":
+        return x / (1 + tl.exp(-x))
+    elif ACT == "gelu":
+        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(ACT == "gelu_tanh")
+        return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+@triton.jit
 def act_mul_kernel(gate_up, out, row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
                    ACT: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -21,14 +32,7 @@ def act_mul_kernel(gate_up, out, row_stride, WIDTH: tl.constexpr, BLOCK: tl.cons
     inside = i < WIDTH
     x = tl.load(gate_up + row * row_stride + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_stride + WIDTH + i, mask=inside, other=0.0).to(tl.float32)
-    if ACT == "silu":
-        y = x / (1 + tl.exp(-x))
-    elif ACT == "gelu":
-        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
-    else:
-        tl.static_assert(ACT == "gelu_tanh")
-        y = 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-    tl.store(out + row * WIDTH + i, (y * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * WIDTH + i, (activate(x, ACT) * up).to(out.dtype.element_ty), mask=inside)
 
 
 def plan(gate_up: Tensor, act: str) -> Plan[Tensor]:

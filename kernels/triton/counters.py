@@ -49,3 +49,12 @@ def is_last(counter, parts):
     if done == parts - 1:
         tl.store(counter, 0)
     return done == parts - 1
+
+
+@triton.jit
+def sum_of_parts(part, stride, mask, PARTS: tl.constexpr):
+    """The sum over PARTS parts in order, read by the last program."""
+    total = tl.load(part, mask=mask, other=0.0, cache_modifier=".cg")
+    for i in tl.static_range(1, PARTS):
+        total += tl.load(part + i * stride, mask=mask, other=0.0, cache_modifier=".cg")
+    return total

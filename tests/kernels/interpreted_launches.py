@@ -47,14 +47,8 @@ ROWS = (1, FEW, MANY)
 # what a further layer launches for each number of rows; "step": what every step launches besides
 LAUNCHES: dict[str, tuple[str, ...]] = {
     "dense": (
-        (
-            "8: attention_kernel, combine_kernel, 4 few_rows_kernel, reduce_kernel, "
-            "rope_write_kernel"
-        ),
-        (
-            "8: attention_kernel, combine_kernel, 4 few_rows_kernel, reduce_kernel, "
-            "rope_write_kernel"
-        ),
+        "7: attention_kernel, combine_kernel, 4 few_rows_kernel, rope_write_kernel",
+        "7: attention_kernel, combine_kernel, 4 few_rows_kernel, rope_write_kernel",
         (
             "12: act_mul_kernel, 2 aten.add, 4 aten.linear, attention_kernel, "
             "combine_kernel, 2 norm_kernel, rope_write_kernel"
