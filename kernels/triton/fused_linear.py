@@ -196,6 +196,10 @@ def _run(
         return plan(x, weight, bias, norm_weight, eps, offset, act, residual).run()
     if eps is not None:
         x = norm.plan(x, norm_weight, eps, offset).run()
+    if residual is not None and bias is None and act is None:
+        # rounded once; torch copies the residual to where the product adds to it
+        flat = residual.reshape(-1, weight.shape[0])
+        return torch.addmm(flat, x.reshape(rows, -1), weight.t()).view(residual.shape)
     y = F.linear(x, weight, bias)
     if act is not None:
         y = act_mul.plan(y, act).run()

@@ -50,8 +50,8 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         "7: attention_kernel, combine_kernel, 4 few_rows_kernel, rope_write_kernel",
         "7: attention_kernel, combine_kernel, 4 few_rows_kernel, rope_write_kernel",
         (
-            "12: act_mul_kernel, 2 aten.add, 4 aten.linear, attention_kernel, "
-            "combine_kernel, 2 norm_kernel, rope_write_kernel"
+            "12: act_mul_kernel, 2 aten.addmm, 2 aten.copy, 2 aten.linear, "
+            "attention_kernel, combine_kernel, 2 norm_kernel, rope_write_kernel"
         ),
     ),
     "step": (
@@ -85,9 +85,9 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
             "norm_kernel, rope_write_kernel"
         ),
         (
-            "27: act_mul_kernel, aten.add, 2 aten.arange, 3 aten.linear, aten.mul, 2 "
-            "aten.new_zeros, aten.reshape, 2 aten.searchsorted, aten.softmax, 2 aten.sort, "
-            "aten.sum, 2 aten.to, aten.topk, attention_kernel, combine_kernel, 2 "
+            "27: act_mul_kernel, aten.addmm, 2 aten.arange, aten.copy, 2 aten.linear, "
+            "aten.mul, 2 aten.new_zeros, aten.reshape, 2 aten.searchsorted, aten.softmax, 2 "
+            "aten.sort, aten.sum, 2 aten.to, aten.topk, attention_kernel, combine_kernel, 2 "
             "expert_kernel, 2 norm_kernel, rope_write_kernel"
         ),
     ),
@@ -105,10 +105,10 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
             "few_rows_kernel, norm_kernel"
         ),
         (
-            "41: act_mul_kernel, 5 aten.add, aten.cat, aten.exp, 4 aten.linear, 7 aten.mul, "
-            "aten.neg, 2 aten.repeat_interleave, 6 aten.reshape, 2 aten.rsqrt, "
-            "aten.sigmoid, 2 aten.silu, aten.softplus, 2 aten.sum, causal_conv_kernel, "
-            "delta_rule_kernel, 3 norm_kernel"
+            "41: act_mul_kernel, 3 aten.add, 2 aten.addmm, aten.cat, 2 aten.copy, aten.exp, "
+            "2 aten.linear, 7 aten.mul, aten.neg, 2 aten.repeat_interleave, 6 aten.reshape, "
+            "2 aten.rsqrt, aten.sigmoid, 2 aten.silu, aten.softplus, 2 aten.sum, "
+            "causal_conv_kernel, delta_rule_kernel, 3 norm_kernel"
         ),
     ),
     "recurrent": (
@@ -123,9 +123,9 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
             "selective_scan_kernel"
         ),
         (
-            "18: 3 aten.add, aten.clamp, aten.exp, 2 aten.linear, 3 aten.mul, aten.neg, 2 "
-            "aten.silu, aten.softplus, causal_conv_kernel, 2 norm_kernel, "
-            "selective_scan_kernel"
+            "18: 2 aten.add, aten.addmm, aten.clamp, aten.copy, aten.exp, aten.linear, 3 "
+            "aten.mul, aten.neg, 2 aten.silu, aten.softplus, causal_conv_kernel, 2 "
+            "norm_kernel, selective_scan_kernel"
         ),
     ),
 }
@@ -157,6 +157,8 @@ class Recorded(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func._schema.is_mutable or not _is_view(args, out) and "empty" not in name:
             self.names.append(f"aten.{func.__name__.partition('.')[0]}")
+        if name.startswith("addmm") and args[0].dim() == 2:
+            self.names.append("aten.copy")  # of the matrix to which the product is added
         return out
 
     def record(self, launch: Launch) -> None:

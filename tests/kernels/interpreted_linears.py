@@ -126,8 +126,14 @@ def test_strided_rows() -> None:
     assert_equals_reference("fused_linear", fused_linear.plan(*case), case)
 
 
-def test_many_rows_go_to_the_library_and_nothing_is_lost_on_the_way() -> None:
-    case = (rand(11, 40), rand(24, 40), rand(24), rand(40), 1e-5, 0.0, "silu", rand(11, 12))
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("act", [None, "silu"])
+def test_many_rows_go_to_the_library_and_nothing_is_lost_on_the_way(
+    act: str | None, biased: bool
+) -> None:
+    residual = rand(1, 11, 24 if act is None else 12, seed=1)
+    bias = rand(24) if biased else None
+    case = (rand(1, 11, 40), rand(24, 40), bias, rand(40), 1e-5, 0.0, act, residual)
     got = torch.ops.llmc_triton.fused_linear(*case)
     torch.testing.assert_close(got, OPS["fused_linear"].reference(*case), rtol=2e-5, atol=2e-5)
 
