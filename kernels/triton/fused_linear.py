@@ -199,7 +199,7 @@ def _run(
     if residual is not None and bias is None and act is None:
         # rounded once; torch copies the residual to where the product adds to it
         flat = residual.reshape(-1, weight.shape[0])
-        return torch.addmm(flat, x.reshape(rows, -1), weight.t()).view(residual.shape)
+        return torch.addmm(flat, x.reshape(-1, weight.shape[1]), weight.t()).view(residual.shape)
     y = F.linear(x, weight, bias)
     if act is not None:
         y = act_mul.plan(y, act).run()

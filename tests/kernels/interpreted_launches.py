@@ -73,22 +73,19 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
     ),
     "routed": (
         (
-            "25: act_mul_kernel, 2 aten.arange, aten.mul, 2 aten.new_zeros, 2 "
-            "aten.searchsorted, aten.softmax, 2 aten.sort, aten.sum, 2 aten.to, aten.topk, "
+            "15: act_mul_kernel, aten.mul, aten.softmax, aten.sum, aten.topk, "
             "attention_kernel, combine_kernel, 2 expert_kernel, 3 few_rows_kernel, 2 "
             "norm_kernel, rope_write_kernel"
         ),
         (
-            "26: act_mul_kernel, 2 aten.arange, aten.mul, 2 aten.new_zeros, aten.reshape, 2 "
-            "aten.searchsorted, aten.softmax, 2 aten.sort, aten.sum, 2 aten.to, aten.topk, "
+            "16: act_mul_kernel, aten.mul, aten.reshape, aten.softmax, aten.sum, aten.topk, "
             "attention_kernel, combine_kernel, 2 expert_kernel, 3 few_rows_kernel, 2 "
             "norm_kernel, rope_write_kernel"
         ),
         (
-            "27: act_mul_kernel, aten.addmm, 2 aten.arange, aten.copy, 2 aten.linear, "
-            "aten.mul, 2 aten.new_zeros, aten.reshape, 2 aten.searchsorted, aten.softmax, 2 "
-            "aten.sort, aten.sum, 2 aten.to, aten.topk, attention_kernel, combine_kernel, 2 "
-            "expert_kernel, 2 norm_kernel, rope_write_kernel"
+            "17: act_mul_kernel, aten.addmm, aten.copy, 2 aten.linear, aten.mul, "
+            "aten.reshape, aten.softmax, aten.sum, aten.topk, attention_kernel, "
+            "combine_kernel, 2 expert_kernel, 2 norm_kernel, rope_write_kernel"
         ),
     ),
     "hybrid": (

@@ -24,7 +24,7 @@ from llmc.kernels.quantized_linear import (
     quantize,
 )
 from llmc.kernels.registry import OPS
-from llmc.kernels.triton import fused_linear, quantized_linear
+from llmc.kernels.triton import expert_linear, fused_linear, quantized_linear
 from llmc.kernels.triton.counters import counters
 from llmc.kernels.triton.launch import Plan
 
@@ -148,3 +148,19 @@ def test_experts_that_no_row_picked_are_not_read(rows: int) -> None:
     got = torch.ops.llmc_triton.expert_linear(rand(rows, 32), weight, None, expert, False)
     want = torch.einsum("rk,rnk->rn", rand(rows, 32), weight[expert])
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 17, 150, 1025])
+@pytest.mark.parametrize("experts", [3, 8])
+def test_rows_find_their_experts_and_those_without_one_get_zeros(rows: int, experts: int) -> None:
+    """Few rows without a sort, each from memory that holds NaN; more than 1024 are sorted."""
+    gen = torch.Generator().manual_seed(rows)
+    expert = torch.randint(-1, experts + 1, (rows,), generator=gen)
+    case = (rand(rows, 20), rand(experts, 24, 20, seed=1), rand(experts, 24, seed=2), expert, False)
+    plan = expert_linear.plan(*case)
+    if rows > 1024:
+        torch.testing.assert_close(
+            plan.run(), OPS["expert_linear"].reference(*case), rtol=2e-5, atol=2e-5
+        )
+    else:
+        assert_equals_reference("expert_linear", plan, case)

@@ -176,10 +176,12 @@ def sampler() -> Plan[Tensor]:
     )
 
 
-def experts(rows: int, *, transposed: bool = False, bias: bool = False) -> Plan[Tensor]:
-    weight = meta(128, 2048, 1536) if transposed else meta(128, 1536, 2048)
+def experts(
+    rows: int, count: int = 128, *, transposed: bool = False, bias: bool = False
+) -> Plan[Tensor]:
+    weight = meta(count, 2048, 1536) if transposed else meta(count, 1536, 2048)
     return expert_linear.plan(
-        meta(rows, 2048), weight, meta(128, 1536) if bias else None, longs(rows), transposed
+        meta(rows, 2048), weight, meta(count, 1536) if bias else None, longs(rows), transposed
     )
 
 
@@ -436,6 +438,8 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
         ints(257, 40961), longs(64), ints(64), longs(64)
     ),
     "expert_linear few": lambda: experts(64),
+    "expert_linear unsorted": lambda: experts(1000),
+    "expert_linear unsorted, few experts": lambda: experts(1000, 16),
     "expert_linear many": lambda: experts(32768, transposed=True, bias=True),
     "add_lora few": lambda: lora(64, 16, parts=3),
     "add_lora many": lambda: lora(8192, 64),
@@ -452,6 +456,7 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_linear int4 many": lambda: low_bit(4096, "int4"),
     "quantized_linear fp8 many": lambda: low_bit(4096, "fp8"),
     "quantized_expert_linear mxfp4 few": lambda: low_bit_experts(64, "mxfp4"),
+    "quantized_expert_linear mxfp4 unsorted": lambda: low_bit_experts(1000, "mxfp4"),
     "quantized_expert_linear mxfp4 many": lambda: low_bit_experts(32768, "mxfp4"),
     "quantized_expert_linear int4 few": lambda: low_bit_experts(64, "int4", minimum=True),
     "encoder_attention": lambda: encoder(4096, 64),
