@@ -7,9 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from llmc.kernels.act_mul import ACTIVATIONS, act_mul
+from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.attention_kernel import tanh
 from llmc.kernels.triton.configs import POINTWISE_BLOCK
 from llmc.kernels.triton.define import define, supports_tensors
+from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
 
@@ -26,7 +28,9 @@ def activate(x, ACT: tl.constexpr):
 
 @triton.jit
 def act_mul_kernel(gate_up, out, row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-                   ACT: tl.constexpr):  # fmt: skip
+                   ACT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    if PDL:
+        wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH
@@ -40,11 +44,13 @@ def plan(gate_up: Tensor, act: str) -> Plan[Tensor]:
     flat = gate_up.reshape(-1, 2 * width)
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     block = min(POINTWISE_BLOCK, power_of_2(width))
+    pdl = dependent_launch.applies_to(gate_up.device)
     launch = Launch(
         kernel=act_mul_kernel,
         grid=(flat.shape[0], cdiv(width, block)),
         args={"gate_up": flat, "out": out, "row_stride": flat.stride(0)},
-        constants={"WIDTH": width, "BLOCK": block, "ACT": act},
+        constants={"WIDTH": width, "BLOCK": block, "ACT": act, "PDL": pdl},
+        pdl=pdl,
     )
     return Plan(out=out, launches=(launch,))
 

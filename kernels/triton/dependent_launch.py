@@ -20,12 +20,26 @@ def supported() -> bool:
     return not interpreted() and _supported()
 
 
+def applies_to(device: torch.device) -> bool:
+    """Whether kernels on this device can use it; an ahead-of-time build decides itself."""
+    return device.type == "cuda" and supported()
+
+
 @cache
 def _supported() -> bool:
     cuda = getattr(getattr(tl, "extra", None), "cuda", None)
     if torch.version.hip or not hasattr(cuda, "gdc_wait") or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability()[0] >= 9
+
+
+@triton.jit
+def wait_for_previous():
+    """Wait until the previous kernel has ended and its results are visible, then let the next one
+    start. Every program must call it: otherwise the next kernel, whose wait ends with this one,
+    could overtake the previous one."""
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

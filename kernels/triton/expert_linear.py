@@ -19,6 +19,7 @@ from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.attention_plan import at, locate
 from llmc.kernels.triton.configs import expert_config
 from llmc.kernels.triton.define import define, needs_upcast, same_dtype, supports_tensors
+from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
 _ROWS = (16, 64, 256, 1024)  # classes of numbers of rows that are not sorted
@@ -82,8 +83,7 @@ def expert_kernel(
 ):  # fmt: skip
     """chosen, offsets: as in `rows_of_tile`."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_previous()
     expert, row, mine = rows_of_tile(chosen, offsets, rows, ROWS, EXPERTS, EXPERTS_PAD, BLOCK_M)
     if expert > EXPERTS:
         return
@@ -148,7 +148,7 @@ def plan(
     config = expert_config(rows, experts, x.element_size())
     given, constants, covers_all = chosen_rows(expert, experts, config.block_m)
     out = x.new_empty(rows, n) if covers_all else x.new_zeros(rows, n)
-    pdl = x.device.type == "cuda" and dependent_launch.supported()
+    pdl = dependent_launch.applies_to(x.device)
     launch = Launch(
         kernel=expert_kernel,
         grid=(tiles_of(rows, experts, config.block_m), cdiv(n, config.block_n)),

@@ -27,7 +27,7 @@ from llmc.kernels.triton.define import (
     same_dtype,
     supports_tensors,
 )
-from llmc.kernels.triton.dependent_launch import prefetch
+from llmc.kernels.triton.dependent_launch import prefetch, wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors
 from llmc.kernels.triton.linear_configs import FEW_ROWS, few_rows_config, prefers_library
 
@@ -61,8 +61,7 @@ def few_rows_kernel(
         prefetch(weight + channel + early)
         if GATED:
             prefetch(weight + channel + N * weight_row.to(tl.int64) + early)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_previous()
     if DOT:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -154,7 +153,7 @@ def plan(
     config = few_rows_config(rows, channels, depth, size, processors)
     tiles = config.tiles
     out = x.new_empty(*x.shape[:-1], channels)
-    pdl = x.device.type == "cuda" and dependent_launch.supported()
+    pdl = dependent_launch.applies_to(x.device)
     blocks = cdiv(channels, tiles.block_n)
     partial = x.new_empty(config.splits, rows, weight.shape[0], dtype=torch.float32)
     shape = config.splits, blocks, rows

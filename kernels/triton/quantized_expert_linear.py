@@ -14,6 +14,7 @@ from llmc.kernels.quantized_linear import CHANNELS, EXACT_BITS
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.configs import low_bit_expert_config
 from llmc.kernels.triton.define import define, needs_upcast
+from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.expert_linear import chosen_rows, rows_of_tile, tiles_of
 from llmc.kernels.triton.launch import Launch, Plan, cdiv
 from llmc.kernels.triton.quantized_linear import format_of, load_scale, supports, widen
@@ -36,8 +37,7 @@ def low_bit_expert_kernel(
     BITS: tl.constexpr = 32 // PER
     BLOCK_W: tl.constexpr = BLOCK_K // PER
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_previous()
     expert, row, mine = rows_of_tile(chosen, offsets, rows, ROWS, EXPERTS, EXPERTS_PAD, BLOCK_M)
     if expert > EXPERTS:
         return
@@ -100,7 +100,7 @@ def plan(
     config = low_bit_expert_config(rows, experts, x.element_size())
     given, constants, covers_all = chosen_rows(expert, experts, config.block_m)
     out = x.new_empty(rows, channels) if covers_all else x.new_zeros(rows, channels)
-    pdl = x.device.type == "cuda" and dependent_launch.supported()
+    pdl = dependent_launch.applies_to(x.device)
     launch = Launch(
         kernel=low_bit_expert_kernel,
         grid=(tiles_of(rows, experts, config.block_m), cdiv(channels, config.block_n)),

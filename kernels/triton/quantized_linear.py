@@ -23,7 +23,7 @@ from llmc.kernels.triton.define import (
     same_dtype,
     supports_tensors,
 )
-from llmc.kernels.triton.dependent_launch import prefetch
+from llmc.kernels.triton.dependent_launch import prefetch, wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors
 from llmc.kernels.triton.linear_configs import LinearConfig, low_bit_config
 
@@ -88,8 +88,7 @@ def low_bit_kernel(
         blocks = tl.program_id(1) * (BLOCK_N // 16) + tl.arange(0, BLOCK_N // 16)
         blocks = tl.minimum(blocks, N // 16 - 1).to(tl.int64) * (K // PER * 16)
         prefetch(words + blocks[None, :] + tl.minimum(ahead, K // PER * 16 - 1)[:, None])
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_previous()
     j = tl.arange(0, PER)
     if DOT:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -166,7 +165,7 @@ def plan(
     config = low_bit_config(rows, channels, depth, per_word, processors, x.element_size())
     tiles = config.tiles
     out = x.new_empty(*x.shape[:-1], channels)
-    pdl = x.device.type == "cuda" and dependent_launch.supported()
+    pdl = dependent_launch.applies_to(x.device)
     partial = x.new_empty(config.splits, rows, channels, dtype=torch.float32)
     grid = (cdiv(rows, tiles.block_m), cdiv(channels, tiles.block_n), config.splits)
     launch = Launch(

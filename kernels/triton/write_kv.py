@@ -7,8 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from llmc.kernels.fp8 import caches_fit
+from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.configs import WRITE_ELEMENTS
 from llmc.kernels.triton.define import define, supports_tensors
+from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.fp8 import as_bytes, format_constants, scales_of, store_cached
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.write_kv import write_kv
@@ -35,7 +37,10 @@ def write_kv_kernel(
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
     FORMAT: tl.constexpr, K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     head0 = tl.program_id(1) * HEADS
     slot = tl.load(slots + token).to(tl.int64)
@@ -71,6 +76,7 @@ def plan(
     v_dim = value.shape[2]
     widest = power_of_2(max(dim, v_dim))
     heads = min(power_of_2(kv_heads), max(1, WRITE_ELEMENTS // widest))
+    pdl = dependent_launch.applies_to(key.device)
     return Plan(
         out=None,
         launches=(
@@ -89,8 +95,9 @@ def plan(
                     "BLOCK_SIZE": key_cache.shape[2], "KV_HEADS": kv_heads, "HEADS": heads,
                     "DIM": dim, "DIM_PAD": power_of_2(dim),
                     "V_DIM": v_dim, "V_DIM_PAD": power_of_2(v_dim),
-                    **format_constants(key_cache, k_scale, v_scale),
+                    **format_constants(key_cache, k_scale, v_scale), "PDL": pdl,
                 },
+                pdl=pdl,
             ),
         ),
     )  # fmt: skip
