@@ -73,19 +73,19 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
     ),
     "routed": (
         (
-            "15: act_mul_kernel, aten.mul, aten.softmax, aten.sum, aten.topk, "
-            "attention_kernel, combine_kernel, 2 expert_kernel, 3 few_rows_kernel, 2 "
-            "norm_kernel, rope_write_kernel"
+            "13: act_mul_kernel, attention_kernel, choose_experts_kernel, combine_kernel, 2 "
+            "expert_kernel, 3 few_rows_kernel, 2 norm_kernel, rope_write_kernel, "
+            "sum_experts_kernel"
         ),
         (
-            "16: act_mul_kernel, aten.mul, aten.reshape, aten.softmax, aten.sum, aten.topk, "
-            "attention_kernel, combine_kernel, 2 expert_kernel, 3 few_rows_kernel, 2 "
-            "norm_kernel, rope_write_kernel"
+            "14: act_mul_kernel, aten.reshape, attention_kernel, choose_experts_kernel, "
+            "combine_kernel, 2 expert_kernel, 3 few_rows_kernel, 2 norm_kernel, "
+            "rope_write_kernel, sum_experts_kernel"
         ),
         (
-            "17: act_mul_kernel, aten.addmm, aten.copy, 2 aten.linear, aten.mul, "
-            "aten.reshape, aten.softmax, aten.sum, aten.topk, attention_kernel, "
-            "combine_kernel, 2 expert_kernel, 2 norm_kernel, rope_write_kernel"
+            "15: act_mul_kernel, aten.addmm, aten.copy, 2 aten.linear, aten.reshape, "
+            "attention_kernel, choose_experts_kernel, combine_kernel, 2 expert_kernel, 2 "
+            "norm_kernel, rope_write_kernel, sum_experts_kernel"
         ),
     ),
     "hybrid": (
