@@ -27,6 +27,7 @@ from llmc.passes.fuse_linears import fuse_linears
 from llmc.passes.fuse_rms_norm import fuse_rms_norm
 from llmc.passes.fuse_rope_write import fuse_rope_write
 from llmc.passes.fuse_routers import fuse_routers
+from llmc.passes.fuse_sampler import fuse_sampler
 from llmc.passes.group_caches import group_caches
 from llmc.passes.insert_image_rows import insert_image_rows
 from llmc.passes.last_token_logits import last_token_logits
@@ -148,6 +149,9 @@ def pipeline(
         ),
         round_activations(bits=options.activation_bits),  # after quantize_linears: its linears
         fuse_routers(  # after the passes that match or replace the experts' linears
+            unwanted=None if options.device_type == "cuda" else "this fusion is for GPUs only"
+        ),
+        fuse_sampler(  # after processor_passes: a processor comes before process_logits
             unwanted=None if options.device_type == "cuda" else "this fusion is for GPUs only"
         ),
         fuse_linears(  # after the passes that fuse the norms and activations that it absorbs

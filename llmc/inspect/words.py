@@ -90,6 +90,7 @@ _WORDS: dict[str, Words] = {
     "index": ("lookup", "look up by index"),
     "gather": ("lookup", "look up by index"),
     "arange": ("lookup", "count up"),
+    "sample_rows": ("sample", "apply penalties, biases and masks, and draw the next token"),
     "process_logits": ("sample", "apply penalties, biases and masks to the logits"),
     "sample": ("sample", "draw the next token"),
 }

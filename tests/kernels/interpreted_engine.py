@@ -28,7 +28,7 @@ from llmc.startup import compile as compile_module
 
 NUM_TOKENS = 3
 SIZES = {"hidden_size": 64, "intermediate_size": 128}  # whole blocks of 32 inputs
-ALWAYS = {"attention_kernel", "stats_kernel", "draw_kernel", "apply_kernel"}
+ALWAYS = {"attention_kernel", "process_kernel", "draw_kernel"}
 LAUNCHED = {
     "qwen3": ALWAYS | {"rope_write_kernel", "norm_kernel", "act_mul_kernel"},
     "mixtral": ALWAYS | {"expert_kernel", "choose_experts_kernel", "sum_experts_kernel"},

@@ -56,19 +56,16 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
     ),
     "step": (
         (
-            "18: apply_kernel, aten.embedding, 6 aten.index_select, aten.to, "
-            "ban_words_kernel, bias_kernel, clear_kernel, count_kernel, draw_kernel, "
-            "few_rows_kernel, norm_kernel, record_tokens_kernel, stats_kernel"
+            "7: aten.embedding, aten.index_select, draw_kernel, few_rows_kernel, "
+            "norm_kernel, process_kernel, record_tokens_kernel"
         ),
         (
-            "18: apply_kernel, aten.embedding, 6 aten.index_select, aten.to, "
-            "ban_words_kernel, bias_kernel, clear_kernel, count_kernel, draw_kernel, "
-            "few_rows_kernel, norm_kernel, record_tokens_kernel, stats_kernel"
+            "7: aten.embedding, aten.index_select, draw_kernel, few_rows_kernel, "
+            "norm_kernel, process_kernel, record_tokens_kernel"
         ),
         (
-            "18: apply_kernel, aten.embedding, 6 aten.index_select, aten.linear, aten.to, "
-            "ban_words_kernel, bias_kernel, clear_kernel, count_kernel, draw_kernel, "
-            "norm_kernel, record_tokens_kernel, stats_kernel"
+            "7: aten.embedding, aten.index_select, aten.linear, draw_kernel, norm_kernel, "
+            "process_kernel, record_tokens_kernel"
         ),
     ),
     "routed": (

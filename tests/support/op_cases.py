@@ -42,6 +42,7 @@ from llmc.kernels import (  # noqa: F401
     rope_write,
     running_max,
     sample,
+    sample_rows,
     selective_scan,
     token_logprobs,
     write_kv,
@@ -58,7 +59,7 @@ CPU = torch.device("cpu")
 COLLECTIVES = {"all_reduce", "all_gather", "first_rank", "embed_shard", "shard_ids"}
 MARKERS = {"attention", "entries", "entry_attention", "pool_tokens", "draft_states"}
 WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", "running_max", *COLLECTIVES}
-FOR_GPUS = {"choose_experts", "sum_experts"}  # passes for GPUs alone insert them
+FOR_GPUS = {"choose_experts", "sum_experts", "sample_rows"}  # passes for GPUs alone insert them
 # torch's attention serves each text
 WITHOUT_CPP = {*WITHOUT_KERNELS, *FOR_GPUS, "encoder_attention"}
 WITHOUT_TRITON = {*WITHOUT_KERNELS, "bmm"}  # whose GPU version is torch's: cuBLAS

@@ -37,6 +37,7 @@ from llmc.kernels.triton import (
     quantized_linear,
     rope_write,
     sample,
+    sample_rows,
     selective_scan,
     step_rows,
     token_logprobs,
@@ -152,12 +153,12 @@ def rope(*, interleaved: bool, normed: bool, cache: torch.dtype = BF16) -> Plan[
     )
 
 
-def logits_tables() -> Plan[Tensor]:
+def logits_tables(samples: int = 128) -> tuple[Tensor, ...]:
     rows = 256
-    return process_logits.plan(
-        meta(128, VOCAB),
-        longs(128),
-        ints(128),
+    return (
+        meta(samples, VOCAB),
+        longs(samples),
+        ints(samples),
         ints(rows, 40960),
         ints(rows),
         floats(rows),
@@ -169,6 +170,11 @@ def logits_tables() -> Plan[Tensor]:
         ints(rows),
         ints(rows, VOCAB // 32),
     )
+
+
+def whole_sampler(samples: int = 128) -> Plan[Tensor]:
+    parameters = floats(256), ints(256), floats(256), floats(256), longs(256)
+    return sample_rows.plan(*logits_tables(samples), ints(256, 64 * 16), 16, *parameters, 0)
 
 
 def sampler() -> Plan[Tensor]:
@@ -418,7 +424,8 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     ),
     "sample": sampler,
     "token_logprobs": lambda: token_logprobs.plan(floats(128, VOCAB), longs(128), 20),
-    "process_logits": logits_tables,
+    "process_logits": lambda: process_logits.plan(*logits_tables()),
+    "sample_rows": whole_sampler,
     "rms_norm": lambda: norm.plan(meta(64, 4096), meta(4096), 1e-6, 0.0),
     "add_rms_norm": lambda: norm.add_plan(meta(64, 4096), meta(64, 4096), meta(4096), 1e-6, 1.0),
     "act_mul silu": lambda: act_mul.plan(meta(64, 24576), "silu"),
@@ -509,6 +516,7 @@ SIZED: dict[str, Callable[[int], Plan[Any]]] = {
     "write_kv": lambda n: write_kv.plan(*_packed(n)[1:], *caches(n)),
     "rope_write": _rope_of,
     "sample": _sample_of,
+    "sample_rows": whole_sampler,
     "token_logprobs": lambda n: token_logprobs.plan(floats(4, VOCAB), longs(4), n),
     "token_logprobs rows": lambda n: token_logprobs.plan(floats(n, VOCAB), longs(n), 5),
     "rms_norm": lambda n: norm.plan(meta(n, 4096), meta(4096), 1e-6, 0.0),
