@@ -57,8 +57,8 @@ def _sum_shape(*, rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 def sum_experts(rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """rows [T * C, N], weight [T, C] -> [T, N] in dtype: the sum of weight[t, c] times row
     t * C + c, in float32."""
-    count = weight.shape[1]
-    return (rows.float().unflatten(0, (-1, count)) * weight.float().unsqueeze(-1)).sum(1).to(dtype)
+    pairs = rows.float().unflatten(0, (-1, weight.shape[1]))
+    return torch.sum(pairs * weight.float().unsqueeze(-1), 1).to(dtype)
 
 
 @sum_experts.cases

@@ -78,7 +78,9 @@ def _choose(graph: fx.Graph, topk: fx.Node) -> bool:
         if only_user(source) is not topk:
             return False
         logits, divided = arguments(source).self, _quotient(values)
-    elif is_call(after, *_SOFTMAXES) and _is_last(after, arguments(after).dim):
+    elif (
+        after is not None and is_call(after, *_SOFTMAXES) and _is_last(after, arguments(after).dim)
+    ):
         logits, divided = source, after
     else:
         return False
@@ -167,9 +169,10 @@ def _sum(graph: fx.Graph, total: fx.Node) -> None:
 
 def _source(node: Any) -> fx.Node | None:
     """What is reshaped to [T, C, N], or gets a last dimension of 1."""
-    if is_call(node, *_RESHAPES):
-        return arguments(node).self
-    if is_call(node, aten.unsqueeze.default):
-        given = arguments(node)
-        return given.self if given.dim % val(node).dim() == 2 else None
-    return None
+    if not is_call(node, *_RESHAPES, aten.unsqueeze.default):
+        return None
+    given = arguments(node)
+    if is_call(node, aten.unsqueeze.default) and given.dim % 3 != 2:
+        return None
+    source: fx.Node = given.self
+    return source
