@@ -49,16 +49,19 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         yield logits.to(device, dtype), slots, count, normalized, dtype
 
 
-def _sum_shape(*, rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def _sum_shape(*, rows: Tensor, weight: Tensor, dtype: torch.dtype, **others: object) -> Tensor:
     return rows.new_empty(weight.shape[0], rows.shape[1], dtype=dtype)
 
 
 @op(shape=_sum_shape)
-def sum_experts(rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_experts(
+    rows: Tensor, weight: Tensor, dtype: torch.dtype, residual: Tensor | None = None
+) -> Tensor:
     """rows [T * C, N], weight [T, C] -> [T, N] in dtype: the sum of weight[t, c] times row
-    t * C + c, in float32."""
+    t * C + c, and of residual [T, N], in float32."""
     pairs = rows.float().unflatten(0, (-1, weight.shape[1]))
-    return torch.sum(pairs * weight.float().unsqueeze(-1), 1).to(dtype)
+    total = torch.sum(pairs * weight.float().unsqueeze(-1), 1)
+    return (total if residual is None else total + residual.float()).to(dtype)
 
 
 @sum_experts.cases
@@ -68,4 +71,5 @@ def _sum_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         rows = torch.randn(tokens * count, width, generator=gen).to(device, dtype)
         weight = torch.rand(tokens, count, generator=gen).to(device)
         yield rows, weight, dtype
+        yield rows, weight, dtype, torch.randn(tokens, width, generator=gen).to(device, dtype)
         yield rows, weight.to(dtype), torch.float32

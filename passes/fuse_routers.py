@@ -10,8 +10,21 @@ from torch import fx
 from llmc.kernels.choose_experts import choose_experts, sum_experts
 from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.quantized_expert_linear import quantized_expert_linear
+from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import arguments, aten, calls, emit, is_call, only_user, replace, val
+from llmc.passes.edit import (
+    arguments,
+    aten,
+    calls,
+    emit,
+    is_call,
+    only_user,
+    operands,
+    positional,
+    replace,
+    same_shape,
+    val,
+)
 from llmc.passes.inputs import StepInput, input_of
 
 _RESHAPES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
@@ -34,7 +47,8 @@ def fuse_routers(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
         w, i = llmc.choose_experts(logits, slot_mapping, 8, True, dtype)
         y = llmc.expert_linear(.., aten.reshape(i, [-1]), ..)
         z = llmc.sum_experts(y, w, dtype)
-    and a softmax of the top-k's values in the same way.
+    and a residual sum after it becomes part of `sum_experts`; a softmax of the top-k's values is
+    replaced in the same way.
     """
     if unwanted is not None:
         return [unwanted]
@@ -165,6 +179,30 @@ def _sum(graph: fx.Graph, total: fx.Node) -> None:
     with graph.inserting_before(end):
         made = emit(graph, sum_experts.overload, rows=rows, weight=weight, dtype=val(end).dtype)
     replace(end, made)
+    _add_residual(graph, made)
+
+
+def _add_residual(graph: fx.Graph, made: fx.Node) -> None:
+    """Leave a plain norm of the sum, for the next linear to absorb (fuse_linears)."""
+    shaped = only_user(made)
+    both = only_user(shaped) if shaped is not None and is_call(shaped, *_RESHAPES) else None
+    if shaped is None or both is None or not is_call(both, add_rms_norm.overload):
+        return
+    given, items = arguments(both), _items(both)
+    residual = next((other for sum_, other in operands(both) if sum_ is shaped), None)
+    if residual is None or not same_shape(shaped, residual) or len(items) != len(both.users):
+        return
+    if val(made).dtype != val(residual).dtype:
+        return
+    with graph.inserting_before(both):
+        flat = emit(graph, aten.reshape.default, residual, [-1, val(made).shape[1]])
+        total = emit(graph, sum_experts.overload, *positional(made)[:3], flat)
+        whole = emit(graph, aten.view.default, total, list(shaped.args[1]))
+        normed = emit(graph, rms_norm.overload, whole, given.weight, given.eps, given.offset)
+    for index, value in ((0, normed), (1, whole)):
+        if index in items:
+            replace(items[index], value)
+    graph.erase_node(both)
 
 
 def _source(node: Any) -> fx.Node | None:

@@ -55,8 +55,8 @@ def choose_experts_kernel(
 
 @triton.jit
 def sum_experts_kernel(
-    rows, weight, out, rows_row, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    rows, weight, residual, out, rows_row, residual_row,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         wait_for_previous()
@@ -64,6 +64,9 @@ def sum_experts_kernel(
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH
     total = tl.zeros([BLOCK], tl.float32)
+    if residual is not None:
+        own = tl.load(residual + token * residual_row + i, mask=inside, other=0.0)
+        total += own.to(tl.float32)
     for c in tl.static_range(COUNT):
         row = tl.load(rows + (token * COUNT + c) * rows_row + i, mask=inside, other=0.0)
         total += row.to(tl.float32) * tl.load(weight + token * COUNT + c).to(tl.float32)
@@ -94,7 +97,9 @@ def plan(
     return Plan(out=(weight, expert), launches=(launch,))
 
 
-def plan_sum(rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Plan[Tensor]:
+def plan_sum(
+    rows: Tensor, weight: Tensor, dtype: torch.dtype, residual: Tensor | None = None
+) -> Plan[Tensor]:
     tokens, count = weight.shape
     width = rows.shape[1]
     out = rows.new_empty(tokens, width, dtype=dtype)
@@ -104,7 +109,9 @@ def plan_sum(rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Plan[Tensor]:
         kernel=sum_experts_kernel,
         grid=(tokens, cdiv(width, block)),
         args={
-            "rows": rows, "weight": weight.contiguous(), "out": out, "rows_row": rows.stride(0),
+            "rows": rows, "weight": weight.contiguous(), "residual": residual, "out": out,
+            "rows_row": rows.stride(0),
+            "residual_row": 0 if residual is None else residual.stride(0),
         },
         constants={"COUNT": count, "WIDTH": width, "BLOCK": block, "PDL": pdl},
         pdl=pdl,
@@ -117,8 +124,10 @@ def _supports(*, logits: Tensor, slot_mapping: Tensor | None, count: int, **othe
     return supports_tensors(logits) and slots and count <= _MAX_COUNT
 
 
-def _supports_sum(*, rows: Tensor, weight: Tensor, **others: object) -> bool:
-    return supports_tensors(rows, weight) and int(weight.shape[1]) <= _MAX_COUNT
+def _supports_sum(
+    *, rows: Tensor, weight: Tensor, residual: Tensor | None, **others: object
+) -> bool:
+    return supports_tensors(rows, weight, residual) and int(weight.shape[1]) <= _MAX_COUNT
 
 
 define(choose_experts, plan=plan, supports=_supports)

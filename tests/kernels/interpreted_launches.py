@@ -71,13 +71,13 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
     ),
     "routed": (
         (
-            "13: act_mul_kernel, attention_kernel, choose_experts_kernel, combine_kernel, 2 "
-            "expert_kernel, 3 few_rows_kernel, 2 norm_kernel, rope_write_kernel, "
+            "12: act_mul_kernel, attention_kernel, choose_experts_kernel, combine_kernel, 2 "
+            "expert_kernel, 3 few_rows_kernel, norm_kernel, rope_write_kernel, "
             "sum_experts_kernel"
         ),
         (
-            "14: act_mul_kernel, aten.reshape, attention_kernel, choose_experts_kernel, "
-            "combine_kernel, 2 expert_kernel, 3 few_rows_kernel, 2 norm_kernel, "
+            "13: act_mul_kernel, aten.reshape, attention_kernel, choose_experts_kernel, "
+            "combine_kernel, 2 expert_kernel, 3 few_rows_kernel, norm_kernel, "
             "rope_write_kernel, sum_experts_kernel"
         ),
         (

@@ -10,6 +10,7 @@ from tiny_graphs import Arg, Values, apply, assert_idempotent, assert_same, ops,
 from torch import Tensor
 
 from llmc.kernels.expert_linear import expert_linear
+from llmc.kernels.rms_norm import add_rms_norm
 from llmc.passes.fuse_routers import fuse_routers
 
 GEN = torch.Generator().manual_seed(0)
@@ -35,10 +36,18 @@ def routed(route: Route) -> Callable[..., Tensor]:
         share, index = route(x @ router.T)
         rows = x.unsqueeze(1).expand(-1, 2, -1).reshape(-1, WIDTH)
         y = expert_linear.overload(rows, experts, None, index.reshape(-1), False)
-        known = (slot_mapping >= 0).unsqueeze(-1)
-        return (y.reshape(-1, 2, WIDTH) * share.unsqueeze(-1)).sum(1) * known
+        return (y.reshape(-1, 2, WIDTH) * share.unsqueeze(-1)).sum(1)
 
     return layer
+
+
+def known(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Without the results of padding tokens."""
+
+    def masked(x: Tensor, slot_mapping: Tensor, router: Tensor, experts: Tensor) -> Tensor:
+        return layer(x, slot_mapping, router, experts) * (slot_mapping >= 0).unsqueeze(-1)
+
+    return masked
 
 
 def plain(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +73,7 @@ def highest_first(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("route", [plain, normalized, in_place, highest_first])
 def test_a_router_and_its_sum_become_two_ops(route: Route) -> None:
-    gm = trace(routed(route), **INPUTS)
+    gm = trace(known(routed(route)), **INPUTS)
     fused, (report,) = apply(gm, fuse_routers())
     made = ops(fused)
     assert made["llmc.choose_experts.default"] == made["llmc.sum_experts.default"] == 1
@@ -74,8 +83,22 @@ def test_a_router_and_its_sum_become_two_ops(route: Route) -> None:
     assert_idempotent(gm, fuse_routers())
 
 
+def test_the_residual_sum_joins_the_sum_of_experts() -> None:
+    def block(x: Tensor, slot_mapping: Tensor, router: Tensor, experts: Tensor) -> list[Tensor]:
+        y = routed(plain)(x, slot_mapping, router, experts).reshape(1, -1, WIDTH)
+        return list(add_rms_norm.overload(y, x.unsqueeze(0), None, 1e-6, 0.0))
+
+    inputs = {**INPUTS, "slot_mapping": step(torch.arange(TOKENS))}
+    gm = trace(block, **inputs)
+    fused, _ = apply(gm, fuse_routers())
+    assert_same(fused, gm, Values.of(**inputs))
+    made = ops(fused)
+    assert made["llmc.sum_experts.default"] == made["llmc.rms_norm.default"] == 1
+    assert "llmc.add_rms_norm.default" not in made
+
+
 def test_padding_chooses_no_expert() -> None:
-    fused, _ = apply(trace(routed(normalized), **INPUTS), fuse_routers())
+    fused, _ = apply(trace(known(routed(normalized)), **INPUTS), fuse_routers())
     [chosen] = [n for n in fused.graph.nodes if "choose_experts" in str(n.target)]
     assert [str(a) for a in chosen.args[:2]][1] == "slot_mapping_1"
 
