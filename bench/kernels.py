@@ -30,7 +30,13 @@ from bench.kernel_work import (
     row_work,
     sample_work,
 )
-from bench.linear_work import embedding_work, expert_work, fused_work, low_bit_work
+from bench.linear_work import (
+    embedding_work,
+    expert_work,
+    fused_work,
+    low_bit_work,
+    ways_work,
+)
 from bench.state_work import state_work
 from llmc.kernels.cpu.build import load
 from llmc.kernels.quantized_linear import FORMATS
@@ -120,6 +126,9 @@ def gpu_work(device: torch.device, *, flex: bool = False) -> Iterator[Maker]:
     for rows in (1, 8, 2048):
         for format in FORMATS:
             yield partial(low_bit_work, format, rows, 4096, 14336, device)
+    for format in ("int4", "fp8"):
+        for rows in (64, 128, 256, 512):
+            yield partial(ways_work, format, rows, 4096, 14336, device)
     for tokens in (64, 4096):
         for format in FORMATS:
             yield partial(embedding_work, format, tokens, 4096, 65536, device)

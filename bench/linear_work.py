@@ -74,6 +74,43 @@ def low_bit_work(
     )
 
 
+def ways_work(
+    format: Format, rows: int, depth: int, channels: int, device: torch.device
+) -> Iterator[Work]:
+    """The ways to multiply several rows on a GPU, one by one, whatever the op would choose.
+
+    linear_configs.py has the numbers of rows from which it dequantizes once (WIDE_ROWS) and
+    multiplies inputs in fp8 (SCALED_ROWS): those at which the rows here overtake `in tiles`.
+    """
+    from llmc.kernels.triton import dequantize, quantized_linear, scaled_linear
+
+    x = _rand(rows, depth, device=device)
+    to = quantization_of(format, channels, depth)
+    if to is None:
+        raise ValueError(f"a weight of {channels} x {depth} can't be stored in {format}")
+    weight, scale = quantize(_weight(channels, depth, device), to)
+    copies = _copies(weight.clone)
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "in tiles": lambda w: quantized_linear.plan(x, w, scale, None, None).run(),
+        "dequantized once": lambda w: dequantize.wide_linear(x, w, scale, None, None, None),
+    }
+    if format == "fp8" and scaled_linear.multiplies_codes(device):
+        groups = scale.repeat_interleave(depth // 128, 1)
+        ways["inputs in fp8"] = lambda w: scaled_linear.scaled_linear(x, w, scale, None)
+        ways["inputs in fp8, groups"] = lambda w: scaled_linear.scaled_linear(x, w, groups, None)
+    plain = _copies(partial(_weight, channels, depth, device))
+    for name, way in ways.items():
+        yield Work(
+            op="quantized_linear",
+            case=f"{format}, {rows} x {depth} -> {channels}, {name}",
+            run=_in_turn([partial(way, w) for w in copies]),
+            peers={"linear, bf16": _in_turn([partial(F.linear, x, w) for w in plain])},
+            num_flops=2.0 * rows * depth * channels,
+            limit="bf16",
+            device=device,
+        )
+
+
 def embedding_work(
     format: Format, tokens: int, depth: int, vocab: int, device: torch.device = CPU
 ) -> Work:

@@ -47,7 +47,8 @@ from llmc.load_test.report import context, write_json
 
 SHAPES = "1024x6144,4096x4096"
 ROWS = "1,2,4,8,16,32,64,256,1024"
-ROUNDED = ("int8/16", "int4/16", "int4/8")  # weight and bits of x, if the CPU multiplies integers
+INTEGERS = ("int8/16", "int4/16", "int4/8")  # weight and bits of x, if the CPU multiplies integers
+ROUNDED = (*INTEGERS, "fp8/8")
 STORED = (*FORMATS, "mxfp4")
 PLAIN = ("float32", "bfloat16", "float16")
 LIMIT_SIZE = 2048  # of the square product that determines the rate of operations
@@ -227,7 +228,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1.0, help="per shape and row count")
     parser.add_argument("--rows", default=ROWS)
-    rounded = ROUNDED if multiplies_integers() else ()
+    rounded = [name for name in ROUNDED if name not in INTEGERS or multiplies_integers()]
     parser.add_argument("--formats", default=",".join((*PLAIN, *STORED, *rounded)))
     parser.add_argument("--shapes", default=SHAPES, help="KxN, comma-separated")
     parser.add_argument("--output-json", type=Path)

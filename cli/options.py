@@ -212,7 +212,8 @@ ENGINE_OPTIONS = (
         metavar="[8|16|32]",
         help="Bits of the inputs of linear layers with 4- or 8-bit integer weights, on x86 CPUs. "
         "16 changes logits by 0.02 %; 8, for 4-bit weights, changes them by 2 % and is faster; 32 "
-        "does not quantize inputs.",
+        "does not quantize inputs. With 8, inputs of fp8 weights are rounded to fp8, on every "
+        "device.",
     ),
     EngineOption(
         field="trust_remote_code",

@@ -84,5 +84,5 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         expert = torch.randint(-1, experts, (rows,), generator=gen).to(device)
         given = x, weight.to(device), scale.to(device), zero, bias, expert, minimum
         yield given
-        if format in ("int4", "int8"):
-            yield *given, 8 if format == "int4" else 16
+        if format != "mxfp4":
+            yield *given, 16 if format == "int8" else 8

@@ -70,19 +70,24 @@ def quantized_linear(
     then w = q * scale + minimum.
     A uint8 scale is an exponent: 2 ** (scale - 127), 255 is NaN. Then q are e2m1 codes in uint8,
     and there is neither zero nor minimum. Summed in float32 and rounded once.
-    x_bits: EXACT_BITS; or 16 if q are integers, or 8 if they are uint8. Below EXACT_BITS, x is
-    rounded with `round_inputs`.
+    x_bits: EXACT_BITS; or 16 if q are integers, or 8 if they are uint8: x is rounded with
+    `round_inputs`. Or 8 if q are float8 and groups multiples of 32: with `round_to_fp8`.
     """
     w = dequantize(weight, scale, zero, minimum)
-    x32 = x.float()
-    if x_bits < EXACT_BITS:
-        x32 = round_inputs(x32, x_bits, x.shape[-1] // scale.shape[1])
+    x32, group = x.float(), x.shape[-1] // scale.shape[1]
+    if x_bits < EXACT_BITS and weight.dtype == torch.float8_e4m3fn:
+        x32 = round_to_fp8(x32, group)
+    elif x_bits < EXACT_BITS:
+        x32 = round_inputs(x32, x_bits, group)
     return F.linear(x32, w, None if bias is None else bias.float()).to(x.dtype)
 
 
 def supports_bits(weight: Tensor, scale: Tensor, bits: int) -> int:
     """The smallest `x_bits`, at least `bits`, that a weight of `quantized_linear` (or experts)
     supports."""
+    if weight.dtype == torch.float8_e4m3fn:
+        group = 4 * weight.shape[-2] // scale.shape[-2]
+        return bits if bits == 8 and group % INPUTS == 0 else EXACT_BITS
     if weight.dtype == torch.uint8 and scale.dtype != torch.uint8:
         return bits
     return max(bits, 16) if weight.dtype == torch.int8 else EXACT_BITS
@@ -107,6 +112,21 @@ def round_inputs(x: Tensor, bits: int, group: int) -> Tensor:
     inverse = torch.where(largest > 1e-30, 1 / scale, 0)
     inverse = torch.where(largest.isfinite(), inverse, torch.nan)
     rounded: Tensor = (parts * inverse).round() * scale
+    return rounded.flatten(-2)
+
+
+def round_to_fp8(x: Tensor, group: int) -> Tensor:
+    """x [..., K] float32 -> x rounded to e4m3, in float32.
+
+    Inputs share a scale as those of the weight do: all of a row, or every `group`. The scale is
+    the largest magnitude over 448, the largest number of e4m3. Inputs that share a scale with a
+    non-finite input become NaN.
+    """
+    parts = x.unflatten(-1, (-1, group))
+    largest = parts.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest.isfinite(), largest / _FP8_MAX, torch.nan)
+    codes = (parts / scale).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+    rounded = torch.where(largest <= 1e-30, 0, codes.float() * scale)
     return rounded.flatten(-2)
 
 
@@ -322,6 +342,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             yield x, weight.to(device), scale.float().to(device), None, bias, minimum
             yield x, weight.to(device), scale.half().to(device), None, bias, minimum.half()
     yield from _rounded_cases(gen, device, dtype)
+    yield from _float8_cases(gen, device, dtype)
     for count in (1, 3, 7, 20, 40):
         codes, exponents = mxfp4_draw(gen, 48, 96)
         bias = torch.randn(48, generator=gen).to(device, dtype)
@@ -351,6 +372,18 @@ def _rounded_cases(
             x = x.to(device, dtype)
             yield x, weight.to(device), scale.to(device), zero, bias, None, bits
             yield x, weight.to(device), fine.to(device), None, None, minimum.to(device), bits
+
+
+def _float8_cases(gen: torch.Generator, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    for k, group in ((96, 0), (256, 128), (96, 32)):
+        to = Quantization(format="fp8", group=group)
+        weight, scale = quantize(torch.randn(48, k, generator=gen) * k**-0.5, to)
+        bias = None if group == 128 else torch.randn(48, generator=gen).to(device, dtype)
+        for rows in (1, 3, 20, 40):
+            x = torch.randn(rows, k, generator=gen)
+            x[0, :40] = 0
+            x[-1, 50] = 30
+            yield x.to(device, dtype), weight.to(device), scale.to(device), None, bias, None, 8
 
 
 def mxfp4_draw(gen: torch.Generator, *size: int) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ class EngineConfig:
     device: str = "auto"
     load_format: str = "auto"
     quantization: Literal["int8", "int4", "fp8", "none"] | None = None  # None: as stored
-    activation_bits: ActivationBits = 16  # of inputs of linears that multiply integer weights
+    activation_bits: ActivationBits = 16  # of inputs of integer weights; 8: of fp8 ones too
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048

@@ -61,7 +61,8 @@ class PipelineOptions:
     kv_cache_dtype: str = "auto"  # a key of fp8.CACHE_DTYPES; "auto": the model's own dtype
     quantization: Format | None = None
     kept: tuple[tuple[str, Quantization], ...] = ()  # weights that keep their stored format
-    activation_bits: int | None = None  # for inputs of quantized linears; None: not rounded
+    activation_bits: int | None = None  # of inputs of integer weights; None: not rounded
+    float8_activations: bool = False  # inputs of fp8 weights are rounded to fp8
     max_loras: int = 0  # LoRA adapters that can be active at a time
     max_lora_rank: int = 0
     max_lora_expert_rank: int = 0  # for adapters on routed experts; 0: not supported
@@ -147,7 +148,9 @@ def pipeline(
         quantize_linears(  # after merge_linears: it quantizes merged weights as a whole
             format=options.quantization, kept=options.kept
         ),
-        round_activations(bits=options.activation_bits),  # after quantize_linears: its linears
+        round_activations(  # after quantize_linears: its linears
+            bits=options.activation_bits, float8=options.float8_activations
+        ),
         fuse_routers(  # after the passes that match or replace the experts' linears
             unwanted=None if options.device_type == "cuda" else "this fusion is for GPUs only"
         ),

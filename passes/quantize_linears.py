@@ -189,7 +189,7 @@ def _new_form(node: fx.Node, weight: Any, format: Format, transposed: bool) -> _
         reason = "the weight is shared with another op (tied embedding), which needs it unquantized"
         return _Form(reason=reason)
     is_linear = is_call(node, aten.linear.default)
-    low = "int8" if format == "int4" and is_linear and _is_head(node) else format
+    low = "int8" if format == "int4" and is_linear and is_head(arguments(node).input) else format
     *_, channels, depth = _whole_size(weight, transposed)
     to = quantization_of(low, channels, depth)
     if to is None:
@@ -242,12 +242,11 @@ def _low_bit(
     return nodes
 
 
-def _is_head(node: fx.Node) -> bool:
-    """Whether a linear reads the rows that `last_token_logits` selected."""
-    source = arguments(node).input
-    if not is_call(source, aten.index_select.default):
+def is_head(x: Any) -> bool:
+    """Whether the inputs of a linear are the rows that `last_token_logits` selected."""
+    if not is_call(x, aten.index_select.default):
         return False
-    return input_of(arguments(source).index) == StepInput(name="logits_index")
+    return input_of(arguments(x).index) == StepInput(name="logits_index")
 
 
 def _is_router(node: fx.Node) -> bool:

@@ -20,10 +20,10 @@ T* slot_pointer(void* cache, const int64_t stride[3], int64_t block_size, int64_
 template <class T>
 struct SameCache {
   using Element = T;
-  LLMC_INLINE void copy(const T* row, int64_t n, float, T* to) {
+  LLMC_METHOD void copy(const T* row, int64_t n, float, T* to) const {
     std::memcpy(to, row, n * sizeof(T));
   }
-  LLMC_INLINE void round(const float* row, int64_t n, float, T* to) {
+  LLMC_METHOD void round(const float* row, int64_t n, float, T* to) const {
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) store(to + i, load(row + i));
     for (; i < n; ++i) assign(to[i], row[i]);
@@ -31,52 +31,53 @@ struct SameCache {
 };
 
 // ... and of an FP8 cache.
-template <class T, Dtype kDtype>
+template <class T>
 struct Fp8Cache {
   using Element = uint8_t;
-  LLMC_INLINE void copy(const T* row, int64_t n, float scale, uint8_t* to) {
-    encode_row(row, n, scale, fp8_format(kDtype), to);
+  Fp8Format format;
+  LLMC_METHOD void copy(const T* row, int64_t n, float scale, uint8_t* to) const {
+    encode_row(row, n, scale, format, to);
   }
-  LLMC_INLINE void round(const float* row, int64_t n, float scale, uint8_t* to) {
-    encode_row(row, n, scale, fp8_format(kDtype), to);
+  LLMC_METHOD void round(const float* row, int64_t n, float scale, uint8_t* to) const {
+    encode_row(row, n, scale, format, to);
   }
 };
 
 template <class T, class Cache>
-void write_value(const WriteArgs& w, int64_t t, int64_t slot) {
+void write_value(const WriteArgs& w, const Cache& cache, int64_t t, int64_t slot) {
   const T* value = static_cast<const T*>(w.value) + t * w.value_stride[0];
   for (int64_t h = 0; h < w.kv_heads; ++h)
-    Cache::copy(value + h * w.value_stride[1], w.v_dim, w.scales.value_of(h),
-                slot_pointer<typename Cache::Element>(w.value_cache, w.value_cache_stride,
-                                                      w.block_size, slot, h));
+    cache.copy(value + h * w.value_stride[1], w.v_dim, w.scales.value_of(h),
+               slot_pointer<typename Cache::Element>(w.value_cache, w.value_cache_stride,
+                                                     w.block_size, slot, h));
 }
 
 template <class T, class Cache>
-void write_key(const WriteArgs& w, int64_t t, int64_t slot) {
+void write_key(const WriteArgs& w, const Cache& cache, int64_t t, int64_t slot) {
   const T* key = static_cast<const T*>(w.key) + t * w.key_stride[0];
   for (int64_t h = 0; h < w.kv_heads; ++h)
-    Cache::copy(key + h * w.key_stride[1], w.head_dim, w.scales.key_of(h),
-                slot_pointer<typename Cache::Element>(w.key_cache, w.key_cache_stride,
-                                                      w.block_size, slot, h));
+    cache.copy(key + h * w.key_stride[1], w.head_dim, w.scales.key_of(h),
+               slot_pointer<typename Cache::Element>(w.key_cache, w.key_cache_stride,
+                                                     w.block_size, slot, h));
 }
 
 template <class T, class Cache>
-void write_rows(const WriteArgs& w) {
+void write_rows(const WriteArgs& w, const Cache& cache) {
   const int64_t cost = w.kv_heads * (w.head_dim + w.v_dim);
   parallel_rows(w.tokens, cost, w.threads, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const int64_t slot = w.slots[t];
       if (slot < 0) continue;
-      write_key<T, Cache>(w, t, slot);
-      write_value<T, Cache>(w, t, slot);
+      write_key<T>(w, cache, t, slot);
+      write_value<T>(w, cache, t, slot);
     }
   });
 }
 
 // Normalizes and rotates one head to `y`, with `x` as scratch: float rows of at least `dim` + 16.
 template <class T>
-void turn_head(const RopeArgs& a, const T* in, const void* norm, const float* cos, const float* sin,
-               float* __restrict__ x, float* __restrict__ y) {
+[[gnu::noinline]] void turn_head(const RopeArgs& a, const T* in, const void* norm, const float* cos, const float* sin,
+                                 float* __restrict__ x, float* __restrict__ y) {
   const int64_t dim = a.write.head_dim, width = a.rotary_dim, half = width / 2;
   int64_t i = 0;
   v16f squares = {};
@@ -110,7 +111,7 @@ void turn_head(const RopeArgs& a, const T* in, const void* norm, const float* co
 }
 
 template <class T, class Cache>
-void rope_rows(const RopeArgs& a) {
+void rope_rows(const RopeArgs& a, const Cache& cache) {
   const WriteArgs& w = a.write;
   const int64_t cost = (a.heads + w.kv_heads) * w.head_dim * 3 + w.kv_heads * w.v_dim;
   parallel_rows(w.tokens, cost, w.threads, [&](int64_t begin, int64_t end) {
@@ -123,48 +124,43 @@ void rope_rows(const RopeArgs& a) {
       T* out = static_cast<T*>(a.out) + t * a.heads * w.head_dim;
       for (int64_t h = 0; h < a.heads; ++h) {
         turn_head<T>(a, query + h * a.query_stride[1], a.query_norm, cos, sin, x, y);
-        SameCache<T>::round(y, w.head_dim, 1.0f, out + h * w.head_dim);
+        SameCache<T>().round(y, w.head_dim, 1.0f, out + h * w.head_dim);
       }
       const int64_t slot = w.slots[t];
       if (slot < 0) continue;
       const T* key = static_cast<const T*>(w.key) + t * w.key_stride[0];
       for (int64_t h = 0; h < w.kv_heads; ++h) {
         turn_head<T>(a, key + h * w.key_stride[1], a.key_norm, cos, sin, x, y);
-        Cache::round(y, w.head_dim, w.scales.key_of(h),
-                     slot_pointer<typename Cache::Element>(w.key_cache, w.key_cache_stride,
-                                                           w.block_size, slot, h));
+        cache.round(y, w.head_dim, w.scales.key_of(h),
+                    slot_pointer<typename Cache::Element>(w.key_cache, w.key_cache_stride,
+                                                          w.block_size, slot, h));
       }
-      write_value<T, Cache>(w, t, slot);
+      write_value<T>(w, cache, t, slot);
     }
   });
 }
 
-// Calls run(Cache()) with the class for the cache's type.
+// Calls run(cache) with the class for the cache's type.
 template <class T, class Run>
 void with_cache(const WriteArgs& w, const Run& run) {
-  if (w.cache == Dtype::e4m3) return run(Fp8Cache<T, Dtype::e4m3>());
-  if (w.cache == Dtype::e5m2) return run(Fp8Cache<T, Dtype::e5m2>());
+  if (is_fp8(w.cache)) return run(Fp8Cache<T>{fp8_format(w.cache)});
   run(SameCache<T>());
-}
-
-template <class T>
-void write_any(const WriteArgs& w) {
-  with_cache<T>(w, [&](auto cache) { write_rows<T, decltype(cache)>(w); });
-}
-
-template <class T>
-void rope_any(const RopeArgs& a) {
-  with_cache<T>(a.write, [&](auto cache) { rope_rows<T, decltype(cache)>(a); });
 }
 
 }  // namespace
 
 void write_kv(const WriteArgs& w) {
-  with_type(w.dtype, [&](auto t) { write_any<decltype(t)>(w); });
+  with_type(w.dtype, [&](auto t) {
+    using T = decltype(t);
+    with_cache<T>(w, [&](const auto& cache) { write_rows<T>(w, cache); });
+  });
 }
 
 void rope_write(const RopeArgs& a) {
-  with_type(a.write.dtype, [&](auto t) { rope_any<decltype(t)>(a); });
+  with_type(a.write.dtype, [&](auto t) {
+    using T = decltype(t);
+    with_cache<T>(a.write, [&](const auto& cache) { rope_rows<T>(a, cache); });
+  });
 }
 
 }  // namespace llmc

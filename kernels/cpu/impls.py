@@ -136,7 +136,8 @@ def _bmm(*, self: Tensor, mat2: Tensor) -> bool:
 def _quantized_linear(
     *, x: Tensor, weight: Tensor, bias: Tensor | None, x_bits: int, **others: object
 ) -> bool:
-    fits = x_bits == EXACT_BITS or multiplies_integers()
+    is_float8 = weight.dtype == torch.float8_e4m3fn
+    fits = x_bits == EXACT_BITS or is_float8 or multiplies_integers()
     return fits and _takes(x, bias) and weight.device.type == "cpu" and weight.is_contiguous()
 
 

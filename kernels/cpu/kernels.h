@@ -43,6 +43,14 @@ struct AddArgs {  // dense
   int threads;
 };
 
+struct RoundArgs {  // dense; `group` inputs share a scale
+  Dtype dtype;
+  const void* x;
+  void* out;
+  int64_t count, group;  // group: a multiple of 16
+  int threads;
+};
+
 struct CopyArgs {  // copies rows to rows of `dtype`; `from` has that dtype or is an FP8 cache
   Dtype dtype, cache;
   float scale;  // factor for FP8 codes
@@ -188,6 +196,7 @@ struct LoraArgs {
 void rms_norm(const NormArgs&);
 void act_mul(const ActArgs&);
 void add_to(const AddArgs&);  // out += x
+void round_to_fp8(const RoundArgs&);  // x as e4m3 would hold it, in its own dtype
 void copy_rows(const CopyArgs&);
 void write_kv(const WriteArgs&);
 void rope_write(const RopeArgs&);

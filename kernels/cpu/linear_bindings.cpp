@@ -79,10 +79,16 @@ LowBitArgs make_args(const Tensor& x, const Tensor& weight, const Tensor& scale,
   a.rows = x.numel() / a.depth;
   a.bias = bias_data(bias, x, a.channels);
   const bool is_int4 = a.format == Format::int4;
+  if (a.format == Format::fp8 && x_bits == 8) {
+    TORCH_CHECK(a.group % kDepthStep == 0, "x_bits is 8, but scales are of ", a.group,
+                " inputs; fp8 inputs need multiples of ", kDepthStep);
+    a.x_bits = kExactBits;  // once x is rounded
+    return a;
+  }
   TORCH_CHECK(x_bits == kExactBits ||
                   (kernels->rounds_x() && ((x_bits == 16 && (is_int4 || a.format == Format::int8)) ||
                                            (x_bits == 8 && is_int4))),
-              "x_bits must be ", kExactBits, ", or on x86 16 for integers or 8 for those of 4 bits, got ",
+              "x_bits must be ", kExactBits, ", 8 for fp8, or on x86 16 for integers or 8 for those of 4 bits, got ",
               x_bits);
   a.x_bits = int(x_bits);
   return a;
@@ -115,14 +121,20 @@ void by_stretches(const LowBitArgs& a, const Tensor& x, const optional<Tensor>& 
 Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& scale,
                         const optional<Tensor>& zero, const optional<Tensor>& bias,
                         const optional<Tensor>& minimum, int64_t x_bits) {
-  const Tensor input = x.contiguous();
+  Tensor input = x.contiguous();
   LowBitArgs a = make_args(input, weight, scale, zero, bias, minimum, x_bits);
   auto sizes = x.sizes().vec();
   sizes.back() = a.channels;
   Tensor out = at::empty(sizes, x.scalar_type());
   if (out.numel() == 0) return out;
   a.out = out.data_ptr();
-  const bool is_bf16 = a.dtype == Dtype::bf16 && x_bits == kExactBits;
+  if (a.x_bits != x_bits) {
+    Tensor rounded = at::empty(input.sizes().vec(), input.scalar_type());
+    kernels->round_to_fp8({a.dtype, a.x, rounded.data_ptr(), a.rows * a.depth, a.group, a.threads});
+    input = std::move(rounded);
+    a.x = input.data_ptr();
+  }
+  const bool is_bf16 = a.dtype == Dtype::bf16 && a.x_bits == kExactBits;
   if (is_bf16 && a.rows > kFewRows && kernels->widens_weights())
     by_stretches(a, input, bias, out);
   else if (is_bf16 && !a.minimum && a.rows > kFewPairRows && kernels->has_pair_rows())

@@ -156,8 +156,15 @@ void by_blocks(const LowBitArgs& a, int64_t stretch = Reader::kMaxStretch) {
   });
 }
 
+// Branches that can't be reached are not compiled: each reader is a dozen unrolled loops.
 template <Format kFormat>
 void run(const LowBitArgs& a) {
+  constexpr bool kIsNibbles = is_4_bit(kFormat), kIsBytes = kFormat == Format::int8;
+#ifdef LLMC_BYTE_PRODUCTS
+  constexpr bool kMultipliesBytes = kFormat != Format::fp8;
+#else
+  constexpr bool kMultipliesBytes = false;
+#endif
 #ifdef __AVX2__
   // integers cost less per value of the weight and more per row of x
   [[maybe_unused]] const bool is_narrow = a.dtype != Dtype::f32;
@@ -168,30 +175,33 @@ void run(const LowBitArgs& a) {
 #ifdef LLMC_BYTE_PRODUCTS
       if (a.rows > 1) return by_blocks<ByteReader<kFormat>>(a, kRounded);
 #endif
-      if constexpr (kFormat == Format::int4) return by_blocks<NibbleReader<kFormat, 2>, 2>(a);
-      if constexpr (kFormat == Format::int8) return by_blocks<WordReader<1>, 2>(a);
+      if constexpr (kIsNibbles) return by_blocks<NibbleReader<kFormat, 2>, 2>(a);
+      if constexpr (kIsBytes) return by_blocks<WordReader<1>, 2>(a);
     }
 #ifdef LLMC_BYTE_PRODUCTS
-  if constexpr (kFormat != Format::fp8)
+  if constexpr (kMultipliesBytes)
     if (is_narrow) return by_blocks<ByteReader<kFormat>>(a);
 #endif
-  if constexpr (is_4_bit(kFormat)) {
+  if constexpr (!kMultipliesBytes && kIsNibbles)
     if (is_narrow && a.rows <= 2) return by_blocks<NibbleReader<kFormat, 2>, 2>(a);
-    if (a.rows == 1) return by_blocks<NibbleReader<kFormat, 3>, 1>(a);
-  }
-  if constexpr (kFormat == Format::int8) {
+  if constexpr (!kMultipliesBytes && kIsBytes)
     if (is_narrow && a.rows <= 2) return by_blocks<WordReader<1>, 2>(a);
+  if constexpr (kIsNibbles)
+    if (a.rows == 1) return by_blocks<NibbleReader<kFormat, 3>, 1>(a);
+  if constexpr (kIsBytes)
     if (a.rows == 1) return by_blocks<WordReader<2>, 1>(a);
-  }
 #endif
 #ifdef LLMC_AVX512_BF16
-  if (a.dtype == Dtype::bf16) return by_blocks<PairReader<kFormat>>(a);
+  if constexpr (!kMultipliesBytes)
+    if (a.dtype == Dtype::bf16) return by_blocks<PairReader<kFormat>>(a);
 #endif
 #ifdef LLMC_FOUR_INPUTS
-  if constexpr (kFormat == Format::fp8 || kFormat == Format::mxfp4)
-    return by_blocks<FourReader<kFormat>>(a);
+  constexpr bool kReadsFours = kFormat == Format::fp8 || kFormat == Format::mxfp4;
+  if constexpr (kReadsFours) return by_blocks<FourReader<kFormat>>(a);
+#else
+  constexpr bool kReadsFours = false;
 #endif
-  by_blocks<FloatReader<kFormat>>(a);
+  if constexpr (!kReadsFours) by_blocks<FloatReader<kFormat>>(a);
 }
 
 }  // namespace

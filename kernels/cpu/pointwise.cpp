@@ -5,6 +5,8 @@
 #include "parallel.h"
 #include "vec.h"
 
+#include <limits>
+
 namespace llmc {
 namespace {
 
@@ -145,6 +147,41 @@ void add_typed(const AddArgs& a) {
   });
 }
 
+// Rounds a group as e4m3 codes times its largest magnitude over 448; to NaN if that is not finite.
+template <class T>
+void round_group(const T* x, int64_t n, const Fp8Format& format, const Fp8Table& table, T* out) {
+  v16u most = {};  // bits of magnitudes, which order as these do and puts NaN above infinity
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const v16u bits = (v16u)load(x + i) & 0x7fffffffu;
+    most = (bits & (v16u)(bits > most)) | (most & ~(v16u)(bits > most));
+  }
+  uint32_t bits = 0;
+  for (int lane = 0; lane < kLanes; ++lane) bits = most[lane] > bits ? most[lane] : bits;
+  float largest;
+  std::memcpy(&largest, &bits, sizeof largest);
+  const float scale = largest <= std::numeric_limits<float>::max()
+                          ? largest / format.largest
+                          : std::numeric_limits<float>::quiet_NaN();
+  for (int64_t i = 0; i < n; i += kLanes) {
+    uint8_t codes[kLanes];
+    float values[kLanes];
+    encode_row(x + i, kLanes, scale, format, codes);
+    decode_row(codes, kLanes, table, values);
+    store(out + i, largest <= 1e-30f ? v16f{} : load(values) * scale);
+  }
+}
+
+template <class T>
+void round_typed(const RoundArgs& a) {
+  const Fp8Format format = fp8_format(Dtype::e4m3);
+  const Fp8Table& table = fp8_table(Dtype::e4m3);
+  parallel_rows(a.count / a.group, a.group, a.threads, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin * a.group; at < end * a.group; at += a.group)
+      round_group(static_cast<const T*>(a.x) + at, a.group, format, table,
+                  static_cast<T*>(a.out) + at);
+  });
+}
+
 template <class T>
 void copy_typed(const CopyArgs& a) {
   const Fp8Table* table = is_fp8(a.cache) ? &fp8_table(a.cache) : nullptr;
@@ -176,6 +213,10 @@ void act_mul(const ActArgs& a) {
 
 void add_to(const AddArgs& a) {
   with_type(a.dtype, [&](auto t) { add_typed<decltype(t)>(a); });
+}
+
+void round_to_fp8(const RoundArgs& a) {
+  with_type(a.dtype, [&](auto t) { round_typed<decltype(t)>(a); });
 }
 
 void copy_rows(const CopyArgs& a) {

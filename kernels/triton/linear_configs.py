@@ -11,6 +11,15 @@ from dataclasses import dataclass
 from llmc.kernels.triton.launch import cdiv, power_of_2
 
 FEW_ROWS = 8  # up to this many rows of x, a linear is bound by reading its weight
+# From this many rows, a quantized weight is dequantized once and the library multiplies. Per value
+# of the weight that moves about 4.5 bytes (read, written, read again), for which an H100 needs the
+# time of the products of 500 rows in bfloat16. A kernel that dequantizes in every tile of rows
+# reaches perhaps a third of the library's speed: it loses the time of two rows per row.
+WIDE_ROWS = 256
+# The same for codes of fp8, of which 3 bytes move, and whose products take half the time.
+SCALED_ROWS = 128
+WIDE_BYTES = 128 << 20  # of the scratch: enough channels at a time to occupy every multiprocessor
+WIDE_BLOCK = 512  # inputs of 16 channels that a program dequantizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +93,12 @@ def low_bit_config(
     else:
         tiles = LinearTiles(block_m=128, block_n=64, block_k=64, num_warps=8, num_stages=3, waves=0)
     return _divided(tiles, channels, depth, multiprocessors)
+
+
+def scaled_tiles(group: int, depth: int) -> LinearTiles:
+    """For products of float8 with a scale per `group` of the depth: block_k divides it."""
+    block_k = 128 if group == depth else min(128, group & -group)
+    return LinearTiles(block_m=128, block_n=128, block_k=block_k, num_warps=8, num_stages=3)
 
 
 def _divided(tiles: LinearTiles, channels: int, depth: int, multiprocessors: int) -> LinearConfig:

@@ -18,6 +18,7 @@ from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.expert_linear import chosen_rows, rows_of_tile, tiles_of
 from llmc.kernels.triton.launch import Launch, Plan, cdiv
 from llmc.kernels.triton.quantized_linear import format_of, load_scale, supports, widen
+from llmc.kernels.triton.scaled_linear import plan_rounded
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -93,8 +94,12 @@ def plan(
     bias: Tensor | None,
     expert: Tensor,
     minimum: Tensor | None = None,
-    x_bits: int = EXACT_BITS,  # `supports` rejects other values
+    x_bits: int = EXACT_BITS,
 ) -> Plan[Tensor]:
+    rounding: tuple[Launch, ...] = ()
+    if x_bits < EXACT_BITS:
+        rounded = plan_rounded(x, x.shape[1] // scale.shape[2])
+        x, rounding = rounded.out, rounded.launches
     rows, depth = x.shape
     experts, channels = weight.shape[0], weight.shape[1] * CHANNELS
     config = low_bit_expert_config(rows, experts, x.element_size())
@@ -122,7 +127,7 @@ def plan(
         num_stages=config.num_stages,
         pdl=pdl,
     )  # fmt: skip
-    return Plan(out=out, launches=(launch,))
+    return Plan(out=out, launches=(*rounding, launch))
 
 
 define(quantized_expert_linear, plan=plan, supports=supports)

@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.quantized_linear import CHANNELS, EXACT_BITS, quantized_linear
+from llmc.kernels.quantized_linear import CHANNELS, EXACT_BITS
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.counters import counters, is_last, sum_of_parts
 from llmc.kernels.triton.define import (
-    define,
     interpreted,
     needs_upcast,
     same_dtype,
@@ -154,7 +153,6 @@ def plan(
     zero: Tensor | None,
     bias: Tensor | None,
     minimum: Tensor | None = None,
-    x_bits: int = EXACT_BITS,  # `supports` rejects other values
 ) -> Plan[Tensor]:
     kind = format_of(weight, scale)
     per_word = 8 if weight.dtype == torch.uint8 else 4
@@ -203,12 +201,9 @@ def supports(
 ) -> bool:
     return (
         supports_tensors(x, bias)
-        and x_bits == EXACT_BITS
+        and (x_bits == EXACT_BITS or weight.dtype == torch.float8_e4m3fn)
         and same_dtype(x, bias)
         and format_of(weight, scale) is not None
         and weight.device.type == x.device.type
         and weight.is_contiguous()
     )
-
-
-define(quantized_linear, plan=plan, supports=supports)

@@ -24,6 +24,7 @@ from llmc.check.reference import Reference, Run
 from llmc.check.variants import Subject, Variant
 from llmc.errors import CompileError
 from llmc.passes.base import Pass
+from llmc.passes.inputs import WeightInput, input_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,9 +199,8 @@ def _compare_changed(
 def _compare_rounded(
     subject: Subject, rounding: Sequence[Pass], switches: Mapping[str, bool], level: int
 ) -> tuple[ChangedResult, ...]:
-    """With 8-bit inputs bfloat16's tolerance applies, with 16-bit inputs float16's."""
-    bits = subject.options.pipeline.activation_bits
-    limit = TOLERANCES["bfloat16" if bits == 8 else "float16"]
+    """With inputs in fp8 its tolerance applies, with 8-bit integers bfloat16's, with 16-bit ones
+    float16's."""
     variant = Variant(switches=switches, level=level)
     results = []
     for p in rounding:
@@ -208,8 +208,21 @@ def _compare_rounded(
             continue
         without = replace(variant, switches={**switches, p.name: False})
         wanted, have = subject.run(without), subject.run(variant)
+        limit = _rounding_limit(subject, variant)
         results.append(_changed(p, "the step without it", wanted, have, limit))
     return tuple(results)
+
+
+def _rounding_limit(subject: Subject, variant: Variant) -> Tolerance:
+    options = subject.options.pipeline
+    roles = (input_of(node) for node in subject.rewrite(variant).graph.graph.nodes)
+    is_float8 = any(
+        isinstance(role, WeightInput) and role.quantized and role.quantized.to.format == "fp8"
+        for role in roles
+    )
+    if is_float8 and options.float8_activations:
+        return TOLERANCES["float8"]
+    return TOLERANCES["bfloat16" if options.activation_bits == 8 else "float16"]
 
 
 def _changed(

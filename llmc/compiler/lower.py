@@ -22,10 +22,10 @@ from llmc.passes.inputs import StepInput, input_of
 class StepFunction:
     """call(**step inputs) -> (next_token [S] int64, logits [S, V]); inputs by contract name.
 
-    Tokens, rows, samples and the block table's width must be at least `min_size`; `small` accepts
-    fewer. `references` are the ops that use their reference implementations on a GPU, which read
-    tensors on the host, so that the step can't be captured in a CUDA graph. `only_ops`: it calls
-    nothing but torch ops.
+    Tokens, rows, samples and the block table's width must be at least `min_size`; `uncompiled`, the
+    step that this one was compiled from, accepts fewer. `references` are the ops that use their
+    reference implementations on a GPU, which read tensors on the host, so that the step can't be
+    captured in a CUDA graph. `only_ops`: it calls nothing but torch ops.
     """
 
     call: Callable[..., tuple[Tensor, Tensor]]
@@ -33,7 +33,7 @@ class StepFunction:
     source: str
     level: int = 0
     min_size: int = 1
-    small: StepFunction | None = None
+    uncompiled: StepFunction | None = None
     references: tuple[str, ...] = ()
     only_ops: bool = False
 

@@ -142,7 +142,7 @@ class StepGraphs:
         self._follow(step)
         if self._is_off:
             return None
-        least = 1 if step.small is not None else step.min_size
+        least = 1 if step.uncompiled is not None else step.min_size
         missing = {StepShape.decode(max(size, least)) for size in sizes} - self._captured.keys()
         room = _MAX_MIXED - sum(not shape.is_decode for shape in self._captured)
         for shape, times in self._seen.most_common():

@@ -354,12 +354,12 @@ class ModelRunner:
             if graph is not None:
                 return graph.replay()
         if self._recordings is not None:
-            return self._recordings.run(step, shape, lambda: self._run(step, inputs))
+            return self._recordings.run(step, shape, lambda step: self._run(step, inputs))
         return self._run(step, inputs)
 
     def _run(self, step: StepFunction, inputs: StepInputs) -> StepOutputs:
-        if step.small is not None and inputs["row"].shape[0] < step.min_size:
-            step = step.small
+        if step.uncompiled is not None and inputs["row"].shape[0] < step.min_size:
+            step = step.uncompiled
         tokens, logits = step.call(**{n: inputs[n] for n in self._packed}, **self._tables)
         if not self._pools:
             self._record(inputs, tokens)
@@ -406,7 +406,7 @@ class ModelRunner:
         return StepShape(padded, requests, samples + padding) if padded and fits else None
 
     def _least(self, step: StepFunction) -> int:
-        return 1 if step.small is not None else step.min_size
+        return 1 if step.uncompiled is not None else step.min_size
 
     # Graphs
 
@@ -448,10 +448,10 @@ class ModelRunner:
             return self._graphs.capture(step, shape, lambda: self._run(step, inputs), inputs)
 
     @property
-    def takes_any_shape(self) -> bool:
-        """Whether the step can be called with fewer rows than it was compiled for: to match a
-        graph, or rank 0's step."""
-        return self.has_graphs or self._ranks is not None
+    def wants_uncompiled(self) -> bool:
+        """Whether a compiled step must come with the uncompiled one: to be called with fewer rows
+        than it was compiled for (to match a graph, or rank 0's step), or to be recorded."""
+        return self.has_graphs or self._ranks is not None or self._recordings is not None
 
     @property
     def has_graphs(self) -> bool:

@@ -4,6 +4,9 @@ A step of a small model calls about ten ops per layer, and for some of them torc
 exceeds the time of the op itself. Steps of one shape read the same buffers, so the second one is
 recorded (`kernels/cpu/recording.py`). This is the counterpart of CUDA graphs (`graphs.py`), but
 nothing is padded, and the recorded step is itself a real step.
+
+Inductor's code can't be recorded. So at -O1 and above these steps use the uncompiled step function,
+which is faster when it is replayed.
 """
 
 from __future__ import annotations
@@ -27,15 +30,15 @@ class StepRecordings:
 
     def __init__(self) -> None:
         self._step: StepFunction | None = None
+        self._uncompiled: StepFunction | None = None  # the one that is recorded
         self._recorded: dict[StepShape, Recorded] = {}
         self._seen: dict[StepShape, int] = {}
-        self._is_off = False
         self.num_replays = 0
 
     def run(
-        self, step: StepFunction, shape: StepShape, run: Callable[[], StepOutputs]
+        self, step: StepFunction, shape: StepShape, run: Callable[[StepFunction], StepOutputs]
     ) -> StepOutputs:
-        """Return the result of `run()`, which calls `step` on the buffers for `shape`."""
+        """Return the outputs of `step`. `run` calls a step function on the buffers for `shape`."""
         if step is not self._step:
             self._follow(step)
         recorded = self._recorded.get(shape)
@@ -43,10 +46,13 @@ class StepRecordings:
             self.num_replays += 1
             outputs: StepOutputs = recorded.replay()
             return outputs
-        if self._is_off or not shape.is_decode or shape.requests > _MAX_ROWS:
-            return run()
+        uncompiled = self._uncompiled
+        if uncompiled is None or not shape.is_decode or shape.requests > _MAX_ROWS:
+            return run(step)
         self._seen[shape] = self._seen.get(shape, 0) + 1
-        return run() if self._seen[shape] < _RECORDED_AT else self._record(shape, run)
+        if self._seen[shape] < _RECORDED_AT:
+            return run(uncompiled)
+        return self._record(shape, lambda: run(uncompiled))
 
     def _record(self, shape: StepShape, run: Callable[[], StepOutputs]) -> StepOutputs:
         recorded = record(run)
@@ -54,7 +60,7 @@ class StepRecordings:
         try:
             recorded.check()
         except NotRecordable as error:
-            self._is_off = True
+            self._uncompiled = None
             logger.debug("steps are not recorded: %s", error)
         else:
             self._recorded[shape] = recorded
@@ -63,4 +69,6 @@ class StepRecordings:
     def _follow(self, step: StepFunction) -> None:
         self._step = step
         self._recorded, self._seen = {}, {}
-        self._is_off = not (is_loaded() and step.only_ops)
+        uncompiled = step.uncompiled or step
+        can_record = is_loaded() and uncompiled.only_ops
+        self._uncompiled = uncompiled if can_record else None

@@ -94,8 +94,8 @@ def _with_inductor(model: BoundModel, *, level: int, cache_dir: Path) -> StepFun
     step = compile_step(
         graph, model.bound, model.runner.rows.tables, level=level, cache_dir=cache_dir
     )
-    if model.runner.takes_any_shape:  # the plain step's graph serves a batch of one unpadded
-        step = replace(step, small=lower(graph, model.bound))
+    if model.runner.wants_uncompiled:
+        step = replace(step, uncompiled=lower(graph, model.bound))
     return step
 
 

@@ -77,6 +77,7 @@ def rewrite_options(source: ModelSource, kept: KeptWeights | None = None) -> Rew
             kept=_kept(source) if kept is None else kept,
             device_type=device.type,
             activation_bits=activation_bits(source),
+            float8_activations=config.activation_bits == 8,
             max_loras=config.max_loras if config.enable_lora else 0,
             max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
             max_lora_expert_rank=config.max_lora_expert_rank if config.enable_lora else 0,
@@ -98,7 +99,7 @@ def _method(source: ModelSource) -> Method | None:
 
 
 def activation_bits(source: ModelSource) -> int | None:
-    """Bits that inputs of quantized linears are rounded to; None: they are not rounded. Integer
+    """Bits that inputs of integer weights are rounded to; None: they are not rounded. Integer
     products are faster on x86, except where the CPU has bfloat16 products."""
     if source.device.type != "cpu" or not levels.multiplies_integers():
         return None

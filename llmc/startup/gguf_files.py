@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -23,12 +24,13 @@ from llmc.errors import CheckpointError, reason_of
 from llmc.weights.gguf.files import INDEX, PART, all_parts
 
 if TYPE_CHECKING:
-    from llmc.weights.gguf.reader import GgufHeader
+    from llmc.weights.gguf.reader import GgufHeader, GgufTensorInfo
 
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}  # pooling_type
 # The defaults of the format's own engine; small models write noise without them.
 _SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-_LAYOUT = 8  # version of the directory layout; directories of other versions are not used
+_DENSE = re.compile(r"dense_(\d)\.weight")
+_LAYOUT = 9  # version of the directory layout; directories of other versions are not used
 
 
 def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> Path:
@@ -91,20 +93,43 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
 
 
 def _write_pooling(header: GgufHeader, folder: Path) -> None:
-    """Describe an embedding model's pooling as sentence-transformers does, if the file has one."""
+    """Describe an embedding model's pooling as sentence-transformers does, if the file has one, and
+    write the linears that follow it (dense_2, dense_3)."""
     stated = header.metadata.get(f"{header.architecture}.pooling_type")
     method = _POOLINGS.get(stated) if isinstance(stated, int) else None
     if method is None:
         return
-    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    dense = {m[1]: t for n, t in sorted(header.tensors.items()) if (m := _DENSE.fullmatch(n))}
+    paths = ["", "1_Pooling", *(f"{number}_Dense" for number in dense), "9_Normalize"]
+    kinds = [path.partition("_")[2] or "Transformer" for path in paths]
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (kind, path) in enumerate(kinds.items())
+        for i, (path, kind) in enumerate(zip(paths, kinds, strict=True))
     ]
     (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
     (folder / "1_Pooling").mkdir()
     pooling = json.dumps({"pooling_mode": method})
     (folder / "1_Pooling" / "config.json").write_text(pooling, encoding="utf-8")
+    for number, tensor in dense.items():
+        _write_dense(tensor, folder / f"{number}_Dense")
+
+
+def _write_dense(tensor: GgufTensorInfo, folder: Path) -> None:
+    """Write a linear after the pooling as a Dense module."""
+    from safetensors.torch import save_file
+
+    from llmc.weights.gguf.tensors import read_matrix
+
+    weight = read_matrix(tensor)
+    folder.mkdir()
+    config = {
+        "in_features": weight.shape[1],
+        "out_features": weight.shape[0],
+        "bias": False,
+        "activation_function": "torch.nn.modules.linear.Identity",
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file({"linear.weight": weight}, folder / "model.safetensors")
 
 
 def is_new(path: Path, sampling: Mapping[str, float] | None = None) -> bool:

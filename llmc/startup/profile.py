@@ -20,7 +20,7 @@ from llmc.runner import kv_cache
 from llmc.runner.model_runner import ModelRunner
 from llmc.sampling_params import SamplingParams
 from llmc.startup.bind import StepMode, cache_layout, make_runner, num_tables
-from llmc.startup.compile import LoadedModel, activation_bits
+from llmc.startup.compile import LoadedModel
 from llmc.startup.sizing import ModelProfile, PeakMemory
 from llmc.startup.verify_packing import LENGTHS, verify_packing
 
@@ -108,7 +108,7 @@ def _measured(
             probe,
             program.dtype,
             in_pieces=not model.source.facts.is_encoder,
-            rounds=activation_bits(model.source) == 8,
+            rounds=config.activation_bits == 8,
         )
     return _profile(model, graph, activations + graph_bytes, prefill_seconds / probed)
 

@@ -48,12 +48,14 @@ def write_tokenizer(
     template = source.template()
     try:
         backend = source.build()
-        special = {
+        special: dict[str, Any] = {
             f"{name}_token": source.token(key)
             for name, key in (
                 ("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")
             )
         }  # fmt: skip
+        if source.kind == "wordpiece":
+            special["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=backend, clean_up_tokenization_spaces=False, **special
         )
@@ -328,8 +330,14 @@ class _Vocabulary:
             if self.kind == "bytes":
                 backend.post_processor = processors.ByteLevel(trim_offsets=False)
             return
-        template = [*([first] if first else []), "$A", *([last] if last else [])]
+        before, after = [first] if first else [], [last] if last else []
+        one = [*before, "$A", *after]
+        if self.kind == "wordpiece":  # the second text and what ends it are of another type
+            two = [*one, "$B:1", *(f"{token}:1" for token in after)]
+        else:
+            two = [*one, *after, "$B", *after]
         backend.post_processor = processors.TemplateProcessing(
-            single=template,
+            single=one,
+            pair=two,
             special_tokens=[(t, backend.token_to_id(t)) for t in dict.fromkeys(named)],
         )

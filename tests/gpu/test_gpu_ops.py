@@ -16,6 +16,7 @@ from gpu import DEVICE, DRY_RUN, needs_gpu
 from torch import Tensor
 
 from llmc.kernels.fp8 import FP8
+from llmc.kernels.quantized_linear import EXACT_BITS, Format, Quantization, quantize
 from llmc.kernels.registry import OPS, Impl
 
 pytest.importorskip("triton", reason="triton is not installed: its ops cannot be tested")
@@ -81,6 +82,43 @@ def test_op_equals_its_reference_dry_run(name: str, dtype: torch.dtype, index: i
             torch.testing.assert_close(
                 actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True
             )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("format", "group", "x_bits"),
+    [
+        ("int4", 128, EXACT_BITS),
+        ("int8", 0, EXACT_BITS),
+        ("fp8", 0, EXACT_BITS),
+        ("fp8", 0, 8),
+        ("fp8", 128, 8),
+        ("fp8", 32, 8),
+    ],
+)
+@pytest.mark.parametrize("rows", [100, 130, 300])
+def test_many_rows_by_quantized_weights_dry_run(
+    rows: int, format: Format, group: int, x_bits: int, dtype: torch.dtype
+) -> None:
+    """In tiles, in fp8, and by the library."""
+    if DRY_RUN:
+        op_cases.require_cpu_ops()
+    gen = torch.Generator().manual_seed(0)
+    n, k = 1040, 1152
+    weight, scale = quantize(
+        torch.randn(n, k, generator=gen) * k**-0.5, Quantization(format=format, group=group)
+    )
+    bias, x = torch.randn(n, generator=gen), torch.randn(2, rows // 2, k, generator=gen)
+    case = (
+        x.to(DEVICE, dtype), weight.to(DEVICE), scale.to(DEVICE), None, bias.to(DEVICE, dtype),
+        None, x_bits,
+    )  # fmt: skip
+    want = OPS["quantized_linear"].reference(*case)
+    with poisoned_memory():
+        got = version("quantized_linear").op()(*case)
+        again = version("quantized_linear").op()(*case)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    assert torch.equal(got, again)
 
 
 def test_there_are_ops_to_test_dry_run() -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import bench_package  # noqa: F401 - makes `bench` importable
 import fast_interpreter  # noqa: F401 - the tests take a third of the time
+import op_cases
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,16 +17,27 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
+from bench.linear_work import ways_work
 from llmc.kernels.quantized_linear import (
     FORMATS,
     Format,
     Quantization,
+    Scale,
     dequantize,
+    mxfp4_draw,
     quantization_of,
     quantize,
+    round_to_fp8,
 )
 from llmc.kernels.registry import OPS
-from llmc.kernels.triton import expert_linear, fused_linear, quantized_linear
+from llmc.kernels.triton import dequantize as triton_dequantize
+from llmc.kernels.triton import (
+    expert_linear,
+    fused_linear,
+    quantized_linear,
+    quantized_rows,
+    scaled_linear,
+)
 from llmc.kernels.triton.counters import counters
 from llmc.kernels.triton.launch import Plan
 
@@ -118,6 +131,203 @@ def test_weights_far_from_zero_lose_what_bfloat16_weights_do(
     sums = x.double().abs() @ w.double().abs().T  # of float32, whose errors are relative to them
     error = (plan.run().double() - want).abs()
     assert float((error - 2**-8 * 1.01 * want.abs() - 2**-21 * sums).max()) <= 0
+
+
+def any_codes(
+    to: Quantization, n: int, k: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Every code, NaN included: (weight, scale, zero, minimum)."""
+    gen = torch.Generator().manual_seed(n + k)
+    if to.format == "mxfp4":
+        return *mxfp4_draw(gen, n, k), None, None
+    codes = torch.randint(0, 256, to.shape("weight", n, k), generator=gen, dtype=torch.uint8)
+    scale = 0.5 + torch.rand(to.shape("scale", n, k), generator=gen)
+    zero = torch.randint(0, 16, scale.shape, generator=gen, dtype=torch.uint8) if to.zero else None
+    minimum = scale - 1 if to.minimum else None
+    return codes.view(to.dtype), scale.to(to.scale_dtype), zero, minimum
+
+
+@pytest.mark.parametrize("depth", [96, 1056])
+@pytest.mark.parametrize(
+    ("format", "group", "scale", "extra"),
+    [
+        ("int4", 32, "bfloat16", "zero"),
+        ("int4", 16, "float32", "minimum"),
+        ("int4", 32, "float16", ""),
+        ("int8", 0, "float32", ""),
+        ("int8", 16, "float32", "minimum"),
+        ("fp8", 0, "float32", ""),
+        ("fp8", 32, "float16", ""),
+        ("mxfp4", 32, "exponent", ""),
+    ],
+)
+def test_a_weight_is_dequantized_exactly(
+    format: Format, group: int, scale: Scale, extra: str, depth: int
+) -> None:
+    to = Quantization(
+        format=format, group=group, scale=scale, zero=extra == "zero", minimum=extra == "minimum"
+    )
+    parts = any_codes(to, 48, depth)
+    want = dequantize(*parts)
+    for dtype in (torch.float32, torch.bfloat16):
+        got = triton_dequantize.plan(*parts, torch.empty(48, depth, dtype=dtype)).run()
+        torch.testing.assert_close(got, want.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("at_once", [16, 32, 80])
+def test_many_rows_are_multiplied_by_some_channels_at_a_time(
+    at_once: int, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_dequantize, "WIDE_BYTES", at_once * 64 * 4)
+    weight, scale, zero, _ = any_codes(Quantization(format="int4", group=32, zero=True), 80, 64)
+    x, bias = rand(2, 5, 64), rand(80, seed=1) if biased else None
+    want = OPS["quantized_linear"].reference(x, weight, scale, zero, bias)
+    got = triton_dequantize.wide_linear(x, weight, scale, zero, bias, None)
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_slabs_are_whole_blocks_within_the_scratch() -> None:
+    for channels, depth in ((151936, 4096), (28672, 8192), (4096, 14336), (16, 64)):
+        step = triton_dequantize.slab(channels, 2 * depth)
+        parts = list(triton_dequantize.slabs(channels, step))
+        assert sum(count for _, count in parts) == channels and step % 16 == 0
+        assert [start for start, _ in parts] == list(range(0, channels, step))
+        assert 2 * depth * step <= triton_dequantize.WIDE_BYTES + 2 * depth * 16
+        assert min(count for _, count in parts) > 0.9 * step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_of_every_format(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(*given: Any) -> Tensor:
+        calls.append(given)
+        return triton_dequantize.wide_linear(*given)
+
+    monkeypatch.setattr(quantized_rows, "WIDE_ROWS", 33)
+    monkeypatch.setattr(quantized_rows, "wide_linear", counted)
+    cases = [c for c in op_cases.cases("quantized_linear", dtype) if c[0].dim() == 2]
+    many = [c for c in cases if len(c[0]) > 20 and not op_cases.rounds("quantized_linear", c)]
+    for case in many:
+        want = OPS["quantized_linear"].reference(*case)
+        got = torch.ops.llmc_triton.quantized_linear(*case)
+        torch.testing.assert_close(got, want, **op_cases.TOLERANCE[dtype])
+    assert {c[1].dtype for c in many} == {torch.uint8, torch.int8, torch.float8_e4m3fn}
+    assert len(calls) == sum(len(c[0]) >= 33 for c in many) > 5
+
+
+def float8_case(rows: int, n: int, k: int, group: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Arguments of `quantized_linear`; NaN, infinity and zeros are among the inputs."""
+    to = Quantization(format="fp8", group=group)
+    weight, scale = quantize(rand(n, k) * k**-0.5, to)
+    x = rand(rows, k, seed=1) * torch.logspace(-2, 2, k)
+    x[0], x[1, :32] = 0, 1e-33
+    x[2, 5], x[3, k - 1] = float("nan"), float("inf")
+    return x.to(dtype), weight, scale, None, rand(n, seed=2).to(dtype), None, 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [32, 96, 192, 2880])
+def test_inputs_in_fp8_are_rounded_exactly(group: int, dtype: torch.dtype) -> None:
+    x = float8_case(7, 16, 2880, group % 2880, dtype)[0]
+    want = round_to_fp8(x.float(), group)
+    assert want.isnan().sum() == 2 * group
+    got = scaled_linear.plan_rounded(x.view(1, 7, -1), group).run()
+    torch.testing.assert_close(got[0], want.to(dtype), rtol=0, atol=0, equal_nan=True)
+    codes, scale = scaled_linear.plan_codes(torch.cat((x, x), 1)[:, :2880], group).run()
+    numbers = codes.float() * scale.repeat_interleave(group, 1)
+    torch.testing.assert_close(numbers, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_blocks_become_rows() -> None:
+    weight, *_ = any_codes(Quantization(format="fp8"), 48, 2112)
+    got = scaled_linear.plan_rows_of(weight).run()
+    want = dequantize(weight, torch.ones(3, 1, 16))
+    torch.testing.assert_close(got.float(), want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "group"),
+    [(5, 48, 96, 0), (130, 16, 160, 0), (9, 144, 256, 128), (6, 32, 192, 96), (4, 16, 64, 32)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_are_multiplied(
+    rows: int, n: int, k: int, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = float8_case(rows, n, k, group, dtype)
+    want = OPS["quantized_linear"].reference(*case)
+    assert want[2:4].isnan().all() and want[4:].isfinite().all()
+    x, weight, scale, _, bias, *_ = case
+    got = scaled_linear.scaled_linear(x, weight, scale, bias)
+    tolerance = op_cases.TOLERANCE[dtype] | (
+        {"rtol": 2e-5, "atol": 2e-4} if dtype == torch.float32 else {}
+    )
+    torch.testing.assert_close(got, want, equal_nan=True, **tolerance)
+    monkeypatch.setattr(triton_dequantize, "WIDE_BYTES", 16 * k)  # one block of channels at a time
+    parts = scaled_linear.scaled_linear(x.view(1, rows, k), weight, scale, bias)
+    torch.testing.assert_close(parts[0], got, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("at_once", [16, 48])
+def test_the_library_multiplies_the_same_codes(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, scale, _, bias, *_ = case = float8_case(32, 48, 64, 0, torch.bfloat16)
+    calls = []
+
+    def counted(*given: Any) -> Tensor:
+        calls.append(given)
+        return product(*given)
+
+    product = scaled_linear.library_product
+    codes = torch.ones(16, 32).to(torch.float8_e4m3fn)
+    try:
+        product(codes, torch.ones(16, 1), codes, torch.ones(1, 1, 16), None)
+    except RuntimeError as error:
+        pytest.skip(f"torch {torch.__version__} has no such product for CPUs: {error}")
+    monkeypatch.setattr(scaled_linear, "library_scales", lambda device: True)
+    monkeypatch.setattr(scaled_linear, "library_product", counted)
+    monkeypatch.setattr(triton_dequantize, "WIDE_BYTES", at_once * 64)
+    got = scaled_linear.scaled_linear(x, weight, scale, bias)
+    assert len(calls) == 48 // at_once
+    want = OPS["quantized_linear"].reference(*case)
+    torch.testing.assert_close(got, want, equal_nan=True, **op_cases.TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("rows", [4, 12, 20])
+@pytest.mark.parametrize("has_products", [True, False])
+def test_rounding_does_not_depend_on_the_number_of_rows(
+    rows: int, has_products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(*given: Any) -> Tensor:
+        calls.append(given)
+        return scaled_linear.scaled_linear(*given)
+
+    monkeypatch.setattr(quantized_rows, "SCALED_ROWS", 10)
+    monkeypatch.setattr(quantized_rows, "WIDE_ROWS", 15)
+    monkeypatch.setattr(quantized_rows, "multiplies_codes", lambda device: has_products)
+    monkeypatch.setattr(quantized_rows, "scaled_linear", counted)
+    case = float8_case(rows, 48, 96, 32, torch.float32)
+    got = torch.ops.llmc_triton.quantized_linear(*case)
+    want = OPS["quantized_linear"].reference(*case)
+    torch.testing.assert_close(got, want, equal_nan=True, rtol=2e-5, atol=2e-4)
+    assert len(calls) == (has_products and rows >= 10)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_bench_times_ways_with_the_same_result(format: Format) -> None:
+    """In bfloat16, which dequantized weights are rounded to; inputs in fp8 differ by 3 %."""
+    works = list(ways_work(format, 20, 256, 32, torch.device("cpu")))
+    names = [work.case.partition("-> 32, ")[2] for work in works]
+    in_fp8 = ["inputs in fp8", "inputs in fp8, groups"] if format == "fp8" else []
+    assert names == ["in tiles", "dequantized once", *in_fp8]
+    want, *others = (work.run().float() for work in works)
+    for name, got in zip(names[1:], others, strict=True):
+        error = float((got - want).norm() / want.norm())
+        assert error < 0.005 if name == "dequantized once" else 0.005 < error < 0.05
 
 
 def test_strided_rows() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from llmc.kernels.quantized_linear import (
+    EXACT_BITS,
     FORMATS,
     Format,
     Quantization,
@@ -21,6 +22,8 @@ from llmc.kernels.quantized_linear import (
     quantization_of,
     quantize,
     quantized_linear,
+    round_to_fp8,
+    supports_bits,
 )
 
 # of a weight's standard deviation, for normally distributed weights
@@ -257,3 +260,56 @@ def test_wrong_arguments_are_named() -> None:
         run(x, weight, scale, None, torch.zeros(31).bfloat16())
     with pytest.raises(RuntimeError, match="comes with uint8 weights only"):
         run(x, weight, scale, torch.zeros(2, 1, 16, dtype=torch.uint8))
+
+
+def identity(depth: int, group: int) -> tuple[Tensor, Tensor]:
+    """(weight, scale) in fp8 of a linear that returns its inputs."""
+    to = Quantization(format="fp8", group=group)
+    return quantize(torch.eye(depth) * 448, to)[0], torch.full(
+        to.shape("scale", depth, depth), 1 / 448
+    )
+
+
+@pytest.mark.parametrize("group", [0, 32, 128])
+def test_inputs_in_fp8_are_rounded_as_checkpoints_state(group: int) -> None:
+    """Scales of the largest magnitude over 448, and torch's own rounding to nearest."""
+    x = rand(7, 256) * torch.logspace(-3, 3, 256)
+    parts = x.unflatten(1, (-1, group or 256))
+    scale = parts.abs().amax(2, keepdim=True) / 448
+    want = ((parts / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)
+    assert torch.equal(round_to_fp8(x, group or 256), want)
+    assert 0.01 < float((want - x).norm() / x.norm()) < 0.04
+    weight, scales = identity(256, group)
+    out = quantized_linear.reference(x, weight, scales, None, None, None, 8)
+    torch.testing.assert_close(out, want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", op_cases.DTYPES)
+@pytest.mark.parametrize("group", [0, 32, 96])
+def test_the_cpu_rounds_inputs_to_the_same_numbers(group: int, dtype: torch.dtype) -> None:
+    op_cases.require_cpu_ops()
+    weight, scales = identity(192, group)
+    x = rand(8, 192) * torch.logspace(-2, 2, 192)
+    x[1] = 0
+    x[2, :96] = 1e-33
+    x[3, 5], x[4, 100] = float("nan"), float("-inf")
+    x = x.to(dtype)
+    got = torch.ops.llmc_cpu.quantized_linear(x, weight, scales, None, None, None, 8)
+    want = round_to_fp8(x.float(), group or 192).to(dtype)
+    finite = [0, 1, 2, 5, 6, 7]
+    torch.testing.assert_close(got[finite], want[finite], rtol=1e-6, atol=0)
+    assert got[3:5].isnan().all()
+    assert want[3, :32].isnan().all() and want[4, 96:128].isnan().all()
+    assert bool(want[4, :32].isnan().all()) == (group == 0), "others keep their scale"
+
+
+def test_fp8_weights_have_inputs_of_8_bits_or_exact_ones() -> None:
+    weight, scale = identity(192, 0)
+    assert [supports_bits(weight, scale, bits) for bits in (8, 16)] == [8, EXACT_BITS]
+    by_16 = torch.ones(12, 12, 16)
+    assert supports_bits(weight, by_16, 8) == EXACT_BITS
+    op_cases.require_cpu_ops()
+    with pytest.raises(RuntimeError, match="scales are of 16 inputs"):
+        torch.ops.llmc_cpu.quantized_linear(rand(2, 192), weight, by_16, None, None, None, 8)
+    with pytest.raises(RuntimeError, match="x_bits must be 24, 8 for fp8"):
+        torch.ops.llmc_cpu.quantized_linear(rand(2, 192), weight, scale, None, None, None, 16)

@@ -14,7 +14,13 @@ from packed_checkpoints import PACKINGS, fp8, pack_quantized, write_mxfp4, write
 from tiers import tiered
 from tiny_configs import save_random, tiny_config
 from tiny_engine import Running
-from tiny_models import continue_greedily, load_reference, prompts, save_checkpoint
+from tiny_models import (
+    continue_greedily,
+    load_reference,
+    prompts,
+    reference_logits,
+    save_checkpoint,
+)
 
 from llmc.check.check import check_model
 from llmc.config import EngineConfig
@@ -39,6 +45,43 @@ def same_as_transformers(stored: Path, wide: Path, **options: Any) -> Running:
     want = [continue_greedily(model, prompt, 6) for prompt in asked]
     assert tiny_engine.differences(want, got) == (0, [])
     return running
+
+
+def with_inputs_in_fp8(model: Any, group: int) -> Any:
+    """transformers' model, whose linears but the head round their inputs as its fp8 linears do."""
+
+    def rounded(module: torch.nn.Module, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        parts = given[0].unflatten(-1, (-1, group or given[0].shape[-1]))
+        scale = parts.abs().amax(-1, keepdim=True) / 448
+        codes = (parts / scale).to(torch.float8_e4m3fn)
+        return ((codes.float() * scale).flatten(-2),)
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_forward_pre_hook(rounded)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "group"), [("fp8 in blocks of 32", 32), ("float-quantized channel", 0)]
+)
+def test_inputs_are_rounded_to_fp8_on_request(
+    name: str, group: int, plain: Path, tmp_path: Path
+) -> None:
+    """Rounding turns a last bit into a step of 1/16, so sums in another order differ visibly."""
+    stored, wide = write_packed(plain, tmp_path, PACKINGS[name]())
+    running = tiny_engine.start(stored, activation_bits=8)
+    asked = prompts((3, 9, 17, 25))
+    got = tiny_engine.generate(running.engine(), asked, 1)
+    exact, rounded = load_reference(wide), with_inputs_in_fp8(load_reference(wide), group)
+    errors = []
+    for model in (rounded, exact):
+        logits = [reference_logits(model, list(prompt))[-1] for prompt in asked]
+        pairs = zip(logits, got, strict=True)
+        errors.append(
+            torch.stack([row.log_softmax(-1)[a.tokens[0]] - a.logprobs[0] for row, a in pairs])
+        )
+    assert errors[0].abs().max() < 0.1 * errors[1].abs().max()
 
 
 def report_of(running: Running) -> str:
@@ -196,6 +239,20 @@ def test_check_compares_with_the_same_numbers(plain: Path, tmp_path: Path) -> No
         model=str(stored), device="cpu", dtype="float32", opt_level=0, max_model_len=64
     )
     assert check_model(config, longest_prompt=40).certified
+
+
+def test_check_compares_with_inputs_in_fp8(plain: Path, tmp_path: Path) -> None:
+    stored, _ = write_packed(plain, tmp_path, PACKINGS["fp8 in blocks of 32"]())
+    config = EngineConfig(
+        model=str(stored), device="cpu", dtype="float32", opt_level=0, max_model_len=64
+    )
+    found = check_model(dataclasses.replace(config, activation_bits=8), longest_prompt=40)
+    assert found.certified
+    results = {result.name: result for result in found.changed}
+    rounding = results["round_activations"]
+    assert 0.02 < rounding.logits.relative < rounding.limit.relative == 0.25
+    exact = check_model(config, longest_prompt=40)
+    assert exact.certified and [r.name for r in exact.changed] == ["quantize_linears"]
 
 
 def test_they_are_quantized_again_on_request(plain: Path, tmp_path: Path) -> None:

@@ -188,7 +188,9 @@ def test_one_request_needs_no_padding_where_the_plain_step_takes_it(
     def refuse(**inputs: Any) -> Any:
         raise AssertionError("the compiled step got one row")
 
-    two_rows = dataclasses.replace(runner.step, level=2, min_size=2, call=refuse, small=runner.step)
+    two_rows = dataclasses.replace(
+        runner.step, level=2, min_size=2, call=refuse, uncompiled=runner.step
+    )
     runner.execute(enter(0))
     runner.swap_step(two_rows)
     want = running.started.runner.execute(decode(range(1), 3)).token_ids

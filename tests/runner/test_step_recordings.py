@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,28 @@ def test_answers_are_those_of_steps_that_are_not_recorded(tmp_path: Path) -> Non
         assert answers(llm) == expected
         assert answers(llm) == expected
         assert recordings.num_replays > 20
+
+
+def test_a_compiled_step_leaves_decodes_of_few_rows_to_recordings(tmp_path: Path) -> None:
+    path = save_checkpoint("llama", tmp_path / "model")
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    prompts = [[3, 4, 5, 6], [7, 8]]
+    compiled_tokens = []
+    with LLM(str(path), max_model_len=64, max_num_seqs=4, kv_cache_memory=1 << 24) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate(prompts, params, progress=False)]
+        runner: Any = llm._engine.runner  # type: ignore[union-attr]
+        plain = runner.step
+
+        def compiled(**inputs: Tensor) -> tuple[Tensor, Tensor]:
+            compiled_tokens.append(inputs["token_ids"].shape[0])
+            tokens: tuple[Tensor, Tensor] = plain.call(**inputs)
+            return tokens
+
+        runner.swap_step(
+            replace(plain, level=1, call=compiled, min_size=2, uncompiled=plain, only_ops=False)
+        )
+        before = runner.num_replayed_steps
+        again = [o.outputs[0].token_ids for o in llm.generate(prompts, params, progress=False)]
+        assert again == expected
+        assert compiled_tokens == [6], "only the prompts use the compiled step"
+        assert runner.num_replayed_steps >= before + 3

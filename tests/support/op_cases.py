@@ -77,9 +77,12 @@ def cases(name: str, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def rounds(name: str, case: Case) -> bool:
-    """Whether inputs are quantized, which only x86 kernels support."""
-    given = zip((a.name for a in OPS[name].overload._schema.arguments), case, strict=False)
-    return dict(given).get("x_bits", EXACT_BITS) < EXACT_BITS
+    """Whether inputs are rounded to integers, which only x86 kernels support."""
+    names = (a.name for a in OPS[name].overload._schema.arguments)
+    given = dict(zip(names, case, strict=False))
+    if given.get("x_bits", EXACT_BITS) == EXACT_BITS:
+        return False
+    return bool(given["weight"].dtype != torch.float8_e4m3fn)
 
 
 def has_fp8(case: Case) -> bool:

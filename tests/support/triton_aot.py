@@ -29,6 +29,7 @@ TARGETS = {
 # maximum shared memory per program, in bytes
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 65536}
 DEPENDENT_LAUNCH = ("sm_90", "sm_100")
+FLOAT8 = ("sm_90", "sm_100")  # other targets have no float8 tensors
 _TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -37,6 +38,7 @@ _TYPES = {
     torch.int64: "i64",
     torch.bool: "i1",
     torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 
 
@@ -91,6 +93,16 @@ def specialize(launch: Launch, target: str) -> Specialization:
             attrs[(i,)] = [["tt.divisibility", 16]]
     assert not values, f"{launch.kernel.__name__} has no parameters {sorted(values)}"
     return Specialization(signature=signature, constants=constants, attrs=attrs)
+
+
+def is_for(launch: Launch, target: str) -> bool:
+    """Whether a GPU of this kind would run it."""
+    values = launch.args.values()
+    is_float8 = any(
+        isinstance(v, torch.Tensor) and v.dtype.itemsize == 1 and v.dtype.is_floating_point
+        for v in values
+    )
+    return target in FLOAT8 or not is_float8
 
 
 def compile_launch(launch: Launch, target: str) -> Use:

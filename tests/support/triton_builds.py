@@ -23,6 +23,7 @@ from llmc.kernels.triton import (
     chosen_attention,
     decayed_softmax,
     delta_rule,
+    dequantize,
     encoder_attention,
     expert_linear,
     fused_linear,
@@ -38,6 +39,7 @@ from llmc.kernels.triton import (
     rope_write,
     sample,
     sample_rows,
+    scaled_linear,
     selective_scan,
     step_rows,
     token_logprobs,
@@ -246,6 +248,23 @@ def low_bit(rows: int, format: Format, *, group: int = 0) -> Plan[Tensor]:
     scale = meta(*to.shape("scale", 4096, 14336), dtype=to.scale_dtype)
     zeros = meta(*scale.shape, dtype=torch.uint8) if to.zero else None
     return quantized_linear.plan(meta(rows, 14336), weight, scale, zeros, meta(4096))
+
+
+def dequantized(format: Format, group: int, scale: Scale, *, zero: bool = False) -> Plan[Tensor]:
+    to = Quantization(format=format, group=group, scale=scale, zero=zero)
+    parts = {p: meta(*to.shape(p, 4096, 14336), dtype=d) for p, d in to.dtypes.items()}
+    return dequantize.plan(
+        parts["weight"], parts["scale"], parts.get("zero"), None, meta(4096, 14336)
+    )
+
+
+def codes_product(group: int = 0, *, rows: int = 4096) -> Plan[Tensor]:
+    """Float8 by float8, with scales as in checkpoints."""
+    groups = 14336 // group if group else 1
+    x, weight = (meta(n, 14336, dtype=torch.float8_e4m3fn) for n in (rows, 4096))
+    return scaled_linear.plan_product(
+        x, floats(rows, groups), weight, floats(256, groups, 16), meta(4096), meta(rows, 4096)
+    )
 
 
 def low_bit_experts(rows: int, format: Format, *, minimum: bool = False) -> Plan[Tensor]:
@@ -463,8 +482,25 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_linear fp8 row": lambda: low_bit(1, "fp8"),
     "quantized_linear fp8 row, groups": lambda: low_bit(1, "fp8", group=128),
     "quantized_linear int4 few": lambda: low_bit(8, "int4", group=128),
-    "quantized_linear int4 many": lambda: low_bit(4096, "int4"),
-    "quantized_linear fp8 many": lambda: low_bit(4096, "fp8"),
+    "quantized_linear int4 many": lambda: low_bit(255, "int4"),
+    "quantized_linear fp8 many": lambda: low_bit(255, "fp8"),
+    "quantized_linear int4 dequantized": lambda: dequantized("int4", 128, "bfloat16", zero=True),
+    "quantized_linear int8 dequantized": lambda: dequantized("int8", 0, "float32"),
+    "quantized_linear fp8 dequantized": lambda: dequantized("fp8", 128, "float32"),
+    "quantized_linear mxfp4 dequantized": lambda: dequantized("mxfp4", 32, "exponent"),
+    "quantized_linear fp8 codes of rows": lambda: scaled_linear.plan_codes(
+        meta(4096, 14336), 14336
+    ),
+    "quantized_linear fp8 codes of groups": lambda: scaled_linear.plan_codes(
+        meta(4096, 14336), 128
+    ),
+    "quantized_linear fp8 rounded rows": lambda: scaled_linear.plan_rounded(meta(8, 14336), 14336),
+    "quantized_linear fp8 rounded groups": lambda: scaled_linear.plan_rounded(meta(8, 14336), 128),
+    "quantized_linear fp8 rows of bytes": lambda: scaled_linear.plan_rows_of(
+        meta(256, 3584, 64, dtype=torch.float8_e4m3fn)
+    ),
+    "quantized_linear fp8 product": codes_product,
+    "quantized_linear fp8 product, groups": lambda: codes_product(128),
     "quantized_expert_linear mxfp4 few": lambda: low_bit_experts(64, "mxfp4"),
     "quantized_expert_linear mxfp4 unsorted": lambda: low_bit_experts(1000, "mxfp4"),
     "quantized_expert_linear mxfp4 many": lambda: low_bit_experts(32768, "mxfp4"),
@@ -513,6 +549,8 @@ def _sample_of(rows: int) -> Plan[Tensor]:
 
 # plans of one model at any number of tokens or rows
 SIZED: dict[str, Callable[[int], Plan[Any]]] = {
+    "round_to_fp8": lambda n: scaled_linear.plan_rounded(meta(n, 4096), 128),
+    "product of fp8": lambda n: codes_product(128, rows=n),
     "write_kv": lambda n: write_kv.plan(*_packed(n)[1:], *caches(n)),
     "rope_write": _rope_of,
     "sample": _sample_of,

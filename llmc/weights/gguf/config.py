@@ -70,11 +70,15 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     _add_layers(config, values, known, header)
     if "token_embd.weight" in header.tensors:
         config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
+    if "cls.output.weight" in header.tensors:
+        config["num_labels"] = header.tensors["cls.output.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
-    config["architectures"] = []
+    config.setdefault("architectures", [])
     config["dtype"] = _dtype(header)
     for kind in ("bos", "eos", "padding"):
         number = header.metadata.get(f"tokenizer.ggml.{kind}_token_id")
+        if number is None and "class" in rule:
+            continue  # encoders' configs may require one, which is never used
         config[f"{kind.replace('padding', 'pad')}_token_id"] = number
     _add_rotary(config, values, header, known)
     return config

@@ -21,7 +21,8 @@ from llmc.weights.gguf.rules import rule_of, rules, squashed
 
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.")
 _MAX_STACKED = 64
-_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_POOLER = "pooler."  # of encoders: vectors are made from hidden states, so files do not have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +43,15 @@ def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]
     Raises CheckpointError if the file has tensors that the model has no parameter for: without
     them its output would be wrong.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
     file = header.files[0].name
+    rule = rule_of(header)
+    maker = getattr(transformers, rule.get("class", "AutoModelForCausalLM"))
     try:
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(hf_config)
+            module: Any = maker.from_config(hf_config)
         with _one_name_map():
             names = get_gguf_hf_weights_map(
                 module,
@@ -63,10 +66,11 @@ def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]
     shapes = {name: tuple(p.shape) for name, p in module.state_dict().items()}
     if "lm_head.weight" in shapes:  # for a tied head the map has no name
         names.setdefault("output.weight", "lm_head.weight")
-    if prefix := rule_of(header).get("prefix"):
-        _add_prefixed(names, shapes, prefix, header, hf_config.num_hidden_layers)
+    names |= rule.get("tensors", {})
+    if "prefix" in rule:
+        _add_prefixed(names, shapes, rule["prefix"], header, hf_config.num_hidden_layers)
     _add_names(names, shapes)
-    for stem in rule_of(header).get("stacked", {}).values():
+    for stem in rule.get("stacked", {}).values():
         names.update({p[p.index(stem) :]: p for p in shapes if f".{stem}." in p})
     parts: dict[str, list[str]] = {}
     unknown = []
@@ -86,7 +90,8 @@ def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]
             f"architecture {header.architecture!r}: {', '.join(map(shown, unknown[:5]))}"
         )
     numbers = dict(_numbers(header, shapes))
-    missing = [n for n, _ in module.named_parameters() if n not in parts and n not in numbers]
+    needed = (n for n, _ in module.named_parameters() if not n.startswith(_POOLER))
+    missing = [name for name in needed if name not in parts and name not in numbers]
     if missing:
         raise CheckpointError(
             f"{file} has no tensors for {len(missing)} of the parameters that its metadata "

@@ -264,6 +264,13 @@ def _merged(shape: Sequence[int], dims: int) -> list[int]:
     return [math.prod(kept[: over + 1]), *kept[over + 1 :]]
 
 
+def read_matrix(info: GgufTensorInfo) -> Tensor:
+    """A stored matrix in float32."""
+    if len(info.shape) != 2:
+        raise CheckpointError(f"tensor {info.name!r} is not a matrix")
+    return torch.from_numpy(_widen(raw_rows(info), info).reshape(info.shape))
+
+
 def raw_rows(info: GgufTensorInfo) -> NDArray[np.uint8]:
     """[rows, bytes per row], memory-mapped from the file."""
     try:

@@ -32,7 +32,7 @@ from llmc.weights.quantized.stored_shapes import (
 log = logging.getLogger(__name__)
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Name suffixes. Activations are not quantized here, and the KV cache has its own options.
+# Name suffixes. Activations have dynamic scales, if any, and the KV cache has its own options.
 _OF_ACTIVATIONS = (
     "input_scale",
     "input_scale_ub",
@@ -60,8 +60,8 @@ def dequantized(
     found = finder.find()
     if quantization.quantizes_activations:
         _log_once(
-            f"{quantization.method} quantizes activations too; llmc quantizes only the weights, "
-            "activations keep their dtype"
+            f"{quantization.method} quantizes activations too; llmc does so for fp8 weights only, "
+            "with --activation-bits 8"
         )
     if scaled := next((n for n in finder.left if n.endswith(".pre_quant_scale")), None):
         raise CheckpointError(
