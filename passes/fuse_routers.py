@@ -192,12 +192,13 @@ def _add_residual(graph: fx.Graph, made: fx.Node) -> None:
     residual = next((other for sum_, other in operands(both) if sum_ is shaped), None)
     if residual is None or not same_shape(shaped, residual) or len(items) != len(both.users):
         return
-    if val(made).dtype != val(residual).dtype:
+    sizes = shaped.args[1] if len(shaped.args) > 1 else None
+    if val(made).dtype != val(residual).dtype or not isinstance(sizes, list | tuple):
         return
     with graph.inserting_before(both):
         flat = emit(graph, aten.reshape.default, residual, [-1, val(made).shape[1]])
         total = emit(graph, sum_experts.overload, *positional(made)[:3], flat)
-        whole = emit(graph, aten.view.default, total, list(shaped.args[1]))
+        whole = emit(graph, aten.view.default, total, list(sizes))
         normed = emit(graph, rms_norm.overload, whole, given.weight, given.eps, given.offset)
     for index, value in ((0, normed), (1, whole)):
         if index in items:
