@@ -27,6 +27,8 @@ from llmc.passes.fuse_linears import fuse_linears
 from llmc.passes.fuse_rms_norm import fuse_rms_norm
 from llmc.passes.fuse_rope_attention import fuse_rope_attention
 from llmc.passes.fuse_rope_write import fuse_rope_write
+from llmc.passes.fuse_routers import fuse_routers
+from llmc.passes.fuse_sampler import fuse_sampler
 from llmc.passes.group_caches import group_caches
 from llmc.passes.insert_image_rows import insert_image_rows
 from llmc.passes.last_token_logits import last_token_logits
@@ -152,6 +154,12 @@ def pipeline(
         ),
         round_activations(  # after quantize_linears: its linears
             bits=options.activation_bits, float8=options.float8_activations
+        ),
+        fuse_routers(  # after the passes that match or replace the experts' linears
+            unwanted=None if options.device_type == "cuda" else "this fusion is for GPUs only"
+        ),
+        fuse_sampler(  # after processor_passes: a processor comes before process_logits
+            unwanted=None if options.device_type == "cuda" else "this fusion is for GPUs only"
         ),
         fuse_linears(  # after the passes that fuse the norms and activations that it absorbs
             unwanted=None if options.device_type == "cuda" else "this fusion is for GPUs only"

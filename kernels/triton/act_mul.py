@@ -7,28 +7,36 @@ import triton.language as tl
 from torch import Tensor
 
 from llmc.kernels.act_mul import ACTIVATIONS, act_mul
+from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.attention_kernel import tanh
 from llmc.kernels.triton.configs import POINTWISE_BLOCK
 from llmc.kernels.triton.define import define, supports_tensors
+from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
 
 @triton.jit
+def activate(x, ACT: tl.constexpr):
+    if ACT == "silu":
+        return x / (1 + tl.exp(-x))
+    elif ACT == "gelu":
+        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(ACT == "gelu_tanh")
+        return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+@triton.jit
 def act_mul_kernel(gate_up, out, row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-                   ACT: tl.constexpr):  # fmt: skip
+                   ACT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    if PDL:
+        wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH
     x = tl.load(gate_up + row * row_stride + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_stride + WIDTH + i, mask=inside, other=0.0).to(tl.float32)
-    if ACT == "silu":
-        y = x / (1 + tl.exp(-x))
-    elif ACT == "gelu":
-        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
-    else:
-        tl.static_assert(ACT == "gelu_tanh")
-        y = 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-    tl.store(out + row * WIDTH + i, (y * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * WIDTH + i, (activate(x, ACT) * up).to(out.dtype.element_ty), mask=inside)
 
 
 def plan(gate_up: Tensor, act: str) -> Plan[Tensor]:
@@ -36,11 +44,13 @@ def plan(gate_up: Tensor, act: str) -> Plan[Tensor]:
     flat = gate_up.reshape(-1, 2 * width)
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     block = min(POINTWISE_BLOCK, power_of_2(width))
+    pdl = dependent_launch.applies_to(gate_up.device)
     launch = Launch(
         kernel=act_mul_kernel,
         grid=(flat.shape[0], cdiv(width, block)),
         args={"gate_up": flat, "out": out, "row_stride": flat.stride(0)},
-        constants={"WIDTH": width, "BLOCK": block, "ACT": act},
+        constants={"WIDTH": width, "BLOCK": block, "ACT": act, "PDL": pdl},
+        pdl=pdl,
     )
     return Plan(out=out, launches=(launch,))
 

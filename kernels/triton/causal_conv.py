@@ -7,8 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from llmc.kernels.causal_conv import causal_conv
+from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.configs import STATE_CHANNELS, tokens_at_once
 from llmc.kernels.triton.define import define
+from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.state import dense, span, step_args, takes_slots
 
@@ -25,8 +27,10 @@ def inputs(x, past, i, c, x_token, kept, inside, PAST: tl.constexpr):
 def causal_conv_kernel(
     x, weight, bias, state, out, query_start, context_len, request_row, x_token,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, TAPS_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        wait_for_previous()
     first, last, slot, kept = span(query_start, context_len, request_row, tl.program_id(0))
     count = last - first
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -65,6 +69,7 @@ def plan(
     out = x.new_empty(x.shape)
     block = min(power_of_2(channels), STATE_CHANNELS)
     tokens = tokens_at_once(x.shape[0], requests)
+    pdl = dependent_launch.applies_to(x.device)
     launch = Launch(
         kernel=causal_conv_kernel,
         grid=(requests, cdiv(channels, block)),
@@ -75,9 +80,10 @@ def plan(
         },
         constants={
             "CHANNELS": channels, "TAPS": taps, "TAPS_PAD": power_of_2(taps - 1),
-            "BLOCK": block, "TOKENS": tokens,
+            "BLOCK": block, "TOKENS": tokens, "PDL": pdl,
         },
         num_warps=1 if tokens == 1 else 4,
+        pdl=pdl,
     )  # fmt: skip
     return Plan(out=out, launches=(launch,))
 

@@ -11,9 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from llmc.kernels.delta_rule import delta_rule
+from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.configs import DELTA_CHUNK, DELTA_ELEMENTS
 from llmc.kernels.triton.define import define
 from llmc.kernels.triton.delta_chunks import delta_chunks_kernel
+from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.state import dense, span, step_args, takes_slots
 
@@ -24,8 +26,10 @@ def delta_rule_kernel(
     query_token, query_head, key_token, key_head, value_token, value_head,
     decay_token, decay_head, beta_token, beta_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    BLOCK_V: tl.constexpr, BY_CHANNEL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        wait_for_previous()
     request, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, last, slot, kept = span(query_start, context_len, request_row, request)
     d = tl.arange(0, DIM_PAD)
@@ -69,6 +73,7 @@ def plan(
     requests = step[-1].shape[0]
     by_channel = decay.shape[2] > 1
     by_chunks = not by_channel and key.shape[0] >= DELTA_CHUNK // 2 * requests
+    pdl = not by_chunks and dependent_launch.applies_to(value.device)
     if by_chunks:
         dim_pad = power_of_2(dim, 16)
         block_v = min(power_of_2(v_dim, 16), 32)
@@ -76,7 +81,7 @@ def plan(
     else:
         dim_pad = power_of_2(dim)
         block_v = min(power_of_2(v_dim), max(4, DELTA_ELEMENTS // dim_pad))
-        more = {"BY_CHANNEL": by_channel}
+        more = {"BY_CHANNEL": by_channel, "PDL": pdl}
     named = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta}
     launch = Launch(
         kernel=delta_chunks_kernel if by_chunks else delta_rule_kernel,
@@ -91,6 +96,7 @@ def plan(
             **more,
         },
         num_warps=4 if by_chunks else 1,
+        pdl=pdl,
     )  # fmt: skip
     return Plan(out=out, launches=(launch,))
 

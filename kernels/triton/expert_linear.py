@@ -1,10 +1,13 @@
-"""`expert_linear` in Triton: one grouped matrix product over rows sorted by expert.
+"""`expert_linear` in Triton: one grouped matrix product, with each expert's rows tiled separately.
 
-Rows are sorted on the device, and each expert's rows are tiled separately. The grid depends only on
-shapes; a program finds its (expert, tile) from the experts' offsets, so the host never reads them.
+The grid depends only on shapes, so the host never reads which experts were chosen. Of few rows, as
+in decode steps, each program itself finds its (expert, tile): that is a few hundred integers,
+cheaper than the launches of a sort. Many rows are first sorted by expert.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -12,40 +15,83 @@ import triton.language as tl
 from torch import Tensor
 
 from llmc.kernels.expert_linear import expert_linear
+from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.attention_plan import at, locate
 from llmc.kernels.triton.configs import expert_config
 from llmc.kernels.triton.define import define, needs_upcast, same_dtype, supports_tensors
+from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+
+_ROWS = (16, 64, 256, 1024)  # classes of numbers of rows that are not sorted
+
+
+@triton.jit
+def expert_of(chosen, row, rows, EXPERTS: tl.constexpr):
+    """The expert of each row; EXPERTS for a number outside [0, EXPERTS)."""
+    expert = tl.load(chosen + row, mask=row < rows, other=0)
+    return tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS).to(tl.int32)
 
 
 @triton.jit
 def rows_of_tile(
-    order, offsets, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """(expert, its rows of x in this program's tile, mask of valid rows). If the expert is EXPERTS
-    or more, the program has nothing to do."""
+    chosen, offsets, rows, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """(expert, its rows of x in this program's tile, mask of valid rows).
+
+    chosen [rows]: the expert of each row, with ROWS >= rows. Expert EXPERTS stands for all numbers
+    outside [0, EXPERTS). ROWS = 0: `chosen` are the rows sorted by expert, and offsets
+    [EXPERTS + 1] the first index of each expert; the other numbers get no tile. A program with a
+    higher expert has nothing to do.
+    """
     e = tl.arange(0, EXPERTS_PAD)
-    begin = tl.load(offsets + e, mask=e < EXPERTS, other=0)
-    count = tl.load(offsets + e + 1, mask=e < EXPERTS, other=0) - begin
-    expert, tile = locate(tl.program_id(0), (count + BLOCK_M - 1) // BLOCK_M, EXPERTS_PAD)
-    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    mine = m < at(count, expert, EXPERTS_PAD)
-    row = tl.load(order + at(begin, expert, EXPERTS_PAD) + m, mask=mine, other=0)
+    if ROWS == 0:
+        begin = tl.load(offsets + e, mask=e < EXPERTS, other=0)
+        count = tl.load(offsets + e + 1, mask=e < EXPERTS, other=0) - begin
+        expert, tile = locate(tl.program_id(0), (count + BLOCK_M - 1) // BLOCK_M, EXPERTS_PAD)
+        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        mine = m < at(count, expert, EXPERTS_PAD)
+        row = tl.load(chosen + at(begin, expert, EXPERTS_PAD) + m, mask=mine, other=0)
+    else:
+        every = tl.arange(0, ROWS)
+        of_row = expert_of(chosen, every, rows, EXPERTS)
+        count = tl.histogram(of_row, EXPERTS_PAD, mask=every < rows)
+        expert, tile = locate(tl.program_id(0), (count + BLOCK_M - 1) // BLOCK_M, EXPERTS_PAD)
+        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        mine = m < at(count, expert, EXPERTS_PAD)
+        row = tl.zeros([BLOCK_M], tl.int32)
+        # few at a time, or comparing every row with every place would take too many registers
+        PART: tl.constexpr = min(ROWS, 2048 // BLOCK_M)
+        before = 0
+        for first in tl.range(0, ROWS, PART):
+            r = first + tl.arange(0, PART)
+            same = (r < rows) & (expert_of(chosen, r, rows, EXPERTS) == expert)
+            place = before + tl.cumsum(same.to(tl.int32), axis=0) - 1
+            found = same[None, :] & (place[None, :] == m[:, None])
+            row += tl.sum(tl.where(found, r[None, :], 0), axis=1)
+            before += tl.sum(same.to(tl.int32), axis=0)
     return expert, row.to(tl.int64), mine
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def expert_kernel(
-    x, weight, bias, order, offsets, out, x_row, weight_expert, weight_n, weight_k, bias_expert,
-    N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
+    x, weight, bias, chosen, offsets, out, rows, x_row, weight_expert, weight_n, weight_k,
+    bias_expert, N: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BIAS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """order: the row of x at each sorted index; offsets [EXPERTS + 1]: each expert's first one."""
-    expert, row, mine = rows_of_tile(order, offsets, EXPERTS, EXPERTS_PAD, BLOCK_M)
-    if expert >= EXPERTS:
+    """chosen, offsets: as in `rows_of_tile`."""
+    if PDL:
+        wait_for_previous()
+    expert, row, mine = rows_of_tile(chosen, offsets, rows, ROWS, EXPERTS, EXPERTS_PAD, BLOCK_M)
+    if expert > EXPERTS:
         return
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if expert == EXPERTS:
+        zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
+        tl.store(out + row[:, None] * N + n[None, :], zeros, mask=mine[:, None] & (n < N)[None, :])
+        return
     w = weight + expert.to(tl.int64) * weight_expert + n[None, :] * weight_n
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k0 in tl.range(0, K, BLOCK_K):
@@ -69,18 +115,27 @@ def expert_kernel(
     )
 
 
-def sorted_rows(expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """(rows sorted by expert, the offset of each expert's rows and the end of the last's)."""
+def chosen_rows(
+    expert: Tensor, experts: int, block_m: int
+) -> tuple[dict[str, Any], dict[str, int], bool]:
+    """Arguments and constants of `rows_of_tile`, and whether its tiles cover all rows."""
+    rows = expert.shape[0]
+    constants = {"EXPERTS": experts, "EXPERTS_PAD": power_of_2(experts + 1)}
+    size = next((size for size in _ROWS if rows <= size), 0) if block_m <= 64 else 0
+    if size:
+        given = {"chosen": expert.contiguous(), "offsets": None, "rows": rows}
+        return given, {"ROWS": size, **constants}, True
     ordered, order = expert.sort(stable=True)
     # rows of experts outside [0, E) sort before the first offset or after the last
     edges = torch.arange(experts + 1, device=expert.device, dtype=ordered.dtype)
-    return order, torch.searchsorted(ordered, edges).int()
+    offsets = torch.searchsorted(ordered, edges, out_int32=True)
+    return {"chosen": order, "offsets": offsets, "rows": rows}, {"ROWS": 0, **constants}, False
 
 
 def tiles_of(rows: int, experts: int, block_m: int) -> int:
     """A bound on the number of tiles: an expert without rows has none, and rounding up adds less
-    than one tile per expert."""
-    return min(rows, rows // block_m + experts)
+    than one tile per expert, of which one more stands for numbers that are no expert's."""
+    return min(rows, rows // block_m + experts + 1)
 
 
 def plan(
@@ -91,25 +146,27 @@ def plan(
     n = weight.shape[2] if transposed else weight.shape[1]
     n_axis, k_axis = (2, 1) if transposed else (1, 2)
     config = expert_config(rows, experts, x.element_size())
-    order, offsets = sorted_rows(expert, experts)
-    out = x.new_zeros(rows, n)
+    given, constants, covers_all = chosen_rows(expert, experts, config.block_m)
+    out = x.new_empty(rows, n) if covers_all else x.new_zeros(rows, n)
+    pdl = dependent_launch.applies_to(x.device)
     launch = Launch(
         kernel=expert_kernel,
         grid=(tiles_of(rows, experts, config.block_m), cdiv(n, config.block_n)),
         args={
-            "x": x, "weight": weight, "bias": bias, "order": order, "offsets": offsets, "out": out,
+            "x": x, "weight": weight, "bias": bias, **given, "out": out,
             "x_row": x.stride(0), "weight_expert": weight.stride(0),
             "weight_n": weight.stride(n_axis), "weight_k": weight.stride(k_axis),
             "bias_expert": 0 if bias is None else bias.stride(0),
         },
         constants={
-            "N": n, "K": k, "EXPERTS": experts, "EXPERTS_PAD": power_of_2(experts),
+            "N": n, "K": k, **constants,
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
             "BIAS": bias is not None, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-            "UPCAST": needs_upcast(x.dtype),
+            "UPCAST": needs_upcast(x.dtype), "PDL": pdl,
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        pdl=pdl,
     )  # fmt: skip
     return Plan(out=out, launches=(launch,))
 

@@ -2,6 +2,8 @@
 
 One row is multiplied lane by lane, up to FEW_ROWS rows by tensor cores. The norm's factor is the
 same for a whole row, so it is applied to the sums, and the squares are accumulated along the way.
+Deep, narrow weights are split along their depth; the last program of a tile adds the parts in a
+fixed order, so results are the same in every run, unlike with atomic additions.
 More rows are compute-bound: torch's own linear multiplies them, between other ops of this package.
 """
 
@@ -16,6 +18,8 @@ from torch import Tensor
 from llmc.kernels.fused_linear import fused_linear
 from llmc.kernels.linear import linear
 from llmc.kernels.triton import act_mul, dependent_launch, norm
+from llmc.kernels.triton.act_mul import activate
+from llmc.kernels.triton.counters import counters, is_last, sum_of_parts
 from llmc.kernels.triton.define import (
     define,
     interpreted,
@@ -23,22 +27,24 @@ from llmc.kernels.triton.define import (
     same_dtype,
     supports_tensors,
 )
-from llmc.kernels.triton.dependent_launch import prefetch
+from llmc.kernels.triton.dependent_launch import prefetch, wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors
 from llmc.kernels.triton.linear_configs import FEW_ROWS, few_rows_config, prefers_library
-from llmc.kernels.triton.linear_reduce import activate, reduce_launch
 
 
 @triton.jit(do_not_specialize=["rows"])
 def few_rows_kernel(
-    x, weight, bias, norm_weight, residual, out, partial, squares, rows, x_row, weight_row,
-    residual_row, eps, offset,
+    x, weight, bias, norm_weight, residual, out, partial, squares, counter, rows, x_row,
+    weight_row, residual_row, eps, offset,
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
     WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """weight [N, K], or [2 N, K] with the gates first if there is an ACT."""
+    """weight [N, K], or [2 N, K] with the gates first if there is an ACT.
+
+    partial [SPLITS, rows, N or 2 N], squares [SPLITS, tiles, rows]: sums over each part of K.
+    """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     inside = n < N
@@ -55,8 +61,7 @@ def few_rows_kernel(
         prefetch(weight + channel + early)
         if GATED:
             prefetch(weight + channel + N * weight_row.to(tl.int64) + early)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_previous()
     if DOT:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -101,27 +106,36 @@ def few_rows_kernel(
     stored = (m < rows)[:, None] & inside[None, :]
     if SPLITS > 1:
         WIDTH: tl.constexpr = 2 * N if GATED else N
-        at = partial + (tl.program_id(1) * rows + row) * WIDTH + n[None, :]
-        tl.store(at, y, mask=stored)
+        tiles = tl.num_programs(0)
+        at = partial + row * WIDTH + n[None, :]
+        own = tl.program_id(1) * rows * WIDTH
+        tl.store(at + own, y, mask=stored)
         if GATED:
-            tl.store(at + N, up, mask=stored)
-        if NORM and tl.program_id(0) == 0:
-            tl.store(squares + tl.program_id(1) * rows + m, total, mask=m < rows)
-    else:
+            tl.store(at + N + own, up, mask=stored)
         if NORM:
-            factor = (1 / tl.sqrt_rn(total / K + eps))[:, None]
-            y *= factor
-            up *= factor
-        if BIAS:
-            y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-            if GATED:
-                up += tl.load(bias + N + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+            squares_at = squares + tl.program_id(0) * rows + m
+            tl.store(squares_at + tl.program_id(1) * tiles * rows, total, mask=m < rows)
+        if not is_last(counter + tl.program_id(0), SPLITS):
+            return
+        y = sum_of_parts(at, rows * WIDTH, stored, SPLITS)
         if GATED:
-            y = activate(y, ACT) * up
-        if ADD:
-            more = tl.load(residual + row * residual_row + n[None, :], mask=stored, other=0.0)
-            y += more.to(tl.float32)
-        tl.store(out + row * N + n[None, :], y.to(out.dtype.element_ty), mask=stored)
+            up = sum_of_parts(at + N, rows * WIDTH, stored, SPLITS)
+        if NORM:
+            total = sum_of_parts(squares_at, tiles * rows, m < rows, SPLITS)
+    if NORM:
+        factor = (1 / tl.sqrt_rn(total / K + eps))[:, None]
+        y *= factor
+        up *= factor
+    if BIAS:
+        y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias + N + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        y = activate(y, ACT) * up
+    if ADD:
+        more = tl.load(residual + row * residual_row + n[None, :], mask=stored, other=0.0)
+        y += more.to(tl.float32)
+    tl.store(out + row * N + n[None, :], y.to(out.dtype.element_ty), mask=stored)
 
 
 def plan(
@@ -139,16 +153,19 @@ def plan(
     config = few_rows_config(rows, channels, depth, size, processors)
     tiles = config.tiles
     out = x.new_empty(*x.shape[:-1], channels)
-    pdl = x.device.type == "cuda" and dependent_launch.supported()
+    pdl = dependent_launch.applies_to(x.device)
+    blocks = cdiv(channels, tiles.block_n)
     partial = x.new_empty(config.splits, rows, weight.shape[0], dtype=torch.float32)
-    squares = None if eps is None else x.new_empty(config.splits, rows, dtype=torch.float32)
+    shape = config.splits, blocks, rows
+    squares = None if eps is None else x.new_empty(shape, dtype=torch.float32)
     launch = Launch(
         kernel=few_rows_kernel,
-        grid=(cdiv(channels, tiles.block_n), config.splits),
+        grid=(blocks, config.splits),
         args={
             "x": flat, "weight": weight, "bias": bias, "norm_weight": norm_weight,
-            "residual": more, "out": out, "partial": partial, "squares": squares, "rows": rows,
-            "x_row": flat.stride(0), "weight_row": weight.stride(0),
+            "residual": more, "out": out, "partial": partial, "squares": squares,
+            "counter": counters(x.device, blocks), "rows": rows, "x_row": flat.stride(0),
+            "weight_row": weight.stride(0),
             "residual_row": 0 if more is None else more.stride(0), "eps": eps or 0.0,
             "offset": offset,
         },
@@ -164,13 +181,7 @@ def plan(
         num_stages=tiles.num_stages,
         pdl=pdl,
     )  # fmt: skip
-    if config.splits == 1:
-        return Plan(out=out, launches=(launch,))
-    last = reduce_launch(
-        partial, bias, out.view(rows, channels), depth, pdl=pdl, squares=squares,
-        eps=eps or 0.0, act=act, residual=more,
-    )  # fmt: skip
-    return Plan(out=out, launches=(launch, last))
+    return Plan(out=out, launches=(launch,))
 
 
 def _run(
@@ -184,6 +195,10 @@ def _run(
         return plan(x, weight, bias, norm_weight, eps, offset, act, residual).run()
     if eps is not None:
         x = norm.plan(x, norm_weight, eps, offset).run()
+    if residual is not None and bias is None and act is None:
+        # rounded once; torch copies the residual to where the product adds to it
+        flat = residual.reshape(-1, weight.shape[0])
+        return torch.addmm(flat, x.reshape(-1, weight.shape[1]), weight.t()).view(residual.shape)
     y = F.linear(x, weight, bias)
     if act is not None:
         y = act_mul.plan(y, act).run()

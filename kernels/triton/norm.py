@@ -10,8 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
+from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.configs import row_warps
 from llmc.kernels.triton.define import define, same_dtype, supports_tensors
+from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, power_of_2
 
 _MAX_WIDTH = 65536
@@ -21,10 +23,13 @@ _MAX_WIDTH = 65536
 def norm_kernel(
     x, residual, weight, out, total, x_row, residual_row, eps, offset,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < WIDTH
+    if PDL:
+        wait_for_previous()
     y = tl.load(x + row * x_row + i, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         y += tl.load(residual + row * residual_row + i, mask=inside, other=0.0).to(tl.float32)
@@ -45,6 +50,7 @@ def _launch(
     flat = x.reshape(-1, width)
     other = flat if residual is None else residual.reshape(-1, width)
     block = power_of_2(width)
+    pdl = dependent_launch.applies_to(x.device)
     return Launch(
         kernel=norm_kernel,
         grid=(flat.shape[0],),
@@ -55,9 +61,10 @@ def _launch(
         },
         constants={
             "WIDTH": width, "BLOCK": block,
-            "ADD": residual is not None, "WEIGHTED": weight is not None,
+            "ADD": residual is not None, "WEIGHTED": weight is not None, "PDL": pdl,
         },
         num_warps=row_warps(block),
+        pdl=pdl,
     )  # fmt: skip
 
 

@@ -1,5 +1,7 @@
-"""The kernels of `process_logits`: count a request's tokens, apply the counts, add biases.
+"""The kernel of `process_logits`, which `sample_rows` shares: one program per row and chunk.
 
+A program alone processes its chunk of the vocabulary: what its threads exchange, they exchange in
+its part of `counts` or `out`, between barriers, and read past L1, which atomics do not update.
 `counts` [S, V] int32 is scratch: bit 0 is set for a token in the prompt, and each occurrence in the
 output adds 2. Rows without penalties neither clear nor read it.
 """
@@ -8,6 +10,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from llmc.kernels.triton.dependent_launch import wait_for_previous
+from llmc.kernels.triton.sample_stats import store_stats
 
 
 @triton.jit
@@ -20,73 +25,95 @@ def needs_counts(repetition, presence, frequency, r):
 
 
 @triton.jit
-def clear_kernel(counts, rows, repetition, presence, frequency, vocab, BLOCK: tl.constexpr):
-    s = tl.program_id(0).to(tl.int64)
-    r = tl.load(rows + s)
-    if needs_counts(repetition, presence, frequency, r):
-        v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(counts + s * vocab + v, tl.zeros([BLOCK], tl.int32), mask=v < vocab)
+def count_tokens(counts, history, length, prompt, first, end, HISTORY: tl.constexpr):
+    """Count the tokens in [first, end); counts and history are those of the row."""
+    for begin in tl.range(0, length, HISTORY):
+        place = begin + tl.arange(0, HISTORY)
+        token = tl.load(history + place, mask=place < length, other=-1)
+        here = (token >= first) & (token < end)
+        output = place >= prompt
+        tl.atomic_add(counts + token, 2, mask=here & output, sem="relaxed")
+        tl.atomic_or(counts + token, 1, mask=here & (output == 0), sem="relaxed")
 
 
 @triton.jit
-def count_kernel(
-    counts, rows, lengths, history, prompt_len, repetition, presence, frequency,
-    history_row, vocab, BLOCK: tl.constexpr,
+def banned_words(words, history, prompt, length, WORDS: tl.constexpr, PLACES: tl.constexpr,
+                 WORDS_PAD: tl.constexpr):  # fmt: skip
+    """(last token of each word, whether the output ends with its other tokens)."""
+    w = tl.arange(0, WORDS_PAD)
+    last = tl.load(words + w * PLACES + PLACES - 1, mask=w < WORDS, other=-1)
+    # the first empty word ends the list
+    listed = tl.cumsum((last < 0).to(tl.int32), axis=0) == 0
+    banned = listed
+    for back in tl.static_range(1, PLACES):
+        token = tl.load(words + w * PLACES + PLACES - 1 - back, mask=listed, other=-1)
+        place = w * 0 + length - back
+        here = tl.load(history + place, mask=listed & (place >= prompt), other=-2)
+        banned = banned & ((token < 0) | (token == here))
+    return last, banned
+
+
+@triton.jit
+def process_kernel(
+    logits, out, counts, chunk_max, chunk_arg, rows, lengths, history, prompt_len,
+    repetition, presence, frequency, bias_token, bias_value, bias_until, has_mask, allowed, words,
+    logits_row, history_row, bias_row, mask_row, vocab, chunks,
+    BLOCK: tl.constexpr, HISTORY: tl.constexpr, BIASES: tl.constexpr, BIASES_PAD: tl.constexpr,
+    WORDS: tl.constexpr, PLACES: tl.constexpr, WORDS_PAD: tl.constexpr, STATS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        wait_for_previous()
     s = tl.program_id(0).to(tl.int64)
     r = tl.load(rows + s)
-    length = tl.load(lengths + s)
     first = tl.program_id(1) * BLOCK
-    if first < length:  # noqa: SIM102 - a kernel's `and` would evaluate both
-        if needs_counts(repetition, presence, frequency, r):
-            place = first + tl.arange(0, BLOCK)
-            inside = place < length
-            token = tl.load(history + r * history_row + place, mask=inside, other=-1)
-            inside = inside & (token >= 0) & (token < vocab)
-            output = place >= tl.load(prompt_len + r)
-            tl.atomic_add(counts + s * vocab + token, 2, mask=inside & output, sem="relaxed")
-            tl.atomic_or(counts + s * vocab + token, 1, mask=inside & (output == 0), sem="relaxed")
-
-
-@triton.jit
-def apply_kernel(
-    logits, out, counts, rows, repetition, presence, frequency, has_mask, allowed,
-    logits_row, mask_row, vocab, BLOCK: tl.constexpr,
-):  # fmt: skip
-    s = tl.program_id(0).to(tl.int64)
-    r = tl.load(rows + s)
-    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    end = min(first + BLOCK, vocab)
+    v = first + tl.arange(0, BLOCK)
     inside = v < vocab
+    length, prompt = tl.load(lengths + s), tl.load(prompt_len + r)
+    history += r * history_row
     x = tl.load(logits + s * logits_row + v, mask=inside, other=0.0).to(tl.float32)
     if needs_counts(repetition, presence, frequency, r):
-        count = tl.load(counts + s * vocab + v, mask=inside, other=0)
+        counts += s * vocab
+        tl.store(counts + v, tl.zeros([BLOCK], tl.int32), mask=inside)
+        tl.debug_barrier()
+        count_tokens(counts, history, length, prompt, first, end, HISTORY)
+        tl.debug_barrier()
+        count = tl.load(counts + v, mask=inside, other=0, cache_modifier=".cg")
         factor = tl.full([BLOCK], 1.0, tl.float32) * tl.load(repetition + r)
         x = tl.where(count != 0, tl.where(x > 0, tl.div_rn(x, factor), x * factor), x)
         times = (count >> 1).to(tl.float32)
         penalty = tl.load(presence + r) + tl.load(frequency + r) * times
         x = tl.where(count > 1, x - penalty, x)
-    if tl.load(has_mask + r) != 0:
+    is_masked = tl.load(has_mask + r) != 0
+    if is_masked:
         word = tl.load(allowed + r * mask_row + v // 32, mask=inside, other=0)
         x = tl.where((word >> (v % 32)) & 1 == 1, x, float("-inf"))
-    tl.store(out + s * vocab + v, x, mask=inside)
-
-
-@triton.jit
-def bias_kernel(
-    out, rows, lengths, prompt_len, bias_token, bias_value, bias_until, has_mask, allowed,
-    bias_row, mask_row, vocab, BIASES: tl.constexpr, BIASES_PAD: tl.constexpr,
-):  # fmt: skip
-    """After the mask, so tokens it bans are left at -inf."""
-    s = tl.program_id(0).to(tl.int64)
-    r = tl.load(rows + s)
-    output = tl.load(lengths + s) - tl.load(prompt_len + r)
-    b = tl.arange(0, BIASES_PAD)
-    listed = b < BIASES
-    token = tl.load(bias_token + r * bias_row + b, mask=listed, other=-1)
-    until = tl.load(bias_until + r * bias_row + b, mask=listed, other=0)
-    live = (token >= 0) & (token < vocab) & (output < until)
-    if tl.load(has_mask + r) != 0:
-        word = tl.load(allowed + r * mask_row + token // 32, mask=live, other=0)
-        live = live & ((word >> (token % 32)) & 1 == 1)
-    value = tl.load(bias_value + r * bias_row + b, mask=live, other=0.0)
-    tl.atomic_add(out + s * vocab + token, value, mask=live, sem="relaxed")
+    out += s * vocab
+    tl.store(out + v, x, mask=inside)
+    changed = 0
+    if BIASES > 0:
+        b = tl.arange(0, BIASES_PAD)
+        token = tl.load(bias_token + r * bias_row + b, mask=b < BIASES, other=-1)
+        until = tl.load(bias_until + r * bias_row + b, mask=b < BIASES, other=0)
+        live = (token >= first) & (token < end) & (length - prompt < until)
+        if tl.max(live.to(tl.int32), axis=0) > 0:
+            if is_masked:  # after the mask: tokens that it bans are left at -inf
+                word = tl.load(allowed + r * mask_row + token // 32, mask=live, other=0)
+                live = live & ((word >> (token % 32)) & 1 == 1)
+            value = tl.load(bias_value + r * bias_row + b, mask=live, other=0.0)
+            tl.debug_barrier()
+            tl.atomic_add(out + token, value, mask=live, sem="relaxed")
+            changed = 1
+    if WORDS > 0:
+        words += r * WORDS * PLACES
+        if tl.load(words + PLACES - 1) >= 0:
+            last, banned = banned_words(words, history, prompt, length, WORDS, PLACES, WORDS_PAD)
+            tl.debug_barrier()
+            tl.store(out + last, float("-inf"), mask=banned & (last >= first) & (last < end))
+            changed = 1
+    if STATS:
+        if changed != 0:
+            tl.debug_barrier()
+            x = tl.load(out + v, mask=inside, other=0.0, cache_modifier=".cg")
+        store_stats(x, chunk_max, chunk_arg, s, tl.program_id(1), vocab, chunks, BLOCK)

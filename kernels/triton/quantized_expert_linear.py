@@ -11,35 +11,43 @@ from torch import Tensor
 
 from llmc.kernels.quantized_expert_linear import quantized_expert_linear
 from llmc.kernels.quantized_linear import CHANNELS, EXACT_BITS
+from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.configs import low_bit_expert_config
 from llmc.kernels.triton.define import define, needs_upcast
-from llmc.kernels.triton.expert_linear import rows_of_tile, sorted_rows, tiles_of
-from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+from llmc.kernels.triton.dependent_launch import wait_for_previous
+from llmc.kernels.triton.expert_linear import chosen_rows, rows_of_tile, tiles_of
+from llmc.kernels.triton.launch import Launch, Plan, cdiv
 from llmc.kernels.triton.quantized_linear import format_of, load_scale, supports, widen
 from llmc.kernels.triton.scaled_linear import plan_rounded
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def low_bit_expert_kernel(
-    x, words, scale, zero, minimum, bias, order, offsets, out, x_row, bias_expert,
+    x, words, scale, zero, minimum, bias, chosen, offsets, out, rows, x_row, bias_expert,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
-    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, BIAS: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """words [EXPERTS, N / 16, K / PER, 16] int32; scale, zero, minimum [.., K / GROUP, 16].
 
-    order, offsets: as in `expert_kernel`.
+    chosen, offsets: as in `rows_of_tile`.
     """
     PER: tl.constexpr = 8 if FORMAT == "int4" or FORMAT == "mxfp4" else 4
     BITS: tl.constexpr = 32 // PER
     BLOCK_W: tl.constexpr = BLOCK_K // PER
-    expert, row, mine = rows_of_tile(order, offsets, EXPERTS, EXPERTS_PAD, BLOCK_M)
-    if expert >= EXPERTS:
+    if PDL:
+        wait_for_previous()
+    expert, row, mine = rows_of_tile(chosen, offsets, rows, ROWS, EXPERTS, EXPERTS_PAD, BLOCK_M)
+    if expert > EXPERTS:
         return
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
+    if expert == EXPERTS:
+        zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
+        tl.store(out + row[:, None] * N + n[None, :], zeros, mask=mine[:, None] & inside[None, :])
+        return
     block, lane = expert.to(tl.int64) * (N // 16) + n // 16, n % 16
     word = words + block * (K // PER * 16) + lane
     group = block * (K // GROUP * 16) + lane
@@ -95,27 +103,29 @@ def plan(
     rows, depth = x.shape
     experts, channels = weight.shape[0], weight.shape[1] * CHANNELS
     config = low_bit_expert_config(rows, experts, x.element_size())
-    order, offsets = sorted_rows(expert, experts)
-    out = x.new_zeros(rows, channels)
+    given, constants, covers_all = chosen_rows(expert, experts, config.block_m)
+    out = x.new_empty(rows, channels) if covers_all else x.new_zeros(rows, channels)
+    pdl = dependent_launch.applies_to(x.device)
     launch = Launch(
         kernel=low_bit_expert_kernel,
         grid=(tiles_of(rows, experts, config.block_m), cdiv(channels, config.block_n)),
         args={
             "x": x, "words": weight.view(torch.int32), "scale": scale, "zero": zero,
-            "minimum": minimum, "bias": bias, "order": order, "offsets": offsets, "out": out,
+            "minimum": minimum, "bias": bias, **given, "out": out,
             "x_row": x.stride(0), "bias_expert": 0 if bias is None else bias.stride(0),
         },
         constants={
             "N": channels, "K": depth, "GROUP": depth // scale.shape[2],
-            "EXPERTS": experts, "EXPERTS_PAD": power_of_2(experts),
+            **constants,
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
             "FORMAT": format_of(weight, scale), "ZERO": zero is not None,
             "MINIMUM": minimum is not None, "BIAS": bias is not None,
             "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-            "UPCAST": needs_upcast(x.dtype),
+            "UPCAST": needs_upcast(x.dtype), "PDL": pdl,
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        pdl=pdl,
     )  # fmt: skip
     return Plan(out=out, launches=(*rounding, launch))
 

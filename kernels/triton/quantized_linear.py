@@ -2,8 +2,8 @@
 
 A program reads blocks of 16 channels as contiguous 32-bit words. One row is multiplied lane by
 lane; more rows are multiplied by tensor cores, for which dequantized weights are rounded to x's
-dtype, as if they had been stored in it. Deep, narrow weights are split along their depth and summed
-in a second kernel.
+dtype, as if they had been stored in it. Deep, narrow weights are split along their depth; the last
+program of a tile adds the parts in a fixed order.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from llmc.kernels.quantized_linear import CHANNELS, EXACT_BITS
 from llmc.kernels.triton import dependent_launch
+from llmc.kernels.triton.counters import counters, is_last, sum_of_parts
 from llmc.kernels.triton.define import (
     interpreted,
     needs_upcast,
     same_dtype,
     supports_tensors,
 )
-from llmc.kernels.triton.dependent_launch import prefetch
+from llmc.kernels.triton.dependent_launch import prefetch, wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors
 from llmc.kernels.triton.linear_configs import LinearConfig, low_bit_config
-from llmc.kernels.triton.linear_reduce import reduce_launch
 
 _FORMATS = {torch.uint8: "int4", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
@@ -65,7 +65,7 @@ def load_scale(at, known, FORMAT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def low_bit_kernel(
-    x, words, scale, zero, minimum, bias, out, partial, rows, x_row,
+    x, words, scale, zero, minimum, bias, out, partial, counter, rows, x_row,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
     SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, BIAS: tl.constexpr,
@@ -87,8 +87,7 @@ def low_bit_kernel(
         blocks = tl.program_id(1) * (BLOCK_N // 16) + tl.arange(0, BLOCK_N // 16)
         blocks = tl.minimum(blocks, N // 16 - 1).to(tl.int64) * (K // PER * 16)
         prefetch(words + blocks[None, :] + tl.minimum(ahead, K // PER * 16 - 1)[:, None])
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_previous()
     j = tl.arange(0, PER)
     if DOT:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -136,11 +135,15 @@ def low_bit_kernel(
     known = (m < rows)[:, None] & inside[None, :]
     row = m.to(tl.int64)[:, None]
     if SPLITS > 1:
-        tl.store(partial + (tl.program_id(2) * rows + row) * N + n[None, :], y, mask=known)
-    else:
-        if BIAS:
-            y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-        tl.store(out + row * N + n[None, :], y.to(out.dtype.element_ty), mask=known)
+        at = partial + row * N + n[None, :]
+        tl.store(at + tl.program_id(2) * rows * N, y, mask=known)
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        if not is_last(counter + tile, SPLITS):
+            return
+        y = sum_of_parts(at, rows * N, known, SPLITS)
+    if BIAS:
+        y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + row * N + n[None, :], y.to(out.dtype.element_ty), mask=known)
 
 
 def plan(
@@ -160,14 +163,16 @@ def plan(
     config = low_bit_config(rows, channels, depth, per_word, processors, x.element_size())
     tiles = config.tiles
     out = x.new_empty(*x.shape[:-1], channels)
-    pdl = x.device.type == "cuda" and dependent_launch.supported()
+    pdl = dependent_launch.applies_to(x.device)
     partial = x.new_empty(config.splits, rows, channels, dtype=torch.float32)
+    grid = (cdiv(rows, tiles.block_m), cdiv(channels, tiles.block_n), config.splits)
     launch = Launch(
         kernel=low_bit_kernel,
-        grid=(cdiv(rows, tiles.block_m), cdiv(channels, tiles.block_n), config.splits),
+        grid=grid,
         args={
             "x": flat, "words": weight.view(torch.int32), "scale": scale, "zero": zero,
-            "minimum": minimum, "bias": bias, "out": out, "partial": partial, "rows": rows,
+            "minimum": minimum, "bias": bias, "out": out, "partial": partial,
+            "counter": counters(x.device, grid[0] * grid[1]), "rows": rows,
             "x_row": flat.stride(0),
         },
         constants={
@@ -181,10 +186,7 @@ def plan(
         num_stages=tiles.num_stages,
         pdl=pdl,
     )  # fmt: skip
-    if config.splits == 1:
-        return Plan(out=out, launches=(launch,))
-    last = reduce_launch(partial, bias, out.view(rows, channels), depth, pdl=pdl)
-    return Plan(out=out, launches=(launch, last))
+    return Plan(out=out, launches=(launch,))
 
 
 def _tiles(config: LinearConfig) -> dict[str, int]:

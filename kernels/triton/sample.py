@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from llmc.kernels.sample import GREEDY_BELOW, sample
+from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.configs import LOGITS_BLOCK
 from llmc.kernels.triton.define import define, supports_tensors
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
@@ -23,32 +27,61 @@ def plan(
     position: Tensor,
 ) -> Plan[Tensor]:
     rows, vocab = logits.shape
-    block = min(LOGITS_BLOCK, power_of_2(vocab, 16))
+    block = logits_block(vocab)
     chunks = cdiv(vocab, block)
-    chunk_max = logits.new_empty(rows, chunks, dtype=torch.float32)
-    chunk_arg = logits.new_empty(rows, chunks, dtype=torch.int32)
-    token = logits.new_empty(rows, dtype=torch.int64)
     shared = {
-        "logits": logits, "chunk_max": chunk_max, "chunk_arg": chunk_arg,
-        "logits_row": logits.stride(0), "vocab": vocab, "chunks": chunks,
+        "logits": logits, **chunk_stats(logits, chunks), "logits_row": logits.stride(0),
+        "vocab": vocab, "chunks": chunks,
     }  # fmt: skip
+    pdl = dependent_launch.applies_to(logits.device)
     stats = Launch(
         kernel=stats_kernel,
         grid=(rows, chunks),
         args=shared,
-        constants={"BLOCK": block},
+        constants={"BLOCK": block, "PDL": pdl},
+        pdl=pdl,
     )
-    draw = Launch(
-        kernel=draw_kernel,
-        grid=(rows,),
-        args={
-            **shared, "temperatures": temperature, "top_ks": top_k, "top_ps": top_p,
-            "min_ps": min_p, "seeds": seed, "positions": position, "tokens": token,
-        },
-        constants={"GREEDY_BELOW": GREEDY_BELOW, "BLOCK": block, "CHUNKS": power_of_2(chunks)},
-        num_warps=8,
-    )  # fmt: skip
+    parameters = temperature, top_k, top_p, min_p, seed
+    token, draw = draw_launch(shared, None, parameters, position, 0)
     return Plan(out=token, launches=(stats, draw))
+
+
+def chunk_stats(logits: Tensor, chunks: int) -> dict[str, Tensor]:
+    shape = logits.shape[0], chunks
+    return {
+        "chunk_max": logits.new_empty(shape, dtype=torch.float32),
+        "chunk_arg": logits.new_empty(shape, dtype=torch.int32),
+    }
+
+
+def draw_launch(
+    shared: Mapping[str, Any], row: Tensor | None, parameters: Sequence[Tensor],
+    position: Tensor, ahead: int,
+) -> tuple[Tensor, Launch]:  # fmt: skip
+    """The tokens, and the launch that draws them. shared: the logits and their statistics."""
+    names = ("temperatures", "top_ks", "top_ps", "min_ps", "seeds")
+    logits, chunks = shared["logits"], shared["chunks"]
+    token = logits.new_empty(logits.shape[0], dtype=torch.int64)
+    pdl = dependent_launch.applies_to(logits.device)
+    launch = Launch(
+        kernel=draw_kernel,
+        grid=(logits.shape[0],),
+        args={
+            **shared, "rows": row, **dict(zip(names, parameters, strict=True)),
+            "positions": position, "tokens": token,
+        },
+        constants={
+            "GREEDY_BELOW": GREEDY_BELOW, "BLOCK": logits_block(shared["vocab"]),
+            "CHUNKS": power_of_2(chunks), "AHEAD": ahead, "PDL": pdl,
+        },
+        num_warps=8,
+        pdl=pdl,
+    )  # fmt: skip
+    return token, launch
+
+
+def logits_block(vocab: int) -> int:
+    return min(LOGITS_BLOCK, power_of_2(vocab, 16))
 
 
 def _supports(*, logits: Tensor, **parameters: Tensor) -> bool:

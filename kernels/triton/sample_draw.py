@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.philox import gumbel
 
 # noise never exceeds -log(-log(1 - 2^-24)) = 16.64: logits further behind the leader can't win
@@ -128,15 +129,24 @@ def kth_key(row_logits, scaled_max, k, vocab, chunks, temperature,
 
 @triton.jit
 def draw_kernel(
-    logits, chunk_max, chunk_arg, temperatures, top_ks, top_ps, min_ps, seeds, positions, tokens,
-    logits_row, vocab, chunks, GREEDY_BELOW: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    logits, chunk_max, chunk_arg, rows, temperatures, top_ks, top_ps, min_ps, seeds, positions,
+    tokens, logits_row, vocab, chunks, GREEDY_BELOW: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """rows [S]: where the parameters of each logits row are; None: in the same row.
+
+    The position is positions + AHEAD.
+    """
+    if PDL:
+        wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
+    at = row
+    if rows is not None:
+        at = tl.load(rows + row)
     c = tl.arange(0, CHUNKS)
     maxima = tl.load(chunk_max + row * chunks + c, mask=c < chunks, other=MINUS_INF)
     highest = tl.max(maxima, axis=0)
-    temperature = tl.load(temperatures + row)
+    temperature = tl.load(temperatures + at)
     if (highest == float("inf")) | (highest == MINUS_INF):
         tl.store(tokens + row, tl.full([], -1, tl.int64))
     elif temperature < GREEDY_BELOW:
@@ -148,18 +158,18 @@ def draw_kernel(
         top = tl.max(scaled_max, axis=0)
         # the lowest key of logits that can win; -inf is never sampled
         key = ordered(tl.max(tl.full([CHUNKS], MINUS_INF, tl.float32), axis=0)) + 1
-        min_p = tl.load(min_ps + row)
+        min_p = tl.load(min_ps + at)
         if min_p > 0:
             key = tl.maximum(key, ordered(top + tl.log(tl.maximum(min_p, 1.2e-38))))
-        k = tl.load(top_ks + row)
+        k = tl.load(top_ks + at)
         if (k > 0) & (k < vocab):
             key = tl.maximum(key, kth_key(row_logits, scaled_max, k, vocab, chunks, temperature,
                                           BLOCK, CHUNKS))  # fmt: skip
-        seed = tl.load(seeds + row)
-        position = tl.load(positions + row)
+        seed = tl.load(seeds + at)
+        position = tl.load(positions + row).to(tl.int64) + AHEAD
         token, token_key = leader(row_logits, scaled_max, key, seed, position, vocab,
                                   temperature, BLOCK, CHUNKS)  # fmt: skip
-        top_p = tl.load(top_ps + row)
+        top_p = tl.load(top_ps + at)
         if top_p < 1:
             allowed = top_p * mass_from(row_logits, scaled_max, key, top, vocab,
                                         temperature, BLOCK, CHUNKS)  # fmt: skip

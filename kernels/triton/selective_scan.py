@@ -7,8 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from llmc.kernels.selective_scan import selective_scan
+from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.configs import SCAN_ELEMENTS
 from llmc.kernels.triton.define import define
+from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.state import dense, span, step_args, takes_slots
 
@@ -19,8 +21,11 @@ def selective_scan_kernel(
     x_token, x_head, dt_token, dt_head, b_token, b_group, c_token, c_group,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, GROUP_ROWS: tl.constexpr, SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr, BLOCK: tl.constexpr, BY_STATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The state has HEADS * WIDTH rows of SIZE values each."""
+    if PDL:
+        wait_for_previous()
     request, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, last, slot, kept = span(query_start, context_len, request_row, request)
     of_group = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -59,6 +64,7 @@ def plan(
     out = x.new_empty(x.shape)
     rows, size_pad = heads // groups * width, power_of_2(size)
     block = min(power_of_2(rows), max(1, SCAN_ELEMENTS // size_pad))
+    pdl = dependent_launch.applies_to(x.device)
     launch = Launch(
         kernel=selective_scan_kernel,
         grid=(step[-1].shape[0], groups, cdiv(rows, block)),
@@ -73,8 +79,10 @@ def plan(
         constants={
             "HEADS": heads, "WIDTH": width, "GROUP_ROWS": rows, "SIZE": size,
             "SIZE_PAD": size_pad, "BLOCK": block, "BY_STATE": a.shape[1] > 1,
+            "PDL": pdl,
         },
         num_warps=1,
+        pdl=pdl,
     )  # fmt: skip
     return Plan(out=out, launches=(launch,))
 

@@ -16,6 +16,7 @@ from llmc.kernels.prepare_step import WORK_WORDS, prepare_step
 from llmc.kernels.record_tokens import record_tokens
 from llmc.kernels.triton.define import define, interpreted
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+from llmc.kernels.triton.process_logits_kernels import banned_words
 from llmc.kernels.write_segments import write_segments
 
 _RUN = 1024  # words that a program copies at a time
@@ -110,18 +111,9 @@ def ban_words_kernel(
     if tl.load(words + PLACES - 1) >= 0:
         prompt = tl.load(prompt_len + r)
         length = tl.load(lengths + s)
-        w = tl.arange(0, WORDS_PAD)
-        last = tl.load(words + w * PLACES + PLACES - 1, mask=w < WORDS, other=-1)
-        # the first empty word ends the list
-        listed = tl.cumsum((last < 0).to(tl.int32), axis=0) == 0
-        banned = listed & (last < vocab)
-        for back in tl.static_range(1, PLACES):
-            token = tl.load(words + w * PLACES + PLACES - 1 - back, mask=listed, other=-1)
-            place = w * 0 + length - back
-            here = tl.load(history + r * history_row + place, mask=listed & (place >= prompt),
-                           other=-2)  # fmt: skip
-            banned = banned & ((token < 0) | (token == here))
-        tl.store(logits + s * logits_row + last, float("-inf"), mask=banned)
+        last, banned = banned_words(words, history + r * history_row, prompt, length, WORDS, PLACES,
+                                    WORDS_PAD)  # fmt: skip
+        tl.store(logits + s * logits_row + last, float("-inf"), mask=banned & (last < vocab))
 
 
 def plan_write(memory: Tensor, delta: Tensor, count: int) -> Plan[None]:

@@ -24,6 +24,8 @@ _WORDS: dict[str, Words] = {
     "addmm": ("matmul", "multiply by a weight matrix and add a bias"),
     "_linear_pointwise": ("matmul", "multiply by a prepacked weight matrix"),
     "expert_linear": ("matmul", "multiply by the weight matrix of each token's expert"),
+    "choose_experts": ("math", "choose each token's experts"),
+    "sum_experts": ("math", "add the results of each token's experts"),
     "attention": ("attention", "attend to all earlier tokens of one sequence (a marker)"),
     "paged_attention": ("attention", "attend to the cached tokens of each request"),
     "latent_attention": ("attention", "attend to the cached latents of each request"),
@@ -89,6 +91,7 @@ _WORDS: dict[str, Words] = {
     "index": ("lookup", "look up by index"),
     "gather": ("lookup", "look up by index"),
     "arange": ("lookup", "count up"),
+    "sample_rows": ("sample", "apply penalties, biases and masks, and draw the next token"),
     "process_logits": ("sample", "apply penalties, biases and masks to the logits"),
     "sample": ("sample", "draw the next token"),
 }

@@ -30,7 +30,7 @@ _KIND_OF = {
     **dict.fromkeys(("choose_keys", "choose_blocks", "encoder_attention"), "attention"),
     **dict.fromkeys(("rope_write", "write_kv"), "attention"),
     **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm"), "norm"),
-    **dict.fromkeys(("process_logits", "ban_words", "sample"), "sampler"),
+    **dict.fromkeys(("process_logits", "ban_words", "sample", "sample_rows"), "sampler"),
     **dict.fromkeys(("delta_rule", "selective_scan", "linear_recurrence"), "recurrence"),
     **dict.fromkeys(("decayed_softmax", "causal_conv", "running_max"), "recurrence"),
     **dict.fromkeys(("all_reduce", "all_gather", "first_rank"), "collective"),

@@ -1,4 +1,5 @@
-"""A whole engine whose every op is Triton, under the interpreter: its tokens are transformers' own.
+"""A whole engine whose every op is Triton, after the passes for GPUs, under the interpreter: its
+tokens are transformers' own.
 
 Run by test_ops_triton.py, for the same reason as interpreted_ops.py.
 """
@@ -21,20 +22,27 @@ import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels.prompts import Prompts
 from llmc.kernels.triton import latent_attention, paged_attention
 from llmc.kernels.triton.launch import Launch
-from llmc.passes import fuse_rope_attention, pipeline, split_prompts
+from llmc.passes import pipeline, split_prompts
+from llmc.passes.pipeline import PipelineOptions
+from llmc.startup import compile as compile_module
 
 NUM_TOKENS = 3
 SIZES = {"hidden_size": 64, "intermediate_size": 128}  # whole blocks of 32 inputs
-ALWAYS = {"attention_kernel", "stats_kernel", "draw_kernel", "apply_kernel"}
+ALWAYS = {"attention_kernel", "process_kernel", "draw_kernel"}
 ALWAYS |= {"rope_write_kernel", "rope_attention"}  # for prompts, and for decodes
 LAUNCHED = {
     "qwen3": ALWAYS | {"norm_kernel", "act_mul_kernel"},
+    "mixtral": ALWAYS | {"expert_kernel", "choose_experts_kernel", "sum_experts_kernel"},
     "gpt_oss": ALWAYS | {"expert_kernel"},
     "gpt_oss in mxfp4": ALWAYS | {"low_bit_expert_kernel"},
 }
 
 
-@pytest.mark.parametrize("family", tiered(LAUNCHED, "qwen3"))
+def for_gpus(**options: Any) -> PipelineOptions:
+    return PipelineOptions(**{**options, "device_type": "cuda"})
+
+
+@pytest.mark.parametrize("family", tiered(LAUNCHED, "qwen3", "mixtral"))
 def test_greedy_tokens_with_every_op_in_triton(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,9 +56,8 @@ def test_greedy_tokens_with_every_op_in_triton(
         run(launch)
 
     monkeypatch.setattr(Launch, "run", recorded)
-    fuse = fuse_rope_attention.fuse_rope_attention
-    monkeypatch.setattr(pipeline, "fuse_rope_attention", lambda **_: fuse())
     monkeypatch.setattr(paged_attention, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(compile_module, "PipelineOptions", for_gpus)
     name, _, form = family.partition(" in ")
     path = wide = tiny_models.save_checkpoint(name, tmp_path, **(SIZES if form else {}))
     if form == "mxfp4":

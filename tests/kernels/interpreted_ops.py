@@ -38,6 +38,7 @@ from llmc.kernels.state_cases import make_step
 from llmc.kernels.triton import delta_rule as triton_delta_rule
 from llmc.kernels.triton import paged_attention as triton_attention
 from llmc.kernels.triton import rope_attention as triton_rope
+from llmc.kernels.triton import sample_rows
 from llmc.kernels.triton.configs import AttentionConfig
 from llmc.kernels.triton.define import interpreted
 from llmc.kernels.triton.launch import Launch
@@ -163,6 +164,48 @@ def test_schema_and_fake(name: str) -> None:
     assert str(overload._schema) == str(op.overload._schema).replace("llmc::", "llmc_triton::")
     report = torch.library.opcheck(overload, case, test_utils=("test_schema", "test_faketensor"))
     assert set(report.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_whole_sampler_over_chunks_of_tokens_and_of_history(ahead: int) -> None:
+    """Three chunks of tokens, more history than is counted at a time, and every kind of change."""
+    gen = torch.Generator().manual_seed(ahead)
+    rows, vocab, context = 4, 5000, 2500
+    history = torch.randint(-1, vocab + 9, (rows, context), generator=gen).int()
+    history[2, 1998:2000] = torch.tensor([7, 4999])
+    bias_token = torch.tensor([[-1, -1], [4999, 3], [4100, 4100], [0, 2047]]).int()
+    words = torch.full((rows, 2, 3), -1).int()
+    words[1, 0, 2], words[2, 0], words[2, 1, 2] = 12, torch.tensor([7, 4999, 4100]), vocab + 1
+    case = (
+        torch.randn(rows, vocab, generator=gen),
+        torch.tensor([3, 0, 2, 1]),
+        torch.tensor([2500, 1, 2000, 1500]).int(),
+        history,
+        torch.tensor([1, 700, 1998, 30]).int(),
+        torch.tensor([1.0, 1.3, 0.8, 1.0]),
+        torch.tensor([0.0, 0.5, 0.0, 0.0]),
+        torch.tensor([0.0, 0.2, -0.4, 0.0]),
+        bias_token,
+        torch.tensor([9.0, 8.0]).repeat(rows, 1),
+        torch.full((rows, 2), 10_000).int(),
+        torch.tensor([0, 0, 1, 0]).int(),
+        torch.randint(-(2**31), 2**31, (rows, (vocab + 31) // 32), generator=gen).int(),
+    )
+    sampling = (
+        words.flatten(1), 3, torch.tensor([0.0, 0.9, 1.0, 0.0]), torch.tensor([0, 40, 0, 0]).int(),
+        torch.tensor([1.0, 0.9, 1.0, 1.0]), torch.tensor([0.0, 0.0, 0.05, 0.0]),
+        torch.arange(rows) + 5, ahead,
+    )  # fmt: skip
+    check(OPS["process_logits"], case, torch.float32)
+    check(OPS["sample_rows"], (*case, *sampling), torch.float32)
+    banned = (*case[:-2], torch.zeros(rows).int(), case[-1])
+    plan = sample_rows.plan(*banned, *sampling)
+    plan.run()
+    processed = plan.launches[1].args["logits"]
+    want = OPS["process_logits"].reference(*banned)
+    OPS["ban_words"].reference(want, *case[1:5], words.flatten(1), 3)
+    torch.testing.assert_close(processed, want, rtol=2e-5, atol=2e-5)
+    assert processed.isinf().sum() == 2
 
 
 @st.composite

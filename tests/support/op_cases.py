@@ -17,6 +17,7 @@ from llmc.kernels import (  # noqa: F401
     bmm,
     causal_conv,
     choose_blocks,
+    choose_experts,
     choose_keys,
     collectives,
     decayed_softmax,
@@ -42,6 +43,7 @@ from llmc.kernels import (  # noqa: F401
     rope_write,
     running_max,
     sample,
+    sample_rows,
     selective_scan,
     token_logprobs,
     write_kv,
@@ -58,8 +60,10 @@ CPU = torch.device("cpu")
 COLLECTIVES = {"all_reduce", "all_gather", "first_rank", "embed_shard", "shard_ids"}
 MARKERS = {"attention", "entries", "entry_attention", "pool_tokens", "draft_states"}
 WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", "running_max", *COLLECTIVES}
-# Torch's attention serves each text of an encoder. Saving a launch is for GPUs.
-WITHOUT_CPP = {*WITHOUT_KERNELS, "encoder_attention", "rope_attention"}
+# passes for GPUs alone insert them
+FOR_GPUS = {"choose_experts", "sum_experts", "sample_rows", "rope_attention"}
+# torch's attention serves each text
+WITHOUT_CPP = {*WITHOUT_KERNELS, *FOR_GPUS, "encoder_attention"}
 WITHOUT_TRITON = {*WITHOUT_KERNELS, "bmm"}  # whose GPU version is torch's: cuBLAS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {  # of results that are rounded once from float32

@@ -18,6 +18,7 @@ from llmc.kernels.triton import (
     add_lora,
     causal_conv,
     choose_blocks,
+    choose_experts,
     choose_keys,
     chosen_attention,
     decayed_softmax,
@@ -38,6 +39,7 @@ from llmc.kernels.triton import (
     rope_attention,
     rope_write,
     sample,
+    sample_rows,
     scaled_linear,
     selective_scan,
     step_rows,
@@ -170,12 +172,12 @@ def rope_decode(
     )  # fmt: skip
 
 
-def logits_tables() -> Plan[Tensor]:
+def logits_tables(samples: int = 128) -> tuple[Tensor, ...]:
     rows = 256
-    return process_logits.plan(
-        meta(128, VOCAB),
-        longs(128),
-        ints(128),
+    return (
+        meta(samples, VOCAB),
+        longs(samples),
+        ints(samples),
         ints(rows, 40960),
         ints(rows),
         floats(rows),
@@ -189,16 +191,23 @@ def logits_tables() -> Plan[Tensor]:
     )
 
 
+def whole_sampler(samples: int = 128) -> Plan[Tensor]:
+    parameters = floats(256), ints(256), floats(256), floats(256), longs(256)
+    return sample_rows.plan(*logits_tables(samples), ints(256, 64 * 16), 16, *parameters, 0)
+
+
 def sampler() -> Plan[Tensor]:
     return sample.plan(
         floats(128, VOCAB), floats(128), ints(128), floats(128), floats(128), longs(128), longs(128)
     )
 
 
-def experts(rows: int, *, transposed: bool = False, bias: bool = False) -> Plan[Tensor]:
-    weight = meta(128, 2048, 1536) if transposed else meta(128, 1536, 2048)
+def experts(
+    rows: int, count: int = 128, *, transposed: bool = False, bias: bool = False
+) -> Plan[Tensor]:
+    weight = meta(count, 2048, 1536) if transposed else meta(count, 1536, 2048)
     return expert_linear.plan(
-        meta(rows, 2048), weight, meta(128, 1536) if bias else None, longs(rows), transposed
+        meta(rows, 2048), weight, meta(count, 1536) if bias else None, longs(rows), transposed
     )
 
 
@@ -454,7 +463,8 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     ),
     "sample": sampler,
     "token_logprobs": lambda: token_logprobs.plan(floats(128, VOCAB), longs(128), 20),
-    "process_logits": logits_tables,
+    "process_logits": lambda: process_logits.plan(*logits_tables()),
+    "sample_rows": whole_sampler,
     "rms_norm": lambda: norm.plan(meta(64, 4096), meta(4096), 1e-6, 0.0),
     "add_rms_norm": lambda: norm.add_plan(meta(64, 4096), meta(64, 4096), meta(4096), 1e-6, 1.0),
     "act_mul silu": lambda: act_mul.plan(meta(64, 24576), "silu"),
@@ -475,7 +485,11 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
         ints(257, 40961), longs(64), ints(64), longs(64)
     ),
     "expert_linear few": lambda: experts(64),
+    "expert_linear unsorted": lambda: experts(1000),
+    "expert_linear unsorted, few experts": lambda: experts(1000, 16),
     "expert_linear many": lambda: experts(32768, transposed=True, bias=True),
+    "choose_experts": lambda: choose_experts.plan(meta(64, 128), longs(64), 8, True, BF16),
+    "sum_experts": lambda: choose_experts.plan_sum(meta(512, 2048), meta(64, 8), BF16),
     "add_lora few": lambda: lora(64, 16, parts=3),
     "add_lora many": lambda: lora(8192, 64),
     "add_lora experts": lambda: lora_experts(64, 16),
@@ -508,6 +522,7 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_linear fp8 product": codes_product,
     "quantized_linear fp8 product, groups": lambda: codes_product(128),
     "quantized_expert_linear mxfp4 few": lambda: low_bit_experts(64, "mxfp4"),
+    "quantized_expert_linear mxfp4 unsorted": lambda: low_bit_experts(1000, "mxfp4"),
     "quantized_expert_linear mxfp4 many": lambda: low_bit_experts(32768, "mxfp4"),
     "quantized_expert_linear int4 few": lambda: low_bit_experts(64, "int4", minimum=True),
     "encoder_attention": lambda: encoder(4096, 64),
@@ -559,11 +574,14 @@ SIZED: dict[str, Callable[[int], Plan[Any]]] = {
     "write_kv": lambda n: write_kv.plan(*_packed(n)[1:], *caches(n)),
     "rope_write": _rope_of,
     "sample": _sample_of,
+    "sample_rows": whole_sampler,
     "token_logprobs": lambda n: token_logprobs.plan(floats(4, VOCAB), longs(4), n),
     "token_logprobs rows": lambda n: token_logprobs.plan(floats(n, VOCAB), longs(n), 5),
     "rms_norm": lambda n: norm.plan(meta(n, 4096), meta(4096), 1e-6, 0.0),
     "act_mul": lambda n: act_mul.plan(meta(n, 24576), "silu"),
     "quantized_embedding": lambda n: embedding(n, "int4"),
+    "choose_experts": lambda n: choose_experts.plan(meta(n, 128), longs(n), 8, True, BF16),
+    "sum_experts": lambda n: choose_experts.plan_sum(meta(8 * n, 2048), meta(n, 8), BF16),
     "delta_rule": lambda n: delta(n, n),
     "selective_scan by state": lambda n: scan(n, 5120, 1, 16),
     "selective_scan": lambda n: scan(n, 80, 64, 128),

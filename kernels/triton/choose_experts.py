@@ -1,0 +1,134 @@
+"""`choose_experts` and `sum_experts` in Triton: one launch each."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmc.kernels.choose_experts import choose_experts, sum_experts
+from llmc.kernels.triton import dependent_launch
+from llmc.kernels.triton.configs import POINTWISE_BLOCK, row_warps
+from llmc.kernels.triton.define import define, on_device, supports_tensors
+from llmc.kernels.triton.dependent_launch import wait_for_previous
+from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+
+_MAX_COUNT = 32  # the kernel's loop over them is unrolled
+
+
+@triton.jit
+def choose_experts_kernel(
+    logits, slots, weight, expert, logits_row,
+    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr,
+    NORMALIZED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per token. Of equal logits the first is chosen."""
+    if PDL:
+        wait_for_previous()
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, EXPERTS_PAD)
+    c = tl.arange(0, COUNT_PAD)
+    minus_inf = float("-inf")
+    x = tl.load(logits + token * logits_row + e, mask=e < EXPERTS, other=minus_inf).to(tl.float32)
+    highest = tl.max(x, axis=0)
+    left = e < EXPERTS
+    best = tl.full([COUNT_PAD], minus_inf, tl.float32)
+    chosen = tl.zeros([COUNT_PAD], tl.int32)
+    for i in tl.static_range(COUNT):
+        top = tl.max(tl.where(left, x, minus_inf), axis=0)
+        index = tl.min(tl.where(left & (x == top), e, EXPERTS), axis=0)
+        best = tl.where(c == i, top, best)
+        chosen = tl.where(c == i, index, chosen)
+        left = left & (e != index)
+    share = tl.exp(best - highest)
+    # a NaN among the logits makes every weight NaN, so that it is noticed
+    total = tl.sum(tl.exp(x - highest), axis=0)
+    if NORMALIZED:
+        total = tl.sum(share, axis=0) + total * 0
+    if slots is not None:
+        chosen = tl.where(tl.load(slots + token) < 0, EXPERTS, chosen)
+    at = token * COUNT + c
+    tl.store(weight + at, (share / total).to(weight.dtype.element_ty), mask=c < COUNT)
+    tl.store(expert + at, chosen.to(tl.int64), mask=c < COUNT)
+
+
+@triton.jit
+def sum_experts_kernel(
+    rows, weight, residual, out, rows_row, residual_row,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        wait_for_previous()
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < WIDTH
+    total = tl.zeros([BLOCK], tl.float32)
+    if residual is not None:
+        own = tl.load(residual + token * residual_row + i, mask=inside, other=0.0)
+        total += own.to(tl.float32)
+    for c in tl.static_range(COUNT):
+        row = tl.load(rows + (token * COUNT + c) * rows_row + i, mask=inside, other=0.0)
+        total += row.to(tl.float32) * tl.load(weight + token * COUNT + c).to(tl.float32)
+    tl.store(out + token * WIDTH + i, total.to(out.dtype.element_ty), mask=inside)
+
+
+def plan(
+    logits: Tensor, slot_mapping: Tensor | None, count: int, normalized: bool, dtype: torch.dtype
+) -> Plan[tuple[Tensor, Tensor]]:
+    tokens, experts = logits.shape
+    weight = logits.new_empty(tokens, count, dtype=dtype)
+    expert = logits.new_empty(tokens, count, dtype=torch.int64)
+    pdl = dependent_launch.applies_to(logits.device)
+    launch = Launch(
+        kernel=choose_experts_kernel,
+        grid=(tokens,),
+        args={
+            "logits": logits, "slots": slot_mapping, "weight": weight, "expert": expert,
+            "logits_row": logits.stride(0),
+        },
+        constants={
+            "EXPERTS": experts, "EXPERTS_PAD": power_of_2(experts), "COUNT": count,
+            "COUNT_PAD": power_of_2(count), "NORMALIZED": normalized, "PDL": pdl,
+        },
+        num_warps=row_warps(power_of_2(experts)),
+        pdl=pdl,
+    )  # fmt: skip
+    return Plan(out=(weight, expert), launches=(launch,))
+
+
+def plan_sum(
+    rows: Tensor, weight: Tensor, dtype: torch.dtype, residual: Tensor | None = None
+) -> Plan[Tensor]:
+    tokens, count = weight.shape
+    width = rows.shape[1]
+    out = rows.new_empty(tokens, width, dtype=dtype)
+    block = min(POINTWISE_BLOCK, power_of_2(width))
+    pdl = dependent_launch.applies_to(rows.device)
+    launch = Launch(
+        kernel=sum_experts_kernel,
+        grid=(tokens, cdiv(width, block)),
+        args={
+            "rows": rows, "weight": weight.contiguous(), "residual": residual, "out": out,
+            "rows_row": rows.stride(0),
+            "residual_row": 0 if residual is None else residual.stride(0),
+        },
+        constants={"COUNT": count, "WIDTH": width, "BLOCK": block, "PDL": pdl},
+        pdl=pdl,
+    )  # fmt: skip
+    return Plan(out=out, launches=(launch,))
+
+
+def _supports(*, logits: Tensor, slot_mapping: Tensor | None, count: int, **others: object) -> bool:
+    slots = slot_mapping is None or (on_device(slot_mapping) and slot_mapping.is_contiguous())
+    return supports_tensors(logits) and slots and count <= _MAX_COUNT
+
+
+def _supports_sum(
+    *, rows: Tensor, weight: Tensor, residual: Tensor | None, **others: object
+) -> bool:
+    return supports_tensors(rows, weight, residual) and int(weight.shape[1]) <= _MAX_COUNT
+
+
+define(choose_experts, plan=plan, supports=_supports)
+define(sum_experts, plan=plan_sum, supports=_supports_sum)

@@ -1,0 +1,223 @@
+"""The kernels that a decode step launches in each further layer, as on a GPU.
+
+Two tiny models that differ by one layer start with the passes for GPUs and every op in Triton. Then
+a step of each runs without its kernels: they are counted together with torch's own ops that
+compute, of which each launches at least one kernel (Inductor fuses some of them, from -O1 on). The
+numbers in LAUNCHES may only become lower.
+
+Run by test_ops_triton.py, for the same reason as interpreted_ops.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import fast_interpreter  # noqa: F401 - the tests take a third of the time
+import pytest
+import tiny_engine
+import torch
+from tiers import tiered
+from tiny_configs import save_random, tiny_config
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import llmc.kernels.triton  # noqa: F401 - registers the versions under test
+from llmc.kernels.registry import OPS
+from llmc.kernels.triton import fused_linear, paged_attention, quantized_linear
+from llmc.kernels.triton.launch import Launch, multiprocessors
+from llmc.passes.pipeline import PipelineOptions
+from llmc.runner.graphs import StepShape
+from llmc.runner.model_runner import ModelRunner
+from llmc.startup import compile as compile_module
+
+DEEP = 1100  # inputs of a linear that is split along its depth
+BLOCKS = 1024  # of a context that is long enough for attention to divide it
+FEW, MANY = 3, 9  # rows on either side of FEW_ROWS
+SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3", {"intermediate_size": DEEP, **SIZES}),
+    "routed": ("qwen3_moe", {**SIZES}),
+    "hybrid": ("qwen3_next", {"mlp_only_layers": [0, 1, 2], **SIZES}),
+    "recurrent": ("mamba2", {}),
+}
+LAYERS = {"dense": "full_attention", "hybrid": "linear_attention"}
+ROWS = (1, FEW, MANY)
+# what a further layer launches for each number of rows; "step": what every step launches besides
+LAUNCHES: dict[str, tuple[str, ...]] = {
+    "dense": (
+        "7: attention_kernel, combine_kernel, 4 few_rows_kernel, rope_write_kernel",
+        "7: attention_kernel, combine_kernel, 4 few_rows_kernel, rope_write_kernel",
+        (
+            "12: act_mul_kernel, 2 aten.addmm, 2 aten.copy, 2 aten.linear, "
+            "attention_kernel, combine_kernel, 2 norm_kernel, rope_write_kernel"
+        ),
+    ),
+    "step": (
+        (
+            "7: aten.embedding, aten.index_select, draw_kernel, few_rows_kernel, "
+            "norm_kernel, process_kernel, record_tokens_kernel"
+        ),
+        (
+            "7: aten.embedding, aten.index_select, draw_kernel, few_rows_kernel, "
+            "norm_kernel, process_kernel, record_tokens_kernel"
+        ),
+        (
+            "7: aten.embedding, aten.index_select, aten.linear, draw_kernel, norm_kernel, "
+            "process_kernel, record_tokens_kernel"
+        ),
+    ),
+    "routed": (
+        (
+            "12: act_mul_kernel, attention_kernel, choose_experts_kernel, combine_kernel, 2 "
+            "expert_kernel, 3 few_rows_kernel, norm_kernel, rope_write_kernel, "
+            "sum_experts_kernel"
+        ),
+        (
+            "13: act_mul_kernel, aten.reshape, attention_kernel, choose_experts_kernel, "
+            "combine_kernel, 2 expert_kernel, 3 few_rows_kernel, norm_kernel, "
+            "rope_write_kernel, sum_experts_kernel"
+        ),
+        (
+            "15: act_mul_kernel, aten.addmm, aten.copy, 2 aten.linear, aten.reshape, "
+            "attention_kernel, choose_experts_kernel, combine_kernel, 2 expert_kernel, 2 "
+            "norm_kernel, rope_write_kernel, sum_experts_kernel"
+        ),
+    ),
+    "hybrid": (
+        (
+            "36: 3 aten.add, aten.cat, aten.exp, 7 aten.mul, aten.neg, 2 "
+            "aten.repeat_interleave, 6 aten.reshape, 2 aten.rsqrt, aten.sigmoid, 2 "
+            "aten.silu, aten.softplus, 2 aten.sum, causal_conv_kernel, delta_rule_kernel, 4 "
+            "few_rows_kernel, norm_kernel"
+        ),
+        (
+            "36: 3 aten.add, aten.cat, aten.exp, 7 aten.mul, aten.neg, 2 "
+            "aten.repeat_interleave, 6 aten.reshape, 2 aten.rsqrt, aten.sigmoid, 2 "
+            "aten.silu, aten.softplus, 2 aten.sum, causal_conv_kernel, delta_rule_kernel, 4 "
+            "few_rows_kernel, norm_kernel"
+        ),
+        (
+            "41: act_mul_kernel, 3 aten.add, 2 aten.addmm, aten.cat, 2 aten.copy, aten.exp, "
+            "2 aten.linear, 7 aten.mul, aten.neg, 2 aten.repeat_interleave, 6 aten.reshape, "
+            "2 aten.rsqrt, aten.sigmoid, 2 aten.silu, aten.softplus, 2 aten.sum, "
+            "causal_conv_kernel, delta_rule_kernel, 3 norm_kernel"
+        ),
+    ),
+    "recurrent": (
+        (
+            "16: 2 aten.add, aten.clamp, aten.exp, 3 aten.mul, aten.neg, 2 aten.silu, "
+            "aten.softplus, causal_conv_kernel, 2 few_rows_kernel, norm_kernel, "
+            "selective_scan_kernel"
+        ),
+        (
+            "16: 2 aten.add, aten.clamp, aten.exp, 3 aten.mul, aten.neg, 2 aten.silu, "
+            "aten.softplus, causal_conv_kernel, 2 few_rows_kernel, norm_kernel, "
+            "selective_scan_kernel"
+        ),
+        (
+            "18: 2 aten.add, aten.addmm, aten.clamp, aten.copy, aten.exp, aten.linear, 3 "
+            "aten.mul, aten.neg, 2 aten.silu, aten.softplus, causal_conv_kernel, 2 "
+            "norm_kernel, selective_scan_kernel"
+        ),
+    ),
+}
+
+
+class Recorded(TorchDispatchMode):
+    """The names of kernels and of torch ops that compute, in order, also inside our ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        namespace, _, name = func.name().partition("::")
+        if namespace != "aten":
+            op = OPS[name]
+            # called directly: the dispatcher would come back here
+            [run] = [impl.run for impl in op.impls if impl.op() is func] or [op.reference]
+            assert run is not None
+            with self:
+                return run(*op.bind(args, kwargs).values())
+        out = func(*args, **kwargs)
+        if func._schema.is_mutable or not _is_view(args, out) and "empty" not in name:
+            self.names.append(f"aten.{func.__name__.partition('.')[0]}")
+        if name.startswith("addmm") and args[0].dim() == 2:
+            self.names.append("aten.copy")  # of the matrix to which the product is added
+        return out
+
+    def record(self, launch: Launch) -> None:
+        if 0 not in launch.grid:
+            self.names.append(launch.kernel.__name__)
+
+
+def _is_view(args: Any, out: Any) -> bool:
+    given, made = (
+        {t.untyped_storage().data_ptr() for t in tree_leaves(tree) if isinstance(t, Tensor)}
+        for tree in (args, out)
+    )
+    return made <= given
+
+
+def start(path: Path) -> ModelRunner:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            compile_module,
+            "PipelineOptions",
+            lambda **given: PipelineOptions(**{**given, "device_type": "cuda"}),
+        )
+        patch.setattr(paged_attention, "multiprocessors", lambda device: 2)
+        return tiny_engine.start(path, max_num_seqs=MANY).started.runner
+
+
+def launches(runner: ModelRunner, rows: int) -> Counter[str]:
+    """What a decode step of `rows` requests launches."""
+    recorded = Recorded()
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        inputs = runner._dummies(StepShape.decode(rows))
+        inputs = {**inputs, "block_table": inputs["block_table"].new_zeros(rows, BLOCKS)}
+        for module in (fused_linear, quantized_linear):
+            patch.setattr(module, "interpreted", lambda: False)  # as many multiprocessors as a GPU
+        patch.setattr(paged_attention, "multiprocessors", multiprocessors)
+        patch.setattr(Launch, "run", lambda launch: recorded.record(launch))
+        with recorded:
+            runner._run(runner.step, inputs)
+    return Counter(recorded.names)
+
+
+def save(kind: str, layers: int, path: Path) -> Path:
+    family, fields = MODELS[kind]
+    fields = {**fields, "num_hidden_layers": layers}
+    if kind in LAYERS:
+        fields["layer_types"] = ["full_attention", *[LAYERS[kind]] * (layers - 1)]
+    return save_random(tiny_config(family, **fields), path)
+
+
+def described(names: Counter[str]) -> str:
+    return f"{names.total()}: " + ", ".join(
+        name if times == 1 else f"{times} {name}" for name, times in sorted(names.items())
+    )
+
+
+@pytest.mark.parametrize("kind", tiered(MODELS, "dense", "routed", "hybrid"))
+def test_launches_of_a_further_layer(kind: str, tmp_path: Path) -> None:
+    less, more = (start(save(kind, layers, tmp_path / str(layers))) for layers in (2, 3))
+    made, besides = [], []
+    for rows in ROWS:
+        few, many = launches(less, rows), launches(more, rows)
+        assert not few - many
+        made.append(described(many - few))
+        besides.append(described(few - (many - few) - (many - few)))
+    assert tuple(made) == LAUNCHES[kind]
+    if kind == "dense":
+        assert tuple(besides) == LAUNCHES["step"]

@@ -1,0 +1,125 @@
+"""fuse_routers: softmax and top-k of a router in one op, the weighted sum of experts in another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiny_graphs import Arg, Values, apply, assert_idempotent, assert_same, ops, step, trace, weight
+from torch import Tensor
+
+from llmc.kernels.expert_linear import expert_linear
+from llmc.kernels.rms_norm import add_rms_norm
+from llmc.passes.fuse_routers import fuse_routers
+
+GEN = torch.Generator().manual_seed(0)
+TOKENS, WIDTH, EXPERTS = 5, 16, 6
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=GEN)
+
+
+INPUTS: dict[str, Arg] = {
+    "x": step(rand(TOKENS, WIDTH)),
+    "slot_mapping": step(torch.tensor([3, -1, 0, 7, -1])),
+    "router": weight("router", rand(EXPERTS, WIDTH)),
+    "experts": weight("experts", rand(EXPERTS, WIDTH, WIDTH)),
+}
+VALUES = Values.of(**INPUTS)
+Route = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def routed(route: Route) -> Callable[..., Tensor]:
+    def layer(x: Tensor, slot_mapping: Tensor, router: Tensor, experts: Tensor) -> Tensor:
+        share, index = route(x @ router.T)
+        rows = x.unsqueeze(1).expand(-1, 2, -1).reshape(-1, WIDTH)
+        y = expert_linear.overload(rows, experts, None, index.reshape(-1), False)
+        return (y.reshape(-1, 2, WIDTH) * share.unsqueeze(-1)).sum(1)
+
+    return layer
+
+
+def known(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Without the results of padding tokens."""
+
+    def masked(x: Tensor, slot_mapping: Tensor, router: Tensor, experts: Tensor) -> Tensor:
+        return layer(x, slot_mapping, router, experts) * (slot_mapping >= 0).unsqueeze(-1)
+
+    return masked
+
+
+def plain(logits: Tensor) -> tuple[Tensor, Tensor]:
+    share, index = logits.softmax(-1).topk(2)
+    return share, index
+
+
+def normalized(logits: Tensor) -> tuple[Tensor, Tensor]:
+    share, index = logits.softmax(-1, dtype=torch.float32).topk(2, dim=-1)
+    return share / share.sum(-1, keepdim=True), index
+
+
+def in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
+    share, index = logits.softmax(-1).topk(2)
+    share /= share.sum(dim=-1, keepdim=True)
+    return share.to(torch.float64), index
+
+
+def highest_first(logits: Tensor) -> tuple[Tensor, Tensor]:
+    highest, index = logits.topk(2)
+    return highest.softmax(1), index
+
+
+@pytest.mark.parametrize("route", [plain, normalized, in_place, highest_first])
+def test_a_router_and_its_sum_become_two_ops(route: Route) -> None:
+    gm = trace(known(routed(route)), **INPUTS)
+    fused, (report,) = apply(gm, fuse_routers())
+    made = ops(fused)
+    assert made["llmc.choose_experts.default"] == made["llmc.sum_experts.default"] == 1
+    gone = {"aten.topk.default", "aten.softmax.int", "aten.div.Tensor", "aten.div_.Tensor"}
+    assert not gone & made.keys() and not report.notes
+    assert_same(fused, gm, VALUES)
+    assert_idempotent(gm, fuse_routers())
+
+
+def test_the_residual_sum_joins_the_sum_of_experts() -> None:
+    def block(x: Tensor, slot_mapping: Tensor, router: Tensor, experts: Tensor) -> list[Tensor]:
+        y = routed(plain)(x, slot_mapping, router, experts).reshape(1, -1, WIDTH)
+        return list(add_rms_norm.overload(y, x.unsqueeze(0), None, 1e-6, 0.0))
+
+    inputs = {**INPUTS, "slot_mapping": step(torch.arange(TOKENS))}
+    gm = trace(block, **inputs)
+    fused, _ = apply(gm, fuse_routers())
+    assert_same(fused, gm, Values.of(**inputs))
+    made = ops(fused)
+    assert made["llmc.sum_experts.default"] == made["llmc.rms_norm.default"] == 1
+    assert "llmc.add_rms_norm.default" not in made
+
+
+def test_padding_chooses_no_expert() -> None:
+    fused, _ = apply(trace(known(routed(normalized)), **INPUTS), fuse_routers())
+    [chosen] = [n for n in fused.graph.nodes if "choose_experts" in str(n.target)]
+    assert [str(a) for a in chosen.args[:2]][1] == "slot_mapping_1"
+
+
+def test_other_routers_and_other_top_values_are_left_alone() -> None:
+    def sigmoid(logits: Tensor) -> tuple[Tensor, Tensor]:
+        share, index = logits.sigmoid().topk(2)
+        return share, index
+
+    def shown(logits: Tensor) -> tuple[Tensor, Tensor]:
+        share, index = logits.softmax(-1).topk(2)
+        return share * index, index
+
+    for route, notes in (
+        (sigmoid, ("1 routers are not a softmax and its highest values",)),
+        (shown, ()),
+    ):
+        fused, (report,) = apply(trace(routed(route), **INPUTS), fuse_routers())
+        assert ops(fused)["aten.topk.default"] == 1 and report.notes == notes
+
+
+def test_does_nothing_where_it_is_unwanted() -> None:
+    _, (report,) = apply(trace(routed(plain), **INPUTS), fuse_routers(unwanted="no GPU"))
+    assert not report.changed and report.notes == ("no GPU",)
