@@ -18,6 +18,7 @@ import dataclasses
 import logging
 from collections import deque
 
+from llmc.engine.adapters import AdapterSlots
 from llmc.engine.admission import Limits, admit, derive_seed
 from llmc.engine.beam_search import BeamSearch
 from llmc.engine.grammar import Constraint, wait_for_any
@@ -127,16 +128,15 @@ class EngineCore:
             )
         self._features.adapters.check(request.adapter)
 
-    def _end_failed_adapters(self) -> list[RequestUpdate]:
+    def _end_failed(self, adapters: AdapterSlots) -> list[RequestUpdate]:
         """End the requests whose adapters could not be loaded."""
-        failed = self.scheduler.adapters.pop_failed()
-        waiting = (
-            [r for r in self.scheduler.requests.values() if r.adapter in failed] if failed else []
-        )
+        failed = adapters.pop_failed()
+        if not failed:
+            return []
         return [
             self.scheduler.fail_request(request.request_id, failed[request.adapter])
-            for request in waiting
-            if request.adapter is not None and not request.is_finished
+            for request in list(self.scheduler.requests.values())
+            if request.adapter in failed and not request.is_finished
         ]
 
     def _begin_grammar(self, request: Request) -> None:
@@ -192,11 +192,13 @@ class EngineCore:
             if plan is None:
                 break
             self._in_flight.append((plan, self.runner.submit(plan)))
-        updates += self._end_failed_adapters()
+        adapters = self.scheduler.adapters
+        if adapters is not None:
+            updates += self._end_failed(adapters)
         if not self._in_flight:
             if self._compiling:
                 wait_for_any(self._compiling.values())
-            elif not updates and not self.scheduler.adapters.wait_for_any():
+            elif not updates and not (adapters is not None and adapters.wait_for_any()):
                 self._check_progress()
             return updates
         plan, pending = self._in_flight.popleft()

@@ -106,7 +106,10 @@ class Queues:
     def prepare_by_preemption(self, request: Request, protected: Collection[str]) -> bool:
         """Load the request's adapter into a slot, preempting any but the protected ids if
         necessary. Returns False if it is still loading, or if protected requests use all slots."""
-        while (ready := self.rows.adapters.prepare(request.adapter)) is Readiness.NO_SLOT:
+        adapters = self.rows.adapters
+        if adapters is None or request.adapter is None:
+            return True
+        while (ready := adapters.prepare(request.adapter)) is Readiness.NO_SLOT:
             others = (r for r in reversed(self.running) if r.request_id not in protected)
             victim = next((r for r in others if r.adapter is not None), None)
             if victim is None:

@@ -61,7 +61,8 @@ class Scheduler:
             windows=tuple(features.windows),
         )
         swap = features.swap_config if self.layout.windows == (WHOLE,) else None
-        self.adapters = AdapterSlots(features.adapters)
+        loader = features.adapters
+        self.adapters = AdapterSlots(loader) if loader is not None else None
         self.rows = RowTable(
             limits.max_num_seqs,
             self.pool,
@@ -183,7 +184,7 @@ class Scheduler:
             swap_out=swap_out,
             swap_in=swap_in,
             row_masks=builder.row_masks,
-            adapter_copies=self.adapters.pop_copies(),
+            adapter_copies=self.adapters.pop_copies() if self.adapters is not None else (),
         )
         self.num_steps += 1
         num_tokens = self._max_num_batched_tokens - builder.budget
@@ -309,7 +310,7 @@ class Scheduler:
                 index = self.num_deferred = index + 1
                 num_kept_rows += 1
                 continue
-            if request.adapter is not None:
+            if self.adapters is not None and request.adapter is not None:
                 ready = self.adapters.prepare(request.adapter) if has_slots else Readiness.NO_SLOT
                 has_slots = ready is not Readiness.NO_SLOT
                 if ready is not Readiness.READY:
@@ -466,7 +467,8 @@ class Scheduler:
             for request in void.saved:  # the copies may not have been made
                 self.rows.swap.drop(request)
             # The runner may not have released these rows and filled these adapter slots.
-            self.adapters.copy_again(void.plan.adapter_copies)
+            if self.adapters is not None:
+                self.adapters.copy_again(void.plan.adapter_copies)
             self.rows.release_again(void.plan.released_rows)
         return updates
 

@@ -48,7 +48,7 @@ class RowTable:
         long_context_from: int | None = None,
     ) -> None:
         self.pool = pool
-        self.adapters = adapters or AdapterSlots()
+        self.adapters = adapters
         layout = layout or CacheLayout(block_size=pool.block_size, step_tokens=1)
         self.layout = layout
         self.num_groups = layout.num_groups
@@ -129,7 +129,8 @@ class RowTable:
         )
         request.num_computed = self.swap.restore(request, len(shared), num_computed)
         request.row = heapq.heappop(self._free)
-        request.adapter_slot = self.adapters.acquire(request.adapter)
+        if self.adapters is not None and request.adapter is not None:
+            request.adapter_slot = self.adapters.acquire(request.adapter)
         self.owners[request.row] = request
         self._refused = None
         return True
@@ -180,7 +181,8 @@ class RowTable:
         assert request.row is not None and request.num_in_flight == 0
         self.pool.free(live(request.table.blocks))
         request.table = BlockTable(digests=request.table.digests)
-        self.adapters.release(request.adapter)
+        if self.adapters is not None and request.adapter is not None:
+            self.adapters.release(request.adapter)
         self.owners[request.row] = None
         self._released.add(request.row)
         heapq.heappush(self._free, request.row)
@@ -278,7 +280,8 @@ class RowTable:
         """Raise AssertionError unless rows and blocks agree. Costs O(num_blocks)."""
         owners = [request for request in self.owners if request is not None]
         self.pool.check(live(request.table.blocks) for request in owners)
-        self.adapters.check([request.adapter for request in owners])
+        if self.adapters is not None:
+            self.adapters.check([request.adapter for request in owners])
         free = [row for row, request in enumerate(self.owners) if request is None]
         if sorted(self._free) != free:
             raise AssertionError(
