@@ -132,7 +132,8 @@ class Scheduler:
         self.num_finished += 1
         self.last_finished.append(request.summary())
         self._sharing.leave(request)
-        self.bisection.drop(request)
+        if self.bisection.groups:
+            self.bisection.drop(request)
         self._queues.finish(request)
         if request.extension is not None:
             request.extension.on_finish(request, error)
@@ -162,7 +163,7 @@ class Scheduler:
         builder = PlanBuilder(
             self._max_num_batched_tokens, self._max_num_scored_tokens, snapshots, keeps_answers
         )
-        if self.bisection:
+        if self.bisection.groups:
             self._schedule_suspects(builder)
         else:
             if self.speculation is not None:
@@ -417,7 +418,7 @@ class Scheduler:
             _add_vectors(builder, result, updates)
             num_tokens = 0
         self.num_generated_tokens += num_tokens
-        if self.bisection:
+        if self.bisection.groups:
             self.bisection.on_success(list(zip(builder.requests, builder.work, strict=True)))
         if self.speculation is not None:
             self.speculation.end_step(
