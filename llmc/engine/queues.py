@@ -15,7 +15,6 @@ from operator import attrgetter
 
 from llmc.engine.adapters import Readiness
 from llmc.engine.kv.row_table import RowTable
-from llmc.engine.parallel_sampling import PromptSharing
 from llmc.engine.request import Request, RequestState
 
 RUNNING = RequestState.RUNNING
@@ -50,12 +49,11 @@ class RankedQueue(list[Request]):
 class Queues:
     """The running and waiting requests of one RowTable."""
 
-    def __init__(self, rows: RowTable, sharing: PromptSharing) -> None:
+    def __init__(self, rows: RowTable) -> None:
         self.rows = rows
         self.running = RankedQueue()
         self.waiting = RankedQueue()
         self.num_preemptions = 0
-        self._sharing = sharing
         self._num_leaving = 0  # requests that hold a row but no longer run
 
     def admit(self, request: Request) -> None:
@@ -169,7 +167,7 @@ class Queues:
 
     def _free(self, request: Request) -> None:
         # The blocks of a shared prompt stay on the device: nothing to swap out.
-        if request.state is PREEMPTED and not self._sharing.is_shared(request):
+        if request.state is PREEMPTED and request.siblings is None:
             self.rows.swap.save(request)
         self.rows.free(request)
 

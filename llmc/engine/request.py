@@ -82,6 +82,7 @@ class Request:
     adapter_slot: int = 0  # while it has a row; 0: no adapter
     position_offset: int = 0  # of the positions that the model sees; above 0: a long sequence
     table: BlockTable = field(default_factory=BlockTable)
+    siblings: list[Request] | None = None  # it and others of one prompt (parallel_sampling.py)
     num_tokens: int = field(init=False)
     num_computed: int = 0
     num_in_flight: int = 0  # planned steps whose result has not arrived

@@ -27,7 +27,7 @@ from llmc.engine.kv.layout import WHOLE, CacheLayout
 from llmc.engine.kv.row_table import NO_SOURCE, RowTable, Source, new_row
 from llmc.engine.messages import STEP_SIZES, FinishedRequest, RequestUpdate
 from llmc.engine.options import EngineFeatures, EngineLimits
-from llmc.engine.parallel_sampling import PromptSharing
+from llmc.engine.parallel_sampling import find_source, share_prompt, stop_sharing
 from llmc.engine.plan import Score, StepPlan, StepResult, TokenLogprobs
 from llmc.engine.plan_builder import PlanBuilder
 from llmc.engine.queues import Queues
@@ -74,8 +74,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # all unfinished ones
         self.speculation = features.speculation
         self.bisection = FaultBisection()
-        self._sharing = PromptSharing()
-        self._queues = Queues(self.rows, self._sharing)
+        self._queues = Queues(self.rows)
         self.running, self.waiting = self._queues.running, self._queues.waiting
         self._max_num_batched_tokens = limits.max_num_batched_tokens
         self._max_num_scored_tokens = limits.max_num_scored_tokens
@@ -113,7 +112,7 @@ class Scheduler:
             request.extension = self.speculation.drafter(request)
         self.waiting.insert_ranked(request)
         if sibling is not None:
-            self._sharing.join(request, sibling)
+            share_prompt(request, sibling)
 
     def abort(self, request_id: str) -> RequestUpdate | None:
         """End a request now. Returns None if there is no such request or it has just finished."""
@@ -131,7 +130,8 @@ class Scheduler:
         del self.requests[request.request_id]
         self.num_finished += 1
         self.last_finished.append(request.summary())
-        self._sharing.leave(request)
+        if request.siblings is not None:
+            stop_sharing(request)
         if self.bisection.groups:
             self.bisection.drop(request)
         self._queues.finish(request)
@@ -306,7 +306,7 @@ class Scheduler:
                 return
             if not builder.has_room(request):
                 return
-            source = self._sharing.find_source(request, builder)
+            source = NO_SOURCE if request.siblings is None else find_source(request, builder)
             if source.wait:
                 index = self.num_deferred = index + 1
                 num_kept_rows += 1
