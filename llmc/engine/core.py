@@ -218,7 +218,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
-        pool, speculation = scheduler.pool, scheduler.speculation
+        pool, speculation, swap = scheduler.pool, scheduler.speculation, scheduler.rows.swap
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -229,7 +229,7 @@ class EngineCore:
             num_generated_tokens=scheduler.num_generated_tokens,
             num_finished=scheduler.num_finished,
             num_steps=scheduler.num_steps,
-            num_swaps=scheduler.rows.swap.num_swaps,
+            num_swaps=swap.num_swaps if swap else 0,
             num_failed_steps=scheduler.num_failed_steps,
             num_wasted_row_steps=scheduler.num_wasted_row_steps,
             num_runtime_compiles=self.runner.num_runtime_compiles,

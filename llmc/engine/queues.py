@@ -141,7 +141,8 @@ class Queues:
     def finish(self, request: Request) -> None:
         was_running = request.state is RUNNING
         request.state = FINISHED
-        self.rows.swap.drop(request)
+        if self.rows.swap is not None:
+            self.rows.swap.drop(request)
         if was_running:
             self.running.discard(request)
             self._leave(request)
@@ -166,15 +167,17 @@ class Queues:
             self._free(request)
 
     def _free(self, request: Request) -> None:
+        swap = self.rows.swap
         # The blocks of a shared prompt stay on the device: nothing to swap out.
-        if request.state is PREEMPTED and request.siblings is None:
-            self.rows.swap.save(request)
+        if swap is not None and request.state is PREEMPTED and request.siblings is None:
+            swap.save(request)
         self.rows.free(request)
 
     def violations(self) -> list[str]:
         """The violated invariants. Raises AssertionError for those of rows and blocks."""
         self.rows.check()
-        self.rows.swap.check(self.waiting)
+        if self.rows.swap is not None:
+            self.rows.swap.check(self.waiting)
         owners = [request for request in self.rows.owners if request is not None]
         leaving = [request for request in owners if request.state is not RUNNING]
         rules = {

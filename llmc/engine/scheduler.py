@@ -28,7 +28,7 @@ from llmc.engine.kv.row_table import NO_SOURCE, RowTable, Source, new_row
 from llmc.engine.messages import STEP_SIZES, FinishedRequest, RequestUpdate
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.parallel_sampling import find_source, share_prompt, stop_sharing
-from llmc.engine.plan import Score, StepPlan, StepResult, TokenLogprobs
+from llmc.engine.plan import BlockCopy, Score, StepPlan, StepResult, TokenLogprobs
 from llmc.engine.plan_builder import PlanBuilder
 from llmc.engine.queues import Queues
 from llmc.engine.request import NOT_FINITE, Request, RequestState
@@ -175,7 +175,10 @@ class Scheduler:
                 self._schedule_all(builder)
         if not builder.work:
             return None
-        builder.saved, swap_out, swap_in = self.rows.swap.pop()
+        swap_out: Sequence[BlockCopy] = ()
+        swap_in: Sequence[BlockCopy] = ()
+        if self.rows.swap is not None:
+            builder.saved, swap_out, swap_in = self.rows.swap.pop()
         builder.plan = StepPlan(
             step=self.num_steps,
             work=builder.work,
@@ -465,8 +468,9 @@ class Scheduler:
             for request in void.requests:
                 self._queues.reset(request)
             self.rows.release_snapshots(void.work)
-            for request in void.saved:  # the copies may not have been made
-                self.rows.swap.drop(request)
+            if self.rows.swap is not None:
+                for request in void.saved:  # the copies may not have been made
+                    self.rows.swap.drop(request)
             # The runner may not have released these rows and filled these adapter slots.
             if self.adapters is not None:
                 self.adapters.copy_again(void.plan.adapter_copies)

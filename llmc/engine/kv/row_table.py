@@ -53,7 +53,7 @@ class RowTable:
         self.layout = layout
         self.num_groups = layout.num_groups
         self.is_whole = layout.is_whole
-        self.swap = Swapper(swap_config, pool.block_size)
+        self.swap = Swapper(swap_config, pool.block_size) if swap_config is not None else None
         self.long_context_from = long_context_from
         self.owners: list[Request | None] = [None] * num_rows
         self._free = list(range(num_rows))  # a heap
@@ -86,7 +86,8 @@ class RowTable:
         if request.position_offset != (offset := self.position_offset(request)):
             request.position_offset = offset
             request.table.digests = []
-            self.swap.drop(request)
+            if self.swap is not None:
+                self.swap.drop(request)
         shared, num_known = self._find_prefix(request)
         num_published = len(shared) // groups
         num_computed = num_published * size
@@ -127,7 +128,9 @@ class RowTable:
             kept_at=num_computed,
             known_to=num_known * size,
         )
-        request.num_computed = self.swap.restore(request, len(shared), num_computed)
+        if self.swap is not None:
+            num_computed = self.swap.restore(request, len(shared), num_computed)
+        request.num_computed = num_computed
         request.row = heapq.heappop(self._free)
         if self.adapters is not None and request.adapter is not None:
             request.adapter_slot = self.adapters.acquire(request.adapter)
