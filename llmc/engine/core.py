@@ -79,7 +79,7 @@ class EngineCore:
             )
         request = admit(message, self._admission, derive_seed(self._features.seed, self._num_added))
         self._check_adapter(request)
-        self._keep_whole(request)
+        self._set_atomic_parts(request)
         args = request.sampling.extra_args
         if args is not None and self._features.row_states is not None:
             request.row_state = self._features.row_states.begin(args, message.prompt_token_ids)
@@ -100,7 +100,7 @@ class EngineCore:
         for index in range(params.beam_width):
             one = dataclasses.replace(message, request_id=f"{message.request_id}/beam-{index}")
             members.append(admit(one, self._admission, default_seed=0))
-            self._keep_whole(members[-1])
+            self._set_atomic_parts(members[-1])
         self._check_adapter(members[0])
         search = BeamSearch(params, members, self.scheduler)
         for member in members:
@@ -108,10 +108,10 @@ class EngineCore:
             self.scheduler.add(member, members[0] if can_share else None)
         return search
 
-    def _keep_whole(self, request: Request) -> None:
+    def _set_atomic_parts(self, request: Request) -> None:
         """Set which parts of the prompt must be computed in one step."""
-        request.whole_images = self._features.whole_images and bool(request.images)
-        if request.whole_images:
+        if self._features.whole_images and request.images:
+            request.atomic_spans = [span for image in request.images for span in image.spans]
             request.min_step_tokens = max(1, longest(request.images))
         if self._features.whole_prompts:
             request.min_step_tokens = request.num_prompt_tokens

@@ -33,7 +33,7 @@ from llmc.engine.plan_builder import PlanBuilder
 from llmc.engine.queues import Queues
 from llmc.engine.request import NOT_FINITE, Request, RequestState
 from llmc.engine.spec_decode.speculation import count_accepted
-from llmc.image_input import start_of_cut_image
+from llmc.image_input import start_of_cut_span
 
 Drawn = tuple[int | None, TokenLogprobs | None]
 MAX_FINISHED = 64  # finished requests remembered for monitoring
@@ -278,9 +278,9 @@ class Scheduler:
                 num_wanted = request.table.capacity - request.num_computed
                 break
             blocks += self.rows.grow(request)
-        if request.whole_images:  # has_room has checked the budget, but blocks may be short
+        if request.atomic_spans:  # has_room has checked the budget, but blocks may be short
             end = request.num_computed + num_wanted
-            if start_of_cut_image(request.images, end) <= request.num_computed:
+            if start_of_cut_span(request.atomic_spans, end) <= request.num_computed:
                 num_wanted = 0
         if request.state is RUNNING and num_wanted > 0:
             builder.add(request, num_wanted, blocks)

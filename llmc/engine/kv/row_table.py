@@ -17,7 +17,7 @@ from llmc.engine.kv.prefix_cache import NO_BLOCK, find_prefix, group_digest, liv
 from llmc.engine.kv.swap import SwapConfig, Swapper
 from llmc.engine.plan import BlockCopy, NewRow, RowWork
 from llmc.engine.request import BlockTable, Request
-from llmc.image_input import digests_within, start_of_cut_image
+from llmc.image_input import digests_within, start_of_cut_span
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,10 +262,10 @@ class RowTable:
         no image is split."""
         if self.pool.snapshots is not None:
             num_found = self.pool.snapshots.longest(request.table.digests[:num_found])
-        if not request.whole_images:
+        if not request.atomic_spans:
             return num_found
         size = self.pool.block_size
-        return start_of_cut_image(request.images, num_found * size) // size
+        return start_of_cut_span(request.atomic_spans, num_found * size) // size
 
     def _extend_digests(self, request: Request, num_full: int) -> None:
         size, digests = self.pool.block_size, request.table.digests
