@@ -43,7 +43,7 @@ def show(certificate: Certificate) -> None:
         console.print()
         print_table(console, _layers(certificate.layers))
     _passes_and_kernels(console, certificate)
-    for text in certificate.notes:
+    for text in filter(None, (certificate.cache_note, *certificate.notes)):
         console.print(Text(f"  note: {text}", style="yellow"))
     if not certificate.certified:
         _way_out(console, certificate)

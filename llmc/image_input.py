@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+Span = tuple[int, int]  # first token in the prompt, number of tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,13 +21,13 @@ class ImageTensor:
 class ImageInput:
     """One image: the inputs of its tower, and its placeholder tokens in the prompt.
 
-    `digest` covers all its tensors. `spans` are (first token, count), in order, with one token for
+    `digest` covers all its tensors. `spans` are those of its tokens, in order, with one token for
     each row that the tower computes for the image.
     """
 
     digest: bytes
     tensors: Mapping[str, ImageTensor]
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[Span, ...]
 
     @property
     def num_rows(self) -> int:
@@ -46,18 +48,17 @@ def longest(images: Iterable[ImageInput]) -> int:
     return max((image.num_rows for image in images), default=0)
 
 
-def start_of_cut_image(images: Iterable[ImageInput], end: int) -> int:
-    """`end`, or the start of the image span that `end` would cut."""
-    for image in images:
-        for first, count in image.spans:
-            if first < end < first + count:
-                return first
+def start_of_cut_span(spans: Sequence[Span], end: int) -> int:
+    """`end`, or the first token of the span that `end` would cut."""
+    for first, count in spans:
+        if first < end < first + count:
+            return first
     return end
 
 
-def end_without_cut(images: Iterable[ImageInput], start: int, end: int) -> int:
-    """`end`, moved if needed so that [start, end) is not empty and does not cut an image."""
-    cut = start_of_cut_image(images, end)
+def end_without_cut(spans: Sequence[Span], start: int, end: int) -> int:
+    """`end`, moved if needed so that [start, end) is not empty and does not cut a span."""
+    cut = start_of_cut_span(spans, end)
     if cut > start:
         return cut
-    return next(sum(span) for image in images for span in image.spans if span[0] == cut)
+    return next(sum(span) for span in spans if span[0] == cut)

@@ -28,7 +28,6 @@ from llmc.errors import (
 from llmc.frontend.arguments import as_conversations, as_list, for_each
 from llmc.frontend.beam_search import SearchingEngine, run_searches
 from llmc.frontend.engine_options import Engine, EngineOptions, load_tokenizer, make_config, start
-from llmc.frontend.grammar_trial import make_trial
 from llmc.frontend.inputs import Input, InputProcessor, Prompt
 from llmc.frontend.interrupts import uninterrupted
 from llmc.frontend.outputs import ActiveRequest, OutputProcessor
@@ -37,6 +36,7 @@ from llmc.frontend.progress import GenerationProgress
 from llmc.lora_request import LoRARequest
 from llmc.outputs import BeamSearchOutput, RequestOutput
 from llmc.sampling_params import BeamSearchParams, SamplingParams
+from llmc.structured.trial import Trial
 from llmc.text.chat import Message, Tool
 from llmc.text.tokenizer import Tokenizer
 
@@ -88,7 +88,11 @@ class LLM(PoolingMethods):
         self._is_asleep = False
         self._take(started)
         self._outputs = OutputProcessor(tokenizer)
-        self._trial = make_trial(started.info, tokenizer)
+        self._trial = Trial.for_model(
+            tokenizer,
+            vocab_size=started.info.vocab_size,
+            eos_token_ids=started.info.eos_token_ids,
+        )
         self._ids = itertools.count()
         self._in_use = threading.RLock()  # held by the caller whose requests run
 

@@ -74,7 +74,7 @@ class Head:
     `image_levels`: 1 if image rows can replace token embeddings; each further level adds image
     rows to the hidden states after one more of the first layers. `position_axes`: positions per
     token; 0: one, its index in the sequence.
-    `draft`: captures a draft head instead of a model.
+    `draft_head`: the draft head to capture instead of a model.
     """
 
     kind: Literal["lm", "hidden", "score", "token_score"] = "lm"
@@ -83,7 +83,7 @@ class Head:
     token_types: bool = False
     image_levels: int = 0
     position_axes: int = 0
-    draft: DraftHead | None = None
+    draft_head: DraftHead | None = None
 
     def position_shape(self, tokens: int) -> tuple[int, ...]:
         """Shape of the position ids of `tokens` tokens in a batch of one."""

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from llmc.check.certificate import Certificate
-from llmc.check.check import CACHE_NOTE, check_model, find_certificate
+from llmc.check.check import check_model, find_certificate
 from llmc.check.encoder import TASKS, check_encoder, describe
 from llmc.check.reference import save_random
 from llmc.check.shrink import Shrunken, keep_layers, num_layers, shared_layers, shrink
@@ -188,10 +188,9 @@ def is_rounding(found: Certificate) -> bool:
 
 def _describe(found: Certificate, shrunken: Shrunken, seconds: float) -> ArchitectureCertificate:
     fixed_by = tuple(c.name for c in found.culprits if c.kind == "pass") if found.is_fixable else ()
-    remarks = [note for note in found.notes if note.startswith(CACHE_NOTE)]
     return ArchitectureCertificate(
         status="certified" if found.certified else "different",
-        reason="; ".join(remarks if found.certified else map(str, found.culprits)),
+        reason=found.cache_note if found.certified else "; ".join(map(str, found.culprits)),
         fixed_by=fixed_by,
         notes=(*shrunken.notes, *found.notes),
         created=found.created,

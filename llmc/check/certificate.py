@@ -89,6 +89,7 @@ class Certificate:
     culprits: tuple[Culprit, ...]
     is_fixable: bool  # the step is correct without the culprits that have a switch
     notes: tuple[str, ...]
+    cache_note: str = ""  # how logits differ that transformers computes with its own cache, if so
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

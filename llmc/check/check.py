@@ -40,9 +40,6 @@ from llmc.text.tokenizer import Tokenizer
 from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
 from llmc.weights.lora import LoraWeights, PlainWeight, open_adapter, read_adapter
 
-CACHE_NOTE = (
-    "transformers computes other logits with its cache than without; llmc matches the latter"
-)
 _MAX_CACHED_ERROR = 2e-4  # relative, in float32: ten times the tolerance of the logits
 
 
@@ -300,16 +297,19 @@ def _certificate(
         changed=served.changed,
         culprits=diagnosis.culprits if diagnosis else (),
         is_fixable=diagnosis.is_fixable if diagnosis else False,
-        notes=(*served.notes, *_cache_note(served.reference), *_not_reached(subject, longest)),
+        notes=(*served.notes, *_not_reached(subject, longest)),
+        cache_note=_cache_note(served.reference),
     )
 
 
-def _cache_note(reference: Reference) -> list[str]:
-    """A note if the model's code computes different logits when it uses its own cache."""
+def _cache_note(reference: Reference) -> str:
     error = reference.cached_error
     if error is None or error <= _MAX_CACHED_ERROR:
-        return []
-    return [f"{CACHE_NOTE} (relative difference {error:.1e})"]
+        return ""
+    return (
+        "transformers computes other logits with its cache than without; llmc matches the latter "
+        f"(relative difference {error:.1e})"
+    )
 
 
 def _not_reached(subject: Subject, longest: int) -> list[str]:

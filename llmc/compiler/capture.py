@@ -135,7 +135,7 @@ def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedMo
 
 def _vocab_size(built: BuiltModel, output: fx.Node) -> int:
     """Number of token ids: the width of the model's logits, or the rows of its embedding."""
-    if built.head.kind == "lm" and built.head.draft is None:
+    if built.head.kind == "lm" and built.head.draft_head is None:
         return int(output.meta["val"].shape[-1])
     module: Any = built.module
     return int(module.get_input_embeddings().weight.shape[0])

@@ -39,8 +39,8 @@ def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
 
     Raises CheckpointError for an unsupported classifier, and whatever transformers raises.
     """
-    if head.draft is not None:
-        return make_head(_generator(config), config, head.draft, **options)
+    if head.draft_head is not None:
+        return make_head(_generator(config), config, head.draft_head, **options)
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     maker: Any = _generator(config)

@@ -58,19 +58,17 @@ class _Slot:
 
 
 class AdapterSlots:
-    """Without a `loader` there are no slots, and requests cannot use adapters."""
+    """The slots, the adapters in them, and which of these must be copied by the next plan."""
 
-    def __init__(self, loader: AdapterLoader | None = None) -> None:
+    def __init__(self, loader: AdapterLoader) -> None:
         self._loader = loader
-        self._free = list(range(loader.num_slots if loader is not None else 0, 0, -1))
+        self._free = list(range(loader.num_slots, 0, -1))
         self._slots: OrderedDict[LoRARequest, _Slot] = OrderedDict()  # least recently used first
         self._failed: dict[LoRARequest, str] = {}
         self.num_loads = 0
 
-    def prepare(self, adapter: LoRARequest | None) -> Readiness:
+    def prepare(self, adapter: LoRARequest) -> Readiness:
         """Whether a request with this adapter can be given a row now; if not, start loading it."""
-        if adapter is None:
-            return Readiness.READY
         if adapter in self._failed:  # its requests are about to be ended
             return Readiness.LOADING
         slot = self._slots.get(adapter) or self._assign(adapter)
@@ -90,7 +88,6 @@ class AdapterSlots:
 
     def _assign(self, adapter: LoRARequest) -> _Slot | None:
         """Assign a free slot, or that of the least recently used adapter that no request uses."""
-        assert self._loader is not None, "a request with an adapter was admitted"
         old: LoRARequest | None = None
         if not self._free:
             idle = (k for k, s in self._slots.items() if not s.num_users and not s.is_loading)
@@ -103,19 +100,16 @@ class AdapterSlots:
         self.num_loads += 1
         return slot
 
-    def acquire(self, adapter: LoRARequest | None) -> int:
+    def acquire(self, adapter: LoRARequest) -> int:
         """Count a request that was given a row as a user of its (ready) adapter. -> its slot."""
-        if adapter is None:
-            return 0
         slot = self._slots[adapter]
         slot.num_users += 1
         self._slots.move_to_end(adapter)
         return slot.number
 
-    def release(self, adapter: LoRARequest | None) -> None:
+    def release(self, adapter: LoRARequest) -> None:
         """Count off a user: a request with this adapter released its row."""
-        if adapter is not None:
-            self._slots[adapter].num_users -= 1
+        self._slots[adapter].num_users -= 1
 
     def pop_copies(self) -> list[AdapterCopy]:
         """The adapter copies that the next plan must carry."""
@@ -148,7 +142,7 @@ class AdapterSlots:
     def check(self, in_use: Sequence[LoRARequest | None]) -> None:
         """Raise AssertionError unless slots and their user counts match the requests with rows."""
         numbers = sorted([*self._free, *(slot.number for slot in self._slots.values())])
-        total = self._loader.num_slots if self._loader is not None else 0
+        total = self._loader.num_slots
         if numbers != list(range(1, total + 1)):
             raise AssertionError(f"free and assigned slots are {numbers}, expected 1 to {total}")
         for adapter, slot in self._slots.items():

@@ -18,6 +18,7 @@ import dataclasses
 import logging
 from collections import deque
 
+from llmc.engine.adapters import AdapterSlots
 from llmc.engine.admission import Limits, admit, derive_seed
 from llmc.engine.beam_search import BeamSearch
 from llmc.engine.grammar import Constraint, wait_for_any
@@ -78,7 +79,7 @@ class EngineCore:
             )
         request = admit(message, self._admission, derive_seed(self._features.seed, self._num_added))
         self._check_adapter(request)
-        self._keep_whole(request)
+        self._set_atomic_parts(request)
         args = request.sampling.extra_args
         if args is not None and self._features.row_states is not None:
             request.row_state = self._features.row_states.begin(args, message.prompt_token_ids)
@@ -99,7 +100,7 @@ class EngineCore:
         for index in range(params.beam_width):
             one = dataclasses.replace(message, request_id=f"{message.request_id}/beam-{index}")
             members.append(admit(one, self._admission, default_seed=0))
-            self._keep_whole(members[-1])
+            self._set_atomic_parts(members[-1])
         self._check_adapter(members[0])
         search = BeamSearch(params, members, self.scheduler)
         for member in members:
@@ -107,10 +108,10 @@ class EngineCore:
             self.scheduler.add(member, members[0] if can_share else None)
         return search
 
-    def _keep_whole(self, request: Request) -> None:
+    def _set_atomic_parts(self, request: Request) -> None:
         """Set which parts of the prompt must be computed in one step."""
-        request.whole_images = self._features.whole_images and bool(request.images)
-        if request.whole_images:
+        if self._features.whole_images and request.images:
+            request.atomic_spans = [span for image in request.images for span in image.spans]
             request.min_step_tokens = max(1, longest(request.images))
         if self._features.whole_prompts:
             request.min_step_tokens = request.num_prompt_tokens
@@ -127,16 +128,15 @@ class EngineCore:
             )
         self._features.adapters.check(request.adapter)
 
-    def _end_failed_adapters(self) -> list[RequestUpdate]:
+    def _end_failed(self, adapters: AdapterSlots) -> list[RequestUpdate]:
         """End the requests whose adapters could not be loaded."""
-        failed = self.scheduler.adapters.pop_failed()
-        waiting = (
-            [r for r in self.scheduler.requests.values() if r.adapter in failed] if failed else []
-        )
+        failed = adapters.pop_failed()
+        if not failed:
+            return []
         return [
             self.scheduler.fail_request(request.request_id, failed[request.adapter])
-            for request in waiting
-            if request.adapter is not None and not request.is_finished
+            for request in list(self.scheduler.requests.values())
+            if request.adapter in failed and not request.is_finished
         ]
 
     def _begin_grammar(self, request: Request) -> None:
@@ -192,11 +192,13 @@ class EngineCore:
             if plan is None:
                 break
             self._in_flight.append((plan, self.runner.submit(plan)))
-        updates += self._end_failed_adapters()
+        adapters = self.scheduler.adapters
+        if adapters is not None:
+            updates += self._end_failed(adapters)
         if not self._in_flight:
             if self._compiling:
                 wait_for_any(self._compiling.values())
-            elif not updates and not self.scheduler.adapters.wait_for_any():
+            elif not updates and not (adapters is not None and adapters.wait_for_any()):
                 self._check_progress()
             return updates
         plan, pending = self._in_flight.popleft()
@@ -216,7 +218,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
-        pool, speculation = scheduler.pool, scheduler.speculation
+        pool, speculation, swap = scheduler.pool, scheduler.speculation, scheduler.rows.swap
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -227,7 +229,7 @@ class EngineCore:
             num_generated_tokens=scheduler.num_generated_tokens,
             num_finished=scheduler.num_finished,
             num_steps=scheduler.num_steps,
-            num_swaps=scheduler.rows.swap.num_swaps,
+            num_swaps=swap.num_swaps if swap else 0,
             num_failed_steps=scheduler.num_failed_steps,
             num_wasted_row_steps=scheduler.num_wasted_row_steps,
             num_runtime_compiles=self.runner.num_runtime_compiles,

@@ -41,27 +41,24 @@ class FaultBisection:
     """A stack of groups of suspects; the top group runs in isolation until it is empty."""
 
     def __init__(self) -> None:
-        self._groups: list[list[Suspect]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._groups)
+        self.groups: list[list[Suspect]] = []  # none: nothing is being searched
 
     @property
     def group(self) -> list[Suspect]:
         """The suspects that can be scheduled now."""
-        return list(self._groups[-1])
+        return list(self.groups[-1])
 
     @property
     def members(self) -> list[Request]:
-        return [suspect.request for group in self._groups for suspect in group]
+        return [suspect.request for group in self.groups for suspect in group]
 
     def on_failure(self, failed: Sequence[tuple[Request, RowWork]]) -> Request | None:
         """Record a failed step's requests. Returns the culprit if only one request can be it.
 
         A suspect must get past its work in the first step that failed.
         """
-        found_again = bool(self._groups)
-        known = {s.request.request_id: s for s in (self._groups.pop() if found_again else ())}
+        found_again = bool(self.groups)
+        known = {s.request.request_id: s for s in (self.groups.pop() if found_again else ())}
         suspects = []
         for request, work in failed:
             if not request.is_finished:
@@ -81,16 +78,16 @@ class FaultBisection:
     def on_success(self, done: Sequence[tuple[Request, RowWork]]) -> None:
         """Clear those requests of a successful step that are past their work."""
         for request, work in done:
-            group = self._groups[-1] if self._groups else ()
+            group = self.groups[-1] if self.groups else ()
             suspect = next((s for s in group if s.request is request), None)
             if suspect is not None and work.start + work.num_tokens >= suspect.end:
                 self.drop(request)
 
     def drop(self, request: Request) -> None:
         """Remove a request from the suspects, if it is one."""
-        groups = ([s for s in group if s.request is not request] for group in self._groups)
-        self._groups = [group for group in groups if group]
+        groups = ([s for s in group if s.request is not request] for group in self.groups)
+        self.groups = [group for group in groups if group]
 
     def _push(self, group: list[Suspect]) -> None:
         if group:
-            self._groups.append(group)
+            self.groups.append(group)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from llmc.engine.kv.snapshots import StateSnapshots
 from llmc.engine.plan import NewRow, RowMask, RowWork, StepPlan
 from llmc.engine.request import Request
-from llmc.image_input import end_without_cut, start_of_cut_image
+from llmc.image_input import end_without_cut, start_of_cut_span
 
 
 @dataclass(slots=True)
@@ -59,8 +59,8 @@ class PlanBuilder:
         is_scored = request.needs_scores and start < len(request.prompt_scores)
         if is_scored:
             num_tokens = min(num_tokens, self.score_budget - self.num_scored)
-        if request.whole_images:
-            num_tokens = end_without_cut(request.images, start, start + num_tokens) - start
+        if request.atomic_spans:
+            num_tokens = end_without_cut(request.atomic_spans, start, start + num_tokens) - start
         stop = self._stop_at(request, start + num_tokens)
         if stop is not None:
             num_tokens = stop - start
@@ -92,8 +92,8 @@ class PlanBuilder:
         stop = None if self.snapshots is None else self.snapshots.stop_at(request, end)
         if (
             stop is not None
-            and request.whole_images
-            and start_of_cut_image(request.images, stop) != stop
+            and request.atomic_spans
+            and start_of_cut_span(request.atomic_spans, stop) != stop
         ):
             return None
         return stop

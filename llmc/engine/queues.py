@@ -15,7 +15,6 @@ from operator import attrgetter
 
 from llmc.engine.adapters import Readiness
 from llmc.engine.kv.row_table import RowTable
-from llmc.engine.parallel_sampling import PromptSharing
 from llmc.engine.request import Request, RequestState
 
 RUNNING = RequestState.RUNNING
@@ -50,12 +49,11 @@ class RankedQueue(list[Request]):
 class Queues:
     """The running and waiting requests of one RowTable."""
 
-    def __init__(self, rows: RowTable, sharing: PromptSharing) -> None:
+    def __init__(self, rows: RowTable) -> None:
         self.rows = rows
         self.running = RankedQueue()
         self.waiting = RankedQueue()
         self.num_preemptions = 0
-        self._sharing = sharing
         self._num_leaving = 0  # requests that hold a row but no longer run
 
     def admit(self, request: Request) -> None:
@@ -106,7 +104,10 @@ class Queues:
     def prepare_by_preemption(self, request: Request, protected: Collection[str]) -> bool:
         """Load the request's adapter into a slot, preempting any but the protected ids if
         necessary. Returns False if it is still loading, or if protected requests use all slots."""
-        while (ready := self.rows.adapters.prepare(request.adapter)) is Readiness.NO_SLOT:
+        adapters = self.rows.adapters
+        if adapters is None or request.adapter is None:
+            return True
+        while (ready := adapters.prepare(request.adapter)) is Readiness.NO_SLOT:
             others = (r for r in reversed(self.running) if r.request_id not in protected)
             victim = next((r for r in others if r.adapter is not None), None)
             if victim is None:
@@ -140,7 +141,8 @@ class Queues:
     def finish(self, request: Request) -> None:
         was_running = request.state is RUNNING
         request.state = FINISHED
-        self.rows.swap.drop(request)
+        if self.rows.swap is not None:
+            self.rows.swap.drop(request)
         if was_running:
             self.running.discard(request)
             self._leave(request)
@@ -165,15 +167,17 @@ class Queues:
             self._free(request)
 
     def _free(self, request: Request) -> None:
+        swap = self.rows.swap
         # The blocks of a shared prompt stay on the device: nothing to swap out.
-        if request.state is PREEMPTED and not self._sharing.is_shared(request):
-            self.rows.swap.save(request)
+        if swap is not None and request.state is PREEMPTED and request.siblings is None:
+            swap.save(request)
         self.rows.free(request)
 
     def violations(self) -> list[str]:
         """The violated invariants. Raises AssertionError for those of rows and blocks."""
         self.rows.check()
-        self.rows.swap.check(self.waiting)
+        if self.rows.swap is not None:
+            self.rows.swap.check(self.waiting)
         owners = [request for request in self.rows.owners if request is not None]
         leaving = [request for request in owners if request.state is not RUNNING]
         rules = {

@@ -14,7 +14,7 @@ from enum import Enum
 
 from llmc.engine.messages import FinishedRequest, RequestUpdate
 from llmc.engine.plan import RowMask, RowWork, Score, TokenLogprobs
-from llmc.image_input import ImageInput
+from llmc.image_input import ImageInput, Span
 from llmc.lora_request import LoRARequest
 from llmc.outputs import FinishReason
 from llmc.sampling_params import SamplingParams
@@ -69,7 +69,7 @@ class Request:
     cache_salt: bytes = b""
     adapter: LoRARequest | None = None
     images: Sequence[ImageInput] = ()
-    whole_images: bool = False  # the tokens of each are computed in one step
+    atomic_spans: Sequence[Span] = ()  # of the prompt: the tokens of each are computed in one step
     min_step_tokens: int = 1  # token budget that a step must have left to compute this request
     priority: int = 0
     row_state: Mapping[str, bytes] = field(default_factory=dict)  # see plan.NewRow
@@ -82,6 +82,7 @@ class Request:
     adapter_slot: int = 0  # while it has a row; 0: no adapter
     position_offset: int = 0  # of the positions that the model sees; above 0: a long sequence
     table: BlockTable = field(default_factory=BlockTable)
+    siblings: list[Request] | None = None  # it and others of one prompt (parallel_sampling.py)
     num_tokens: int = field(init=False)
     num_computed: int = 0
     num_in_flight: int = 0  # planned steps whose result has not arrived

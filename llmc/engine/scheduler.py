@@ -27,13 +27,13 @@ from llmc.engine.kv.layout import WHOLE, CacheLayout
 from llmc.engine.kv.row_table import NO_SOURCE, RowTable, Source, new_row
 from llmc.engine.messages import STEP_SIZES, FinishedRequest, RequestUpdate
 from llmc.engine.options import EngineFeatures, EngineLimits
-from llmc.engine.parallel_sampling import PromptSharing
-from llmc.engine.plan import Score, StepPlan, StepResult, TokenLogprobs
+from llmc.engine.parallel_sampling import find_source, share_prompt, stop_sharing
+from llmc.engine.plan import BlockCopy, Score, StepPlan, StepResult, TokenLogprobs
 from llmc.engine.plan_builder import PlanBuilder
 from llmc.engine.queues import Queues
 from llmc.engine.request import NOT_FINITE, Request, RequestState
 from llmc.engine.spec_decode.speculation import count_accepted
-from llmc.image_input import start_of_cut_image
+from llmc.image_input import start_of_cut_span
 
 Drawn = tuple[int | None, TokenLogprobs | None]
 MAX_FINISHED = 64  # finished requests remembered for monitoring
@@ -61,7 +61,8 @@ class Scheduler:
             windows=tuple(features.windows),
         )
         swap = features.swap_config if self.layout.windows == (WHOLE,) else None
-        self.adapters = AdapterSlots(features.adapters)
+        loader = features.adapters
+        self.adapters = AdapterSlots(loader) if loader is not None else None
         self.rows = RowTable(
             limits.max_num_seqs,
             self.pool,
@@ -73,8 +74,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # all unfinished ones
         self.speculation = features.speculation
         self.bisection = FaultBisection()
-        self._sharing = PromptSharing()
-        self._queues = Queues(self.rows, self._sharing)
+        self._queues = Queues(self.rows)
         self.running, self.waiting = self._queues.running, self._queues.waiting
         self._max_num_batched_tokens = limits.max_num_batched_tokens
         self._max_num_scored_tokens = limits.max_num_scored_tokens
@@ -112,7 +112,7 @@ class Scheduler:
             request.extension = self.speculation.drafter(request)
         self.waiting.insert_ranked(request)
         if sibling is not None:
-            self._sharing.join(request, sibling)
+            share_prompt(request, sibling)
 
     def abort(self, request_id: str) -> RequestUpdate | None:
         """End a request now. Returns None if there is no such request or it has just finished."""
@@ -130,8 +130,10 @@ class Scheduler:
         del self.requests[request.request_id]
         self.num_finished += 1
         self.last_finished.append(request.summary())
-        self._sharing.leave(request)
-        self.bisection.drop(request)
+        if request.siblings is not None:
+            stop_sharing(request)
+        if self.bisection.groups:
+            self.bisection.drop(request)
         self._queues.finish(request)
         if request.extension is not None:
             request.extension.on_finish(request, error)
@@ -161,7 +163,7 @@ class Scheduler:
         builder = PlanBuilder(
             self._max_num_batched_tokens, self._max_num_scored_tokens, snapshots, keeps_answers
         )
-        if self.bisection:
+        if self.bisection.groups:
             self._schedule_suspects(builder)
         else:
             if self.speculation is not None:
@@ -173,7 +175,10 @@ class Scheduler:
                 self._schedule_all(builder)
         if not builder.work:
             return None
-        builder.saved, swap_out, swap_in = self.rows.swap.pop()
+        swap_out: Sequence[BlockCopy] = ()
+        swap_in: Sequence[BlockCopy] = ()
+        if self.rows.swap is not None:
+            builder.saved, swap_out, swap_in = self.rows.swap.pop()
         builder.plan = StepPlan(
             step=self.num_steps,
             work=builder.work,
@@ -183,7 +188,7 @@ class Scheduler:
             swap_out=swap_out,
             swap_in=swap_in,
             row_masks=builder.row_masks,
-            adapter_copies=self.adapters.pop_copies(),
+            adapter_copies=self.adapters.pop_copies() if self.adapters is not None else (),
         )
         self.num_steps += 1
         num_tokens = self._max_num_batched_tokens - builder.budget
@@ -273,9 +278,9 @@ class Scheduler:
                 num_wanted = request.table.capacity - request.num_computed
                 break
             blocks += self.rows.grow(request)
-        if request.whole_images:  # has_room has checked the budget, but blocks may be short
+        if request.atomic_spans:  # has_room has checked the budget, but blocks may be short
             end = request.num_computed + num_wanted
-            if start_of_cut_image(request.images, end) <= request.num_computed:
+            if start_of_cut_span(request.atomic_spans, end) <= request.num_computed:
                 num_wanted = 0
         if request.state is RUNNING and num_wanted > 0:
             builder.add(request, num_wanted, blocks)
@@ -304,12 +309,12 @@ class Scheduler:
                 return
             if not builder.has_room(request):
                 return
-            source = self._sharing.find_source(request, builder)
+            source = NO_SOURCE if request.siblings is None else find_source(request, builder)
             if source.wait:
                 index = self.num_deferred = index + 1
                 num_kept_rows += 1
                 continue
-            if request.adapter is not None:
+            if self.adapters is not None and request.adapter is not None:
                 ready = self.adapters.prepare(request.adapter) if has_slots else Readiness.NO_SLOT
                 has_slots = ready is not Readiness.NO_SLOT
                 if ready is not Readiness.READY:
@@ -416,7 +421,7 @@ class Scheduler:
             _add_vectors(builder, result, updates)
             num_tokens = 0
         self.num_generated_tokens += num_tokens
-        if self.bisection:
+        if self.bisection.groups:
             self.bisection.on_success(list(zip(builder.requests, builder.work, strict=True)))
         if self.speculation is not None:
             self.speculation.end_step(
@@ -463,10 +468,12 @@ class Scheduler:
             for request in void.requests:
                 self._queues.reset(request)
             self.rows.release_snapshots(void.work)
-            for request in void.saved:  # the copies may not have been made
-                self.rows.swap.drop(request)
+            if self.rows.swap is not None:
+                for request in void.saved:  # the copies may not have been made
+                    self.rows.swap.drop(request)
             # The runner may not have released these rows and filled these adapter slots.
-            self.adapters.copy_again(void.plan.adapter_copies)
+            if self.adapters is not None:
+                self.adapters.copy_again(void.plan.adapter_copies)
             self.rows.release_again(void.plan.released_rows)
         return updates
 

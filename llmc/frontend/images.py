@@ -119,8 +119,6 @@ def _check_whole(prepared: Prepared, most_rows: int) -> None:
 
 def images_of(given: Any, check: Check) -> list[Image]:
     """The images in a prompt's `multi_modal_data`: {"image": one or a list}, PIL or data URLs."""
-    if given is None:
-        return []
     if not isinstance(given, Mapping):
         raise InvalidRequestError(
             f'multi_modal_data must be a dict such as {{"image": image}}, got {given!r:.80}',

@@ -164,7 +164,8 @@ class InputProcessor:
         salt, special = options.get("cache_salt"), options.get("add_special_tokens")
         admission.check_cache_salt(salt)
         images: tuple[ImageInput, ...] = ()
-        given = images_of(options.get("multi_modal_data"), self._images.check)
+        media = options.get("multi_modal_data")
+        given = [] if media is None else images_of(media, self._images.check)
         if given and token_ids is not None:
             raise InvalidRequestError(
                 "a prompt of token ids can't have images; send text with placeholders for them",
@@ -255,7 +256,8 @@ class InputProcessor:
         text, token_ids = self._split(prompt)
         types: Sequence[int] = ()
         options = prompt if isinstance(prompt, Mapping) else {}
-        images_of(options.get("multi_modal_data"), self._images.check)  # raises if there are any
+        if (media := options.get("multi_modal_data")) is not None:
+            images_of(media, self._images.check)  # raises if there are any
         salt = options.get("cache_salt")
         admission.check_cache_salt(salt)
         most = self._limits.max_model_len if truncate == -1 else truncate

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmc.background_thread import Interruptible
 from llmc.errors import InvalidRequestError
-from llmc.frontend.grammar_trial import make_trial
 from llmc.frontend.inputs import Input, InputProcessor, Prompt
 from llmc.frontend.pooling import Scoring
 from llmc.pooling import PoolingParams
 from llmc.sampling_params import SamplingParams
+from llmc.structured.trial import Trial
 from llmc.text.chat import Message, Tool, check_tools, reasoning_format
 from llmc.text.infill import infill_prompt, need_infill_tokens
 from llmc.text.reasoning import find_reasoning
@@ -45,7 +45,9 @@ class Preparation:
         self.inputs = InputProcessor(info, tokenizer)
         self._name = info.name
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="llmc-text")
-        self._trial = make_trial(info, tokenizer)
+        self._trial = Trial.for_model(
+            tokenizer, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids
+        )
         self._trial_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmc-trial")
 
     async def end_trial(self) -> None:

@@ -61,7 +61,7 @@ class ModelSource:
     def head(self) -> Head:
         """The output to capture of the model."""
         if self.draft_head is not None:
-            return Head(draft=self.draft_head)
+            return Head(draft_head=self.draft_head)
         return LM if self.pooling is None else self.pooling.head
 
     @property

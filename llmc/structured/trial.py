@@ -18,12 +18,16 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import IO
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import IO, TYPE_CHECKING
 
 from llmc.errors import InvalidRequestError, LlmcError
 from llmc.structured.vocabulary import Vocabulary
 from llmc.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llmc.text.tokenizer import Tokenizer
 
 TIME_LIMIT = 2.0  # seconds for one grammar
 _START_LIMIT = 60.0  # seconds to import and to read the tokenizer
@@ -44,6 +48,15 @@ class Trial:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._verdicts: OrderedDict[tuple[str, str, str], str | None] = OrderedDict()
+
+    @classmethod
+    def for_model(
+        cls, tokenizer: Tokenizer | None, *, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> Trial:
+        """The trial of a model's grammars. Its process is started by the first check."""
+        return cls(
+            partial(Vocabulary.of, tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        )
 
     def check(self, spec: StructuredOutputsParams) -> None:
         """Raise InvalidRequestError if a grammar is invalid, too costly, or crashes the process."""

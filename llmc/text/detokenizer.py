@@ -11,7 +11,6 @@ suffix that could become a stop string. Work per token is bounded, however long 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from llmc.text.tokenizer import Tokenizer
 
@@ -82,13 +81,6 @@ class IncrementalDecoder:
         self._read = len(self._window)
 
 
-@dataclass(frozen=True, slots=True)
-class StopMatch:
-    """The stop string that ended a text."""
-
-    stop: str
-
-
 class StopFinder:
     """Searches for stop strings in text that arrives in pieces of any size.
 
@@ -101,14 +93,14 @@ class StopFinder:
         self._include = include
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, StopMatch | None]:
-        """Returns the text that is safe to show, and the match that ends the sequence, if any."""
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Returns the text that is safe to show, and the stop string that ended it, if any."""
         text = self._held + text
         found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
             end, start, stop = min(found)
             self._held = ""
-            return text[: end if self._include else start], StopMatch(stop)
+            return text[: end if self._include else start], stop
         keep = len(text) - self._tail_length(text)
         self._held = text[keep:]
         return text[:keep], None
@@ -172,7 +164,7 @@ class Detokenizer:
         return shown if self.stopped_by is not None else shown + self._finder.flush()
 
     def _search(self, text: str) -> str:
-        shown, match = self._finder.push(text) if text else ("", None)
-        if match is not None:
-            self.stopped_by = match.stop
+        if not text:
+            return ""
+        shown, self.stopped_by = self._finder.push(text)
         return shown

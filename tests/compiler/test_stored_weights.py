@@ -254,7 +254,7 @@ def test_what_is_not_used_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFi
     named["model.layers.0.self_attn.k_scale"] = torch.tensor(1.0)
     got = read_stored(tmp_path, named, fp8(None).config, torch.float32)
     assert set(got) == {f"{MODULE}.weight"}
-    assert "fp8 quantizes activations too; llmc quantizes only the weights" in caplog.text
+    assert "fp8 quantizes activations too; llmc does so for fp8 weights only" in caplog.text
     assert "1 KV cache scales in the checkpoint are not used" in caplog.text
     read_stored(tmp_path, named, fp8(None).config, torch.float32)
     assert caplog.text.count("quantizes activations") == 1

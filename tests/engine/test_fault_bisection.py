@@ -98,7 +98,7 @@ def test_a_newcomer_waits_until_the_search_is_over(caplog: pytest.LogCaptureFixt
     while not runner.faults:
         core.step()
     core.add(message(9))
-    while core.scheduler.bisection:
+    while core.scheduler.bisection.groups:
         assert "r9" not in runner.first_scheduled
         core.step()
     assert run(core)["r9"] == run_alone(message(9), seed=9, room=32)
@@ -148,7 +148,7 @@ def test_groups_are_halved_and_emptied() -> None:
     assert fault_bisection.on_failure([(c, work)]) is c
     assert group() == [d]
     fault_bisection.on_success([(d, work)])
-    assert not fault_bisection
+    assert not fault_bisection.groups
 
 
 def test_a_suspect_first_gets_to_its_work_and_then_does_it() -> None:

@@ -94,7 +94,9 @@ def test_an_aborted_request_gives_its_slots_back() -> None:
         core.add(message)
     while not core.stats().num_swaps:
         core.step()
-    swapped = [r for r in core.scheduler.waiting if core.scheduler.rows.swap.holds(r)]
+    swap = core.scheduler.rows.swap
+    assert swap is not None
+    swapped = [r for r in core.scheduler.waiting if swap.holds(r)]
     core.abort(swapped[0].request_id)
     core.check()  # of the slots too
     run(core)
@@ -110,7 +112,8 @@ def test_a_copy_in_a_failed_step_is_not_trusted(caplog: pytest.LogCaptureFixture
         runner.fail_at_swap = True
         for update in core.step():
             outcomes.setdefault(update.request_id, Outcome()).take(update)
-    assert not any(map(core.scheduler.rows.swap.holds, core.scheduler.waiting))
+    swap = core.scheduler.rows.swap
+    assert swap is not None and not any(map(swap.holds, core.scheduler.waiting))
     for name, outcome in run(core).items():
         outcomes[name].tokens += outcome.tokens
     for seed, message in enumerate(crowd()):

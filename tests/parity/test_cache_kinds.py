@@ -91,8 +91,9 @@ def test_many_new_tokens_behind_a_cached_prefix(subject: Subject) -> None:
 
 @pytest.mark.parametrize("swaps", [False, True], ids=["recomputed", "swapped"])
 def test_preempted_answers(subject: Subject, swaps: bool) -> None:
-    room = subject.running.started.engine.scheduler.rows.swap.config
-    assert room is not None
+    swap = subject.running.started.engine.scheduler.rows.swap
+    assert swap is not None
+    room = swap.config
     seconds = 1e9 if swaps else 0.0
     cost = dataclasses.replace(room.cost, prefill_seconds_per_token=seconds)
     engine = subject.running.engine(

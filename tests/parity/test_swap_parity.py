@@ -45,8 +45,10 @@ def test_swapped_requests_go_on_as_recomputed_ones(path: Path) -> None:
     running = tiny_engine.start(path, swap_space=2**20)
     swapper = running.started.runner.swap_space
     assert swapper is not None and swapper.num_slots >= NUM_BLOCKS
-    measured = running.started.engine.scheduler.rows.swap.config
-    assert measured is not None and measured.cost.prefill_seconds_per_token > 0
+    swap = running.started.engine.scheduler.rows.swap
+    assert swap is not None
+    measured = swap.config
+    assert measured.cost.prefill_seconds_per_token > 0
     cheap = dataclasses.replace(measured.cost, prefill_seconds_per_token=1e9)
     swapping = engine(running, SwapConfig(swapper.num_slots, cheap))
     got = tiny_engine.generate(swapping, PROMPTS, 14)

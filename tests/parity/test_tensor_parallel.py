@@ -157,9 +157,9 @@ def test_swapped_blocks_come_back_on_every_rank(llama: Pair) -> None:
     engines = []
     for running in (llama.one, llama.many):
         space = running.started.runner.swap_space
-        room = running.started.engine.scheduler.rows.swap.config
-        assert space is not None and room is not None
-        cheap = dataclasses.replace(room.cost, prefill_seconds_per_token=1e9)
+        swap = running.started.engine.scheduler.rows.swap
+        assert space is not None and swap is not None
+        cheap = dataclasses.replace(swap.config.cost, prefill_seconds_per_token=1e9)
         engines.append(
             running.engine(
                 num_blocks=14,

@@ -17,7 +17,7 @@ from llmc.engine.kv.prefix_cache import NO_BLOCK, find_prefix, group_digest, liv
 from llmc.engine.kv.swap import SwapConfig, Swapper
 from llmc.engine.plan import BlockCopy, NewRow, RowWork
 from llmc.engine.request import BlockTable, Request
-from llmc.image_input import digests_within, start_of_cut_image
+from llmc.image_input import digests_within, start_of_cut_span
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class RowTable:
         long_context_from: int | None = None,
     ) -> None:
         self.pool = pool
-        self.adapters = adapters or AdapterSlots()
+        self.adapters = adapters
         layout = layout or CacheLayout(block_size=pool.block_size, step_tokens=1)
         self.layout = layout
         self.num_groups = layout.num_groups
         self.is_whole = layout.is_whole
-        self.swap = Swapper(swap_config, pool.block_size)
+        self.swap = Swapper(swap_config, pool.block_size) if swap_config is not None else None
         self.long_context_from = long_context_from
         self.owners: list[Request | None] = [None] * num_rows
         self._free = list(range(num_rows))  # a heap
@@ -86,7 +86,8 @@ class RowTable:
         if request.position_offset != (offset := self.position_offset(request)):
             request.position_offset = offset
             request.table.digests = []
-            self.swap.drop(request)
+            if self.swap is not None:
+                self.swap.drop(request)
         shared, num_known = self._find_prefix(request)
         num_published = len(shared) // groups
         num_computed = num_published * size
@@ -127,9 +128,12 @@ class RowTable:
             kept_at=num_computed,
             known_to=num_known * size,
         )
-        request.num_computed = self.swap.restore(request, len(shared), num_computed)
+        if self.swap is not None:
+            num_computed = self.swap.restore(request, len(shared), num_computed)
+        request.num_computed = num_computed
         request.row = heapq.heappop(self._free)
-        request.adapter_slot = self.adapters.acquire(request.adapter)
+        if self.adapters is not None and request.adapter is not None:
+            request.adapter_slot = self.adapters.acquire(request.adapter)
         self.owners[request.row] = request
         self._refused = None
         return True
@@ -180,7 +184,8 @@ class RowTable:
         assert request.row is not None and request.num_in_flight == 0
         self.pool.free(live(request.table.blocks))
         request.table = BlockTable(digests=request.table.digests)
-        self.adapters.release(request.adapter)
+        if self.adapters is not None and request.adapter is not None:
+            self.adapters.release(request.adapter)
         self.owners[request.row] = None
         self._released.add(request.row)
         heapq.heappush(self._free, request.row)
@@ -257,10 +262,10 @@ class RowTable:
         no image is split."""
         if self.pool.snapshots is not None:
             num_found = self.pool.snapshots.longest(request.table.digests[:num_found])
-        if not request.whole_images:
+        if not request.atomic_spans:
             return num_found
         size = self.pool.block_size
-        return start_of_cut_image(request.images, num_found * size) // size
+        return start_of_cut_span(request.atomic_spans, num_found * size) // size
 
     def _extend_digests(self, request: Request, num_full: int) -> None:
         size, digests = self.pool.block_size, request.table.digests
@@ -278,7 +283,8 @@ class RowTable:
         """Raise AssertionError unless rows and blocks agree. Costs O(num_blocks)."""
         owners = [request for request in self.owners if request is not None]
         self.pool.check(live(request.table.blocks) for request in owners)
-        self.adapters.check([request.adapter for request in owners])
+        if self.adapters is not None:
+            self.adapters.check([request.adapter for request in owners])
         free = [row for row, request in enumerate(self.owners) if request is None]
         if sorted(self._free) != free:
             raise AssertionError(

@@ -48,15 +48,12 @@ class Saved:
 
 
 class Swapper:
-    """Slots of host memory, their contents, and the copies that the next plan must make.
+    """Slots of host memory, their contents, and the copies that the next plan must make."""
 
-    Without a `config`, nothing is ever saved.
-    """
-
-    def __init__(self, config: SwapConfig | None, block_size: int) -> None:
+    def __init__(self, config: SwapConfig, block_size: int) -> None:
         self.config = config
         self._block_size = block_size
-        self._free = list(range(config.num_slots - 1, -1, -1)) if config else []
+        self._free = list(range(config.num_slots - 1, -1, -1))
         self._saved: dict[str, Saved] = {}
         self._emptied: list[int] = []  # by copies of the next plan
         self._out: list[tuple[Request, BlockCopy]] = []
@@ -69,7 +66,7 @@ class Swapper:
     def save(self, request: Request) -> None:
         """A preempted request is about to lose its blocks: swap them out if that is cheaper."""
         num_blocks = -(-request.num_computed // self._block_size)
-        if self.config is None or not 0 < num_blocks <= len(self._free):
+        if not 0 < num_blocks <= len(self._free):
             return
         if not self.config.cost.is_cheaper(request.num_computed, num_blocks):
             return
@@ -120,5 +117,5 @@ class Swapper:
             raise AssertionError(f"host memory slots are kept for finished {sorted(gone)}")
         used = [slot for saved in self._saved.values() for slot in saved.slots]
         slots = sorted([*self._free, *self._emptied, *used])
-        if slots != list(range(self.config.num_slots if self.config else 0)):
+        if slots != list(range(self.config.num_slots)):
             raise AssertionError(f"host memory slots are lost or used twice: {slots}")

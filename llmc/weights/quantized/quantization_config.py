@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from llmc.errors import CheckpointError
@@ -174,65 +174,76 @@ def _gptq(fields: Mapping[str, Any]) -> StoredQuantization:
         raise bad(f"checkpoint_format is {form!r}; llmc supports gptq, gptq_v2; {WAY_OUT}")
     one_of(fields, "pack_dtype", "int32", ("int32", "torch.int32"))
 
-    def scheme(own: Mapping[str, Any], targets: tuple[str, ...]) -> WeightScheme:
-        return WeightScheme(
-            layout="gptq",
-            bits=one_of(own, "bits", None, (2, 4, 8)),
-            block=(1, group_size(own, "group_size")),
-            symmetric=own.get("sym") is True,  # zero points are stored either way
-            reorders=bool(own.get("desc_act")),
-            zeros_less_one=form == "gptq",
-            targets=targets,
-        )
+    def scheme(own: Mapping[str, Any], target: str) -> WeightScheme:
+        found = _gptq_scheme(own, target)
+        return replace(found, reorders=bool(own.get("desc_act")), zeros_less_one=form == "gptq")
 
     schemes, plain = [], []
     for pattern, own in mapping_in(fields, "dynamic").items():
-        if pattern.startswith("-:"):
-            plain.append(f"re:{pattern[2:]}")
+        is_plain = pattern.startswith("-:")
+        target = f"re:{pattern.removeprefix('-:' if is_plain else '+:')}"
+        check_pattern(target[3:])
+        if is_plain:
+            plain.append(target)
         else:
-            asked = {**fields, **(own if isinstance(own, Mapping) else {})}
-            schemes.append(scheme(asked, (f"re:{pattern.removeprefix('+:')}",)))
-    for name in [p[3:] for s in schemes for p in s.targets] + [p[3:] for p in plain]:
-        check_pattern(name)
+            schemes.append(scheme(_overridden(fields, own), target))
     if not fields.get("lm_head"):
         plain.append("lm_head")
-    schemes.append(scheme(fields, ("Linear",)))
+    schemes.append(scheme(fields, "Linear"))
     return StoredQuantization(method="gptq", schemes=tuple(schemes), plain_modules=tuple(plain))
 
 
 def _auto_round(fields: Mapping[str, Any]) -> StoredQuantization:
-    """GPTQ's or AWQ's layout, and a scheme of their own for some modules."""
+    """GPTQ's or AWQ's layout; modules in `extra_config` have their own bits or are plain."""
     one_of(fields, "data_type", "int", ("int",))
     form = str(fields.get("packing_format") or "auto_round:auto_gptq")
-    layouts: dict[str, Layout] = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
-    if form not in layouts:
-        raise bad(f"packing_format is {form!r}; llmc supports {', '.join(layouts)}; {WAY_OUT}")
-    layout = layouts[form]
-
-    def scheme(own: Mapping[str, Any], targets: tuple[str, ...]) -> WeightScheme:
-        return WeightScheme(
-            layout=layout,
-            bits=one_of(own, "bits", None, (2, 4, 8) if layout == "gptq" else (4,)),
-            block=(1, group_size(own, "group_size")),
-            symmetric=layout == "gptq" and own.get("sym") is True,
-            zeros_less_one=layout == "gptq",
-            targets=targets,
-        )
-
+    readers = {"auto_round:auto_gptq": _gptq_scheme, "auto_round:auto_awq": _awq_scheme}
+    if form not in readers:
+        raise bad(f"packing_format is {form!r}; llmc supports {', '.join(readers)}; {WAY_OUT}")
+    scheme = readers[form]
     schemes, plain = [], ["lm_head"]
     for name, own in mapping_in(fields, "extra_config").items():
-        asked = {**fields, **(own if isinstance(own, Mapping) else {})}
+        asked = _overridden(fields, own)
         target = name if re.fullmatch(r"[\w.]+", name) else f"re:{name}"
         check_pattern(target.removeprefix("re:"))
         bits = asked.get("bits")
         if isinstance(bits, int) and bits >= 16:
             plain.append(target)
         else:
-            schemes.append(scheme(asked, (target,)))
-    schemes.append(scheme(fields, ("Linear",)))
+            schemes.append(scheme(asked, target))
+    schemes.append(scheme(fields, "Linear"))
     return StoredQuantization(
         method="auto-round", schemes=tuple(schemes), plain_modules=tuple(plain)
     )
+
+
+def _gptq_scheme(fields: Mapping[str, Any], target: str) -> WeightScheme:
+    return WeightScheme(
+        layout="gptq",
+        bits=one_of(fields, "bits", None, (2, 4, 8)),
+        block=(1, group_size(fields, "group_size")),
+        symmetric=fields.get("sym") is True,  # zero points are stored either way
+        zeros_less_one=True,
+        targets=(target,),
+    )
+
+
+def _awq_scheme(
+    fields: Mapping[str, Any], target: str, bits: str = "bits", group: str = "group_size"
+) -> WeightScheme:
+    """`bits` and `group`: the names of the fields."""
+    return WeightScheme(
+        layout="awq",
+        bits=one_of(fields, bits, None, (4,)),
+        block=(1, group_size(fields, group)),
+        symmetric=False,
+        targets=(target,),
+    )
+
+
+def _overridden(fields: Mapping[str, Any], own: Any) -> Mapping[str, Any]:
+    """The fields for modules that override some of them with their `own`."""
+    return {**fields, **(own if isinstance(own, Mapping) else {})}
 
 
 def _awq(fields: Mapping[str, Any]) -> StoredQuantization:
@@ -243,14 +254,7 @@ def _awq(fields: Mapping[str, Any]) -> StoredQuantization:
     group = "group_size" if "group_size" in fields else "q_group_size"
     return StoredQuantization(
         method="awq",
-        schemes=(
-            WeightScheme(
-                layout="awq",
-                bits=one_of(fields, bits, None, (4,)),
-                block=(1, group_size(fields, group)),
-                symmetric=False,
-            ),
-        ),
+        schemes=(_awq_scheme(fields, "Linear", bits, group),),
         plain_modules=names_in(fields, "modules_to_not_convert") or ("lm_head",),
     )
 
