@@ -48,11 +48,11 @@ ROWS = (1, FEW, MANY)
 # what a further layer launches for each number of rows; "step": what every step launches besides
 LAUNCHES: dict[str, tuple[str, ...]] = {
     "dense": (
-        "7: attention_kernel, combine_kernel, 4 few_rows_kernel, rope_write_kernel",
-        "7: attention_kernel, combine_kernel, 4 few_rows_kernel, rope_write_kernel",
+        "5: attention_kernel, 4 few_rows_kernel",
+        "5: attention_kernel, 4 few_rows_kernel",
         (
-            "12: act_mul_kernel, 2 aten.addmm, 2 aten.copy, 2 aten.linear, "
-            "attention_kernel, combine_kernel, 2 norm_kernel, rope_write_kernel"
+            "10: act_mul_kernel, 2 aten.addmm, 2 aten.copy, 2 aten.linear, "
+            "attention_kernel, 2 norm_kernel"
         ),
     ),
     "step": (
@@ -71,19 +71,17 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
     ),
     "routed": (
         (
-            "12: act_mul_kernel, attention_kernel, choose_experts_kernel, combine_kernel, 2 "
-            "expert_kernel, 3 few_rows_kernel, norm_kernel, rope_write_kernel, "
+            "10: act_mul_kernel, attention_kernel, choose_experts_kernel, 2 expert_kernel, 3 "
+            "few_rows_kernel, norm_kernel, sum_experts_kernel"
+        ),
+        (
+            "11: act_mul_kernel, aten.reshape, attention_kernel, choose_experts_kernel, 2 "
+            "expert_kernel, 3 few_rows_kernel, norm_kernel, sum_experts_kernel"
+        ),
+        (
+            "13: act_mul_kernel, aten.addmm, aten.copy, 2 aten.linear, aten.reshape, "
+            "attention_kernel, choose_experts_kernel, 2 expert_kernel, 2 norm_kernel, "
             "sum_experts_kernel"
-        ),
-        (
-            "13: act_mul_kernel, aten.reshape, attention_kernel, choose_experts_kernel, "
-            "combine_kernel, 2 expert_kernel, 3 few_rows_kernel, norm_kernel, "
-            "rope_write_kernel, sum_experts_kernel"
-        ),
-        (
-            "15: act_mul_kernel, aten.addmm, aten.copy, 2 aten.linear, aten.reshape, "
-            "attention_kernel, choose_experts_kernel, combine_kernel, 2 expert_kernel, 2 "
-            "norm_kernel, rope_write_kernel, sum_experts_kernel"
         ),
     ),
     "hybrid": (
