@@ -38,20 +38,27 @@ def counters(device: torch.device, count: int) -> Tensor:
 
 
 @triton.jit
-def is_last(counter, parts):
-    """Whether this program is the last of `parts` to get here. It may read what all have stored.
+def barrier():
+    """Wait until all threads of the program are here and have stored what they stored before.
 
-    The barrier orders the stores of a program's threads before the addition, which one thread
-    makes. The addition releases them to the whole GPU, and acquires those of the programs that
-    added before. The last one must read with `cache_modifier=".cg"`, since L1 is not coherent.
-    AMD's barrier does not wait for stores, and a release only for those of its own wave: each wave
-    waits for its own first.
+    AMD's barrier alone does not wait for stores: each wave waits for its own first.
     """
     if is_hip():
         tl.inline_asm_elementwise(
             "s_waitcnt vmcnt(0)", "=v,v", [tl.arange(0, 64)], dtype=tl.int32, is_pure=False, pack=1
         )
     tl.debug_barrier()
+
+
+@triton.jit
+def is_last(counter, parts):
+    """Whether this program is the last of `parts` to get here. It may read what all have stored.
+
+    The barrier orders the stores of a program's threads before the addition, which one thread
+    makes. The addition releases them to the whole GPU, and acquires those of the programs that
+    added before. The last one must read with `cache_modifier=".cg"`, since L1 is not coherent.
+    """
+    barrier()
     done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     if done == parts - 1:
         tl.store(counter, 0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from llmc.kernels.triton.counters import barrier
 from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.sample_stats import store_stats
 
@@ -76,9 +77,9 @@ def process_kernel(
     if needs_counts(repetition, presence, frequency, r):
         counts += s * vocab
         tl.store(counts + v, tl.zeros([BLOCK], tl.int32), mask=inside)
-        tl.debug_barrier()
+        barrier()
         count_tokens(counts, history, length, prompt, first, end, HISTORY)
-        tl.debug_barrier()
+        barrier()
         count = tl.load(counts + v, mask=inside, other=0, cache_modifier=".cg")
         factor = tl.full([BLOCK], 1.0, tl.float32) * tl.load(repetition + r)
         x = tl.where(count != 0, tl.where(x > 0, tl.div_rn(x, factor), x * factor), x)
@@ -102,18 +103,18 @@ def process_kernel(
                 word = tl.load(allowed + r * mask_row + token // 32, mask=live, other=0)
                 live = live & ((word >> (token % 32)) & 1 == 1)
             value = tl.load(bias_value + r * bias_row + b, mask=live, other=0.0)
-            tl.debug_barrier()
+            barrier()
             tl.atomic_add(out + token, value, mask=live, sem="relaxed")
             changed = 1
     if WORDS > 0:
         words += r * WORDS * PLACES
         if tl.load(words + PLACES - 1) >= 0:
             last, banned = banned_words(words, history, prompt, length, WORDS, PLACES, WORDS_PAD)
-            tl.debug_barrier()
+            barrier()
             tl.store(out + last, float("-inf"), mask=banned & (last >= first) & (last < end))
             changed = 1
     if STATS:
         if changed != 0:
-            tl.debug_barrier()
+            barrier()
             x = tl.load(out + v, mask=inside, other=0.0, cache_modifier=".cg")
         store_stats(x, chunk_max, chunk_arg, s, tl.program_id(1), vocab, chunks, BLOCK)
