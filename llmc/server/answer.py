@@ -15,7 +15,7 @@ from llmc.text.tokenizer import Tokenizer
 LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity
 
 
-class Head:
+class AnswerHead:
     """id, creation time and model: the same in every chunk of a response."""
 
     def __init__(self, prefix: str, kind: str, model: str) -> None:

@@ -41,7 +41,7 @@ class ChatCall:
         self._token_ids = body.return_token_ids
         self._options = body.stream_options
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self._head = answer.Head("chatcmpl", kind, turn.model)
+        self._head = answer.AnswerHead("chatcmpl", kind, turn.model)
 
     def chunks(self, stream: Stream, deltas: Deltas) -> Iterable[dict[str, Any]]:
         if not self._readers:

@@ -116,7 +116,7 @@ class CompletionCall:
         self._token_ids = body.return_token_ids
         self._prompt_logprobs = body.prompt_logprobs
         self._options = body.stream_options
-        self._head = answer.Head("cmpl", "text_completion", model)
+        self._head = answer.AnswerHead("cmpl", "text_completion", model)
         self._started: set[int] = set()
         self._offsets: dict[int, int] = {}
 

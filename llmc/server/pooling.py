@@ -64,7 +64,7 @@ async def create_embedding(request: Request) -> GenerationResponse:
     model, info = model_name(request, body.model), llm.inputs.need_pooling("embed")
     params = params_of(body, body.dimensions)
     check_params(params, info)
-    head = answer.Head("embd", "list", model)
+    head = answer.AnswerHead("embd", "list", model)
 
     def made(stream: Stream) -> dict[str, Any]:
         data = [
@@ -90,7 +90,7 @@ async def create_pooling(request: Request) -> GenerationResponse:
     info = llm.inputs.need_pooling(*(() if body.task is None else (body.task,)))
     params = params_of(body, body.dimensions)
     check_params(params, info)
-    head = answer.Head("pool", "list", model)
+    head = answer.AnswerHead("pool", "list", model)
 
     def made(stream: Stream) -> dict[str, Any]:
         data = []
@@ -115,7 +115,7 @@ async def classify(request: Request) -> GenerationResponse:
     llm: AsyncLLM = request.app.state.llm
     model, info = model_name(request, body.model), llm.inputs.need_pooling("classify")
     params = params_of(body)
-    head = answer.Head("classify", "list", model)
+    head = answer.AnswerHead("classify", "list", model)
 
     def made(stream: Stream) -> dict[str, Any]:
         data = []
@@ -136,7 +136,7 @@ async def score(request: Request) -> GenerationResponse:
     left, right = ([t] if isinstance(t, str) else t for t in (body.text_1, body.text_2))
     scoring = await llm.prepare.scoring(left, right, params_of(body))
     check_vectors(scoring.sources, llm, "text_2")
-    head = answer.Head("score", "list", model)
+    head = answer.AnswerHead("score", "list", model)
 
     def made(stream: Stream) -> dict[str, Any]:
         scores = scoring.scores([one.vector for one in stream.requests])
@@ -155,7 +155,7 @@ async def rerank(request: Request) -> GenerationResponse:
     with renamed_params({"text_1": "query", "text_2": "documents", "prompt": "documents"}):
         scoring = await llm.prepare.scoring([body.query], texts, params_of(body))
     check_vectors(scoring.sources, llm, "documents")
-    head = answer.Head("rerank", "list", model)
+    head = answer.AnswerHead("rerank", "list", model)
 
     def made(stream: Stream) -> dict[str, Any]:
         scores = scoring.scores([one.vector for one in stream.requests])
