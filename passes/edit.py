@@ -16,7 +16,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 
 aten = torch.ops.aten
-
+CASTS = (aten.to.dtype, aten._to_copy.default)
 
 # Values of calls by op and arguments: layers repeat, and torch takes milliseconds per call.
 _worked_out: ContextVar[dict[Any, Any] | None] = ContextVar("worked_out", default=None)

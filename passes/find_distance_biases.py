@@ -16,11 +16,20 @@ from torch import fx
 from llmc.errors import CompileError
 from llmc.kernels.attention import attention
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import arguments, aten, calls, emit, is_call, operands, set_arguments, val
+from llmc.passes.edit import (
+    CASTS,
+    arguments,
+    aten,
+    calls,
+    emit,
+    is_call,
+    operands,
+    set_arguments,
+    val,
+)
 from llmc.passes.evaluate import NotEvaluable, evaluate, token_counts
 from llmc.passes.find_indexers import num_tokens
 
-_CASTS = (aten.to.dtype, aten._to_copy.default)
 _MORE = 16  # probe with this many more tokens than there are distances
 
 
@@ -79,7 +88,7 @@ def _find(bias: fx.Node) -> _Lookup:
     while not is_call(node, aten.gather.default):
         if is_call(node, aten.masked_fill.Scalar) and hidden is None and not node.args[2]:
             hidden = arguments(node).mask
-        elif is_call(node, *_CASTS) or (is_call(node, aten.mul.Tensor) and _factor(node)):
+        elif is_call(node, *CASTS) or (is_call(node, aten.mul.Tensor) and _factor(node)):
             after.insert(0, node)
         else:
             raise NotEvaluable(f"it is computed by {node.target}")

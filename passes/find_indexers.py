@@ -21,6 +21,7 @@ from llmc.kernels.choose_blocks import choose_blocks
 from llmc.kernels.choose_keys import choose_keys
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import (
+    CASTS,
     arguments,
     aten,
     calls,
@@ -33,7 +34,6 @@ from llmc.passes.edit import (
 from llmc.passes.evaluate import NotEvaluable, evaluate, token_counts
 from llmc.passes.inputs import CacheInput, add_input, input_of, step_input, token_input
 
-_CASTS = (aten.to.dtype, aten._to_copy.default)
 _VIEWS = (
     aten.transpose.int,
     aten.permute.default,
@@ -106,7 +106,7 @@ def find_indexers(gm: fx.GraphModule, *, max_positions: int, block_size: int) ->
 
 def _topk(chosen: fx.Node) -> fx.Node:
     """The call of topk over [1, T, T] scores whose indices these are."""
-    topk = _source_of_indices(through(chosen, *_CASTS))
+    topk = _source_of_indices(through(chosen, *CASTS))
     if topk is not None and _takes_best_keys(topk):
         return topk
     raise CompileError(
@@ -328,7 +328,7 @@ def _is_as_chosen(got: Tensor, q: Tensor, k: Tensor, top_k: int, size: int, rece
 
 
 def _source_dtype(node: fx.Node) -> torch.dtype:
-    return val(through(node, *_CASTS, *_VIEWS)).dtype
+    return val(through(node, *CASTS, *_VIEWS)).dtype
 
 
 def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from llmc.errors import CompileError
 from llmc.passes.base import Notes, graph_pass, writes
-from llmc.passes.edit import aten, calls, emit, is_call, replace, through, update_val, val
+from llmc.passes.edit import CASTS, aten, calls, emit, is_call, replace, through, update_val, val
 from llmc.passes.evaluate import NotEvaluable, evaluate
 from llmc.passes.find_attention import spells_attention
 from llmc.passes.inputs import ConstantInput, StepInput, input_of, step_input
@@ -40,7 +40,6 @@ _VIEWS = (
     aten.expand.default,
     aten.transpose.int,
 )
-_CASTS = (aten.to.dtype, aten._to_copy.default)
 _CUTS = (aten.slice.Tensor, aten.select.int, aten.narrow.default)
 # Ops, besides pointwise ones, that compute a token's row from that token's row alone.
 _ROW_BY_ROW = (aten.linear.default, aten.cat.default, aten.stack.default)
@@ -141,7 +140,7 @@ def _through_views(node: fx.Node) -> tuple[list[fx.Node], list[tuple[fx.Node, fx
     ends = []
     for value in (values := [node]):
         for reader in value.users:
-            if is_call(reader, *_VIEWS, *_CASTS):
+            if is_call(reader, *_VIEWS, *CASTS):
                 path.append(reader)
                 values.append(reader)
             else:
@@ -151,7 +150,7 @@ def _through_views(node: fx.Node) -> tuple[list[fx.Node], list[tuple[fx.Node, fx
 
 def _looks_up(table: fx.Node, reader: fx.Node) -> bool:
     """Whether it is table[positions], where the table is at most cast."""
-    while is_call(table, *_CASTS):
+    while is_call(table, *CASTS):
         table = table.args[0]  # type: ignore[assignment]
     if is_call(table, *_VIEWS) or not is_call(reader, *_LOOK_UPS):
         return False
@@ -159,7 +158,7 @@ def _looks_up(table: fx.Node, reader: fx.Node) -> bool:
         return False
     index: Any = reader.args[-1]
     index = index[0] if isinstance(index, list | tuple) else index
-    return input_of(through(index, *_VIEWS, *_CASTS)) == StepInput(name="positions")
+    return input_of(through(index, *_VIEWS, *CASTS)) == StepInput(name="positions")
 
 
 def _refuse_numbers(node: fx.Node) -> None:

@@ -11,6 +11,7 @@ from torch import fx
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import (
+    CASTS,
     arguments,
     aten,
     calls,
@@ -24,8 +25,6 @@ from llmc.passes.edit import (
     val,
 )
 from llmc.passes.inputs import WeightInput, input_of
-
-_CAST = (aten.to.dtype, aten._to_copy.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ def _match(rsqrt: fx.Node) -> _Norm | None:
         return None
     if set(scaled.all_input_nodes) != {x32, rsqrt}:
         return None
-    is_cast = is_call(x32, *_CAST) and val(x32).dtype.itemsize == 4
+    is_cast = is_call(x32, *CASTS) and val(x32).dtype.itemsize == 4
     x = arguments(x32).self if is_cast else x32
     last, weight, offset = _follow(scaled)
     if val(last).dtype != val(x).dtype or not same_shape(last, x):
@@ -109,19 +108,19 @@ def _follow(scaled: fx.Node) -> tuple[fx.Node, fx.Node | None, float]:
 
 def _past_cast(node: fx.Node) -> fx.Node:
     user = only_user(node)
-    return user if is_call(user, *_CAST) else node  # type: ignore[return-value]
+    return user if is_call(user, *CASTS) else node  # type: ignore[return-value]
 
 
 def _weight(node: Any) -> tuple[fx.Node, float] | None:
     """(parameter, offset) for a 1-D parameter, possibly cast, possibly plus a constant."""
     offset = 0.0
-    node = through(node, *_CAST)
+    node = through(node, *CASTS)
     if is_call(node, aten.add.Tensor, aten.add.Scalar):
         for a, b in operands(node):
             if isinstance(b, int | float) and isinstance(a, fx.Node):
                 node, offset = a, float(b)
                 break
-        node = through(node, *_CAST)
+        node = through(node, *CASTS)
     if isinstance(input_of(node), WeightInput) and val(node).dim() == 1:
         return node, offset
     return None

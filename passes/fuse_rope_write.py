@@ -15,6 +15,7 @@ from llmc.kernels.rope_write import rope_write
 from llmc.kernels.write_kv import write_kv
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import (
+    CASTS,
     arguments,
     aten,
     calls,
@@ -30,7 +31,6 @@ from llmc.passes.edit import (
 from llmc.passes.inputs import ConstantInput, StepInput, add_input, input_of
 
 _VIEWS = (aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default)
-_CASTS = (aten.to.dtype, aten._to_copy.default)  # skipped: the op uses float32, rounding once
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +144,10 @@ def _rotary(flat: Any) -> _Rotary | None:
     """Match the value that page_attention squeezed, and transposed if its heads came first."""
     node = through(flat, aten.squeeze.dim)
     heads_last = not is_call(node, aten.transpose.int)
-    node = through(node if heads_last else arguments(node).self, *_CASTS)
+    # casts are skipped, here and below: the op uses float32 and rounds once
+    node = through(node if heads_last else arguments(node).self, *CASTS)
     found = _turn(node) or _partial(node) or _two_halves(node)
-    return found and replace(found, x=through(found.x, *_CASTS), heads_last=heads_last)
+    return found and replace(found, x=through(found.x, *CASTS), heads_last=heads_last)
 
 
 def _turn(node: Any) -> _Rotary | None:
@@ -161,7 +162,7 @@ def _turn(node: Any) -> _Rotary | None:
                 c, s = _table_of(cos), _table_of(sin)
                 if c is None or s is None:
                     continue
-                x, other = through(x, *_CASTS), through(other, *_CASTS)
+                x, other = through(x, *CASTS), through(other, *CASTS)
                 if _swaps_halves(other, x):
                     return _Rotary(x, c, s)
                 if _swaps_neighbours(other, x):
@@ -206,11 +207,11 @@ def _pair(cat: Any) -> tuple[Any, Any] | None:
 
 def _slice_is(node: Any, source: Any, start: int, end: int | None, *, step: int = 1) -> bool:
     """Whether node is source[..., start:end:step]."""
-    node = through(node, *_CASTS)
+    node = through(node, *CASTS)
     if not is_call(node, aten.slice.Tensor):
         return False
     cut = arguments(node)
-    if through(cut.self, *_CASTS) is not source or cut.dim not in (-1, val(source).dim() - 1):
+    if through(cut.self, *CASTS) is not source or cut.dim not in (-1, val(source).dim() - 1):
         return False
     if (cut.start or 0) != start or (cut.step or 1) != step:
         return False
@@ -226,7 +227,7 @@ def _partial(node: Any) -> _Rotary | None:
     if pair is None or inner is None or not is_call(inner.x, aten.slice.Tensor):
         return None
     rest = pair[1]
-    x = through(arguments(inner.x).self, *_CASTS)
+    x = through(arguments(inner.x).self, *CASTS)
     width = int(val(inner.x).shape[-1])
     if not (_slice_is(inner.x, x, 0, width) and _slice_is(rest, x, width, None)):
         return None

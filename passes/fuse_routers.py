@@ -13,6 +13,7 @@ from llmc.kernels.quantized_expert_linear import quantized_expert_linear
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import (
+    CASTS,
     arguments,
     aten,
     calls,
@@ -25,11 +26,10 @@ from llmc.passes.edit import (
     same_shape,
     val,
 )
+from llmc.passes.find_attention import SOFTMAX
 from llmc.passes.inputs import StepInput, input_of
 
 _RESHAPES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
-_SOFTMAXES = (aten.softmax.int, aten._softmax.default)
-_CASTS = (aten.to.dtype, aten._to_copy.default)
 
 
 @graph_pass()
@@ -88,13 +88,11 @@ def _choose(graph: fx.Graph, topk: fx.Node) -> bool:
     if values is None or not given.largest or not _is_last(topk, given.dim):
         return False
     source, after = given.self, only_user(values)
-    if is_call(source, *_SOFTMAXES) and _is_last(source, arguments(source).dim):
+    if is_call(source, *SOFTMAX) and _is_last(source, arguments(source).dim):
         if only_user(source) is not topk:
             return False
         logits, divided = arguments(source).self, _quotient(values)
-    elif (
-        after is not None and is_call(after, *_SOFTMAXES) and _is_last(after, arguments(after).dim)
-    ):
+    elif after is not None and is_call(after, *SOFTMAX) and _is_last(after, arguments(after).dim):
         logits, divided = source, after
     else:
         return False
@@ -125,7 +123,7 @@ def _choose(graph: fx.Graph, topk: fx.Node) -> bool:
 def _cast(node: fx.Node) -> fx.Node | None:
     """The conversion of a value to another type of float, if nothing else reads the value."""
     user = only_user(node)
-    if user is None or not is_call(user, *_CASTS):
+    if user is None or not is_call(user, *CASTS):
         return None
     return user if val(user).dtype.is_floating_point else None
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from llmc.errors import CompileError
 from llmc.kernels.collectives import embed_shard
 from llmc.kernels.quantized_embedding import quantized_embedding
-from llmc.passes.edit import arguments, aten, emit, is_call, through
+from llmc.passes.edit import CASTS, arguments, aten, emit, is_call, through
 from llmc.passes.inputs import StepInput, WeightInput, add_constant, input_of
 
 _NUMBERED = re.compile(r"^(.*?)\.(\d+)\.")
@@ -145,7 +145,7 @@ def _end(calls: list[_Call], layer: int) -> int:
 
 
 def _is_cast(node: fx.Node) -> bool:
-    return is_call(node, aten.to.dtype, aten._to_copy.default)
+    return is_call(node, *CASTS)
 
 
 def _is_later(anchor: int | None, layer: int) -> bool:

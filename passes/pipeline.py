@@ -143,11 +143,9 @@ def pipeline(
         fuse_rope_write(),  # after share_rotary and fuse_rms_norm: it uses the table and the norm
         group_caches(max_positions=options.max_positions),  # after passes that match by cache
         attend_whole_images(where=options.whole_images),  # before passes for causal attention only
-        split_prompts(
-            unwanted=None if options.device_type == "cuda" else "FlashAttention is for GPUs only"
-        ),
+        split_prompts(unwanted=_unless_gpu(options, "FlashAttention")),
         fuse_rope_attention(  # after the passes that match rope_write or paged_attention
-            unwanted=None if options.device_type == "cuda" else "this fusion is for GPUs only"
+            unwanted=_unless_gpu(options, "this fusion")
         ),
         quantize_linears(  # after merge_linears: it quantizes merged weights as a whole
             format=options.quantization, kept=options.kept
@@ -156,16 +154,20 @@ def pipeline(
             bits=options.activation_bits, float8=options.float8_activations
         ),
         fuse_routers(  # after the passes that match or replace the experts' linears
-            unwanted=None if options.device_type == "cuda" else "this fusion is for GPUs only"
+            unwanted=_unless_gpu(options, "this fusion")
         ),
         fuse_sampler(  # after processor_passes: a processor comes before process_logits
-            unwanted=None if options.device_type == "cuda" else "this fusion is for GPUs only"
+            unwanted=_unless_gpu(options, "this fusion")
         ),
         fuse_linears(  # after the passes that fuse the norms and activations that it absorbs
-            unwanted=None if options.device_type == "cuda" else "this fusion is for GPUs only"
+            unwanted=_unless_gpu(options, "this fusion")
         ),
         *(p for p in extra if p.place == "late"),  # they see the ops that will run
     )
+
+
+def _unless_gpu(options: PipelineOptions, what: str) -> str | None:
+    return None if options.device_type == "cuda" else f"{what} is for GPUs only"
 
 
 def _keeps_heads(options: PipelineOptions) -> str | None:

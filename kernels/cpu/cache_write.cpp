@@ -76,8 +76,9 @@ void write_rows(const WriteArgs& w, const Cache& cache) {
 
 // Normalizes and rotates one head to `y`, with `x` as scratch: float rows of at least `dim` + 16.
 template <class T>
-[[gnu::noinline]] void turn_head(const RopeArgs& a, const T* in, const void* norm, const float* cos, const float* sin,
-                                 float* __restrict__ x, float* __restrict__ y) {
+[[gnu::noinline]] void turn_head(const RopeArgs& a, const T* in, const void* norm,
+                                 const float* cos, const float* sin, float* __restrict__ x,
+                                 float* __restrict__ y) {
   const int64_t dim = a.write.head_dim, width = a.rotary_dim, half = width / 2;
   int64_t i = 0;
   v16f squares = {};

@@ -215,13 +215,13 @@ def _compare_rounded(
 
 def _rounding_limit(subject: Subject, variant: Variant) -> Tolerance:
     options = subject.options.pipeline
-    roles = (input_of(node) for node in subject.rewrite(variant).graph.graph.nodes)
-    is_float8 = any(
-        isinstance(role, WeightInput) and role.quantized and role.quantized.to.format == "fp8"
-        for role in roles
-    )
-    if is_float8 and options.float8_activations:
-        return TOLERANCES["float8"]
+    if options.float8_activations:
+        roles = (input_of(node) for node in subject.rewrite(variant).graph.graph.nodes)
+        if any(
+            isinstance(role, WeightInput) and role.quantized and role.quantized.to.format == "fp8"
+            for role in roles
+        ):
+            return TOLERANCES["float8"]
     return TOLERANCES["bfloat16" if options.activation_bits == 8 else "float16"]
 
 
