@@ -1,4 +1,7 @@
-"""`fused_linear`: a linear with the norm before it and the activation or residual sum after it."""
+"""`fused_linear`: a linear with the norm before it and the activation or residual sum after it.
+
+`add_linear` adds the same to the residual in place.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +61,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         ((1,), 2048, 32, True, True, None, True),
         ((5,), 520, 32, True, False, "gelu_tanh", True),
         ((20,), 64, 32, True, True, "silu", True),
+        ((4, 5), 64, 32, True, False, None, True),
     ):
         x, weight = rand(*rows, k), rand(n, k) * k**-0.5
         bias = rand(n) if biased else None
@@ -65,3 +69,30 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         residual = rand(*rows, n // (1 if act is None else 2)) if added else None
         offset = 1.0 if normed and k % 8 else 0.0
         yield x, weight, bias, norm_weight, eps, offset, act, residual
+
+
+@op(mutates=("out",))
+def add_linear(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float | None,
+    offset: float,
+    act: str | None,
+) -> None:
+    """out += act_mul(rms_norm(x) weight^T + bias): `fused_linear`, with `out` as the residual.
+
+    out [..., N], or [..., N / 2] with an act; it shares no memory with the other arguments.
+    """
+    out.copy_(fused_linear.reference(x, weight, bias, norm_weight, eps, offset, act, out))
+
+
+@add_linear.cases
+def _adding_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    for *given, residual in _cases(device, dtype):
+        if residual is not None:
+            yield residual, *given
+            spread = residual.new_zeros(*residual.shape[:-1], residual.shape[-1] + 3)
+            yield spread[..., :-3].copy_(residual), *given

@@ -5,10 +5,11 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from llmc.kernels.act_mul import act_mul
-from llmc.kernels.fused_linear import fused_linear
+from llmc.kernels.fused_linear import add_linear, fused_linear
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import (
@@ -21,7 +22,15 @@ from llmc.passes.edit import (
     operands,
     replace,
     same_shape,
+    through,
     val,
+)
+
+_RESHAPES = (
+    aten.view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.flatten.using_ints,
 )
 
 
@@ -37,8 +46,10 @@ def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
         z, h = llmc.add_rms_norm(aten.linear(a, v), x, g2, eps, 0.0)
     After:
         a = llmc.fused_linear(x, w, None, g, eps, 0.0, "silu", None)
+        llmc.add_linear(x, a, v, None, None, None, 0.0, None)
+        z = llmc.rms_norm(x, g2, eps, 0.0)
+    and where x is an input of the graph, or is also read later, instead of add_linear:
         h = llmc.fused_linear(a, v, None, None, None, 0.0, None, x)
-        z = llmc.rms_norm(h, g2, eps, 0.0)
     """
     if unwanted is not None:
         return [unwanted]
@@ -54,6 +65,7 @@ def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
             _fuse(graph, node, linear, act=given.act)
     for node in calls(graph, aten.linear.default, fused_linear.overload):
         _take_norm(graph, node)
+    _add_in_place(graph)
     return []
 
 
@@ -139,3 +151,63 @@ def _take_norm(graph: fx.Graph, node: fx.Node) -> None:
         )
     replace(node, fused)
     graph.erase_node(source)
+
+
+def _add_in_place(graph: fx.Graph) -> None:
+    """Add to a residual itself where nothing reads it afterwards: with many rows, adding a product
+    to a matrix of its own begins with a copy of the residual."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in calls(graph, fused_linear.overload):
+        given = vars(arguments(node))
+        residual = given.pop("residual")
+        if residual is None or not _is_last_reader(node, residual, order):
+            continue
+        with graph.inserting_before(node):
+            added = emit(graph, add_linear.overload, out=residual, **given)
+        order[added] = order[node]
+        replace(node, residual)
+
+
+def _is_last_reader(node: fx.Node, value: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """Whether the graph itself made the memory of `value`, each of its elements has a place of its
+    own there, `node` reads it by this argument alone, and nothing reads it later."""
+    if _may_be_view(through(value, *_RESHAPES, operator.getitem)):
+        return False
+    shared = _sharing_memory(value)
+    if not shared or sum(operand in shared for operand in node.args) > 1:
+        return False
+    return all(order[user] <= order[node] for one in shared for user in one.users)
+
+
+def _sharing_memory(value: fx.Node) -> set[fx.Node]:
+    """All values that may share memory with `value`; none if an input of the graph may."""
+    found: set[fx.Node] = set()
+    left = [value]
+    while left:
+        node = left.pop()
+        if node in found:
+            continue
+        if node.op != "call_function":
+            return set()
+        found.add(node)
+        if _may_be_view(node):
+            left += [source for source in node.all_input_nodes if _holds_tensors(source)]
+        left += [user for user in node.users if _may_be_view(user)]
+    return found
+
+
+def _may_be_view(node: fx.Node) -> bool:
+    """Whether a call's result may share memory with its arguments. Composite ops of torch do not
+    say so in their schema."""
+    if node.op != "call_function" or not _holds_tensors(node) or node.target is aten.linear.default:
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+        node.target.name(), "CompositeImplicitAutograd"
+    )
+    return is_composite or any(r.alias_info is not None for r in node.target._schema.returns)
+
+
+def _holds_tensors(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor | tuple | list)

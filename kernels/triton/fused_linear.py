@@ -1,4 +1,5 @@
-"""`fused_linear` and `linear` in Triton: for few rows, one kernel that streams the weight once.
+"""`fused_linear`, `add_linear` and `linear` in Triton: for few rows, one kernel, which streams the
+weight once.
 
 One row is multiplied lane by lane, up to FEW_ROWS rows by tensor cores. The norm's factor is the
 same for a whole row, so it is applied to the sums, and the squares are accumulated along the way.
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.fused_linear import fused_linear
+from llmc.kernels.fused_linear import add_linear, fused_linear
 from llmc.kernels.linear import linear
 from llmc.kernels.triton import act_mul, dependent_launch, norm
 from llmc.kernels.triton.act_mul import activate
@@ -141,8 +142,10 @@ def few_rows_kernel(
 def plan(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
     eps: float | None, offset: float, act: str | None, residual: Tensor | None,
+    out: Tensor | None = None,
 ) -> Plan[Tensor]:  # fmt: skip
-    """For up to FEW_ROWS rows."""
+    """For up to FEW_ROWS rows. `out`, contiguous, may be the residual itself: each program reads
+    the values of its tile before it writes them."""
     depth = x.shape[-1]
     channels = weight.shape[0] // (1 if act is None else 2)
     flat = x.reshape(-1, depth)
@@ -152,7 +155,7 @@ def plan(
     size = weight.element_size() * (1 if act is None else 2)  # weight bytes per input and channel
     config = few_rows_config(rows, channels, depth, size, processors)
     tiles = config.tiles
-    out = x.new_empty(*x.shape[:-1], channels)
+    out = x.new_empty(*x.shape[:-1], channels) if out is None else out
     pdl = dependent_launch.applies_to(x.device)
     blocks = cdiv(channels, tiles.block_n)
     partial = x.new_empty(config.splits, rows, weight.shape[0], dtype=torch.float32)
@@ -184,14 +187,19 @@ def plan(
     return Plan(out=out, launches=(launch,))
 
 
+def _takes(x: Tensor, weight: Tensor, eps: float | None) -> bool:
+    """Whether one kernel computes these rows."""
+    rows = x.numel() // x.shape[-1]
+    # a float16 row before normalization times the norm's weight can overflow float16
+    narrow = x.dtype == torch.float16 and eps is not None
+    return 0 < rows <= FEW_ROWS and not narrow and not prefers_library(*weight.shape)
+
+
 def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
     eps: float | None, offset: float, act: str | None, residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    rows = x.numel() // x.shape[-1]
-    # a float16 row before normalization times the norm's weight can overflow float16
-    narrow = x.dtype == torch.float16 and eps is not None
-    if 0 < rows <= FEW_ROWS and not narrow and not prefers_library(*weight.shape):
+    if _takes(x, weight, eps):
         return plan(x, weight, bias, norm_weight, eps, offset, act, residual).run()
     if eps is not None:
         x = norm.plan(x, norm_weight, eps, offset).run()
@@ -205,6 +213,22 @@ def _run(
     return y if residual is None else y + residual
 
 
+def _run_add(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
+    eps: float | None, offset: float, act: str | None,
+) -> None:  # fmt: skip
+    if not out.is_contiguous():
+        out.copy_(_run(x, weight, bias, norm_weight, eps, offset, act, out))
+    elif _takes(x, weight, eps):
+        plan(x, weight, bias, norm_weight, eps, offset, act, out, out).run()
+    elif bias is None and act is None:  # rounded once, and the product adds to `out` itself
+        if eps is not None:
+            x = norm.plan(x, norm_weight, eps, offset).run()
+        out.view(-1, weight.shape[0]).addmm_(x.reshape(-1, weight.shape[1]), weight.t())
+    else:
+        out += _run(x, weight, bias, norm_weight, eps, offset, act, None)
+
+
 def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _run(x, weight, bias, None, None, 0.0, None, None)
 
@@ -216,11 +240,13 @@ def _supports(
     bias: Tensor | None,
     norm_weight: Tensor | None = None,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
     **others: object,
 ) -> bool:
-    tensors = (x, weight, bias, norm_weight, residual)
-    return supports_tensors(*tensors) and same_dtype(x, weight, bias, residual)
+    tensors = (x, weight, bias, norm_weight, residual, out)
+    return supports_tensors(*tensors) and same_dtype(x, weight, bias, residual, out)
 
 
 define(fused_linear, run=_run, supports=_supports)
+define(add_linear, run=_run_add, supports=_supports)
 define(linear, run=_run_linear, supports=_supports)

@@ -139,7 +139,7 @@ def _adapter_shape(tensor: Tensor, given: Mapping[str, Any]) -> torch.Size:
 
 def _operations(call: Call) -> int:
     given, name = call.given, call.name
-    if name in ("linear", "fused_linear"):
+    if name in ("linear", "fused_linear", "add_linear"):
         x, weight = (given[n] for n in given if n in ("x", "input", "weight"))
         return int(2 * x.numel() * weight.shape[0])
     if name == "quantized_linear":

@@ -50,10 +50,7 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
     "dense": (
         "5: attention_kernel, 4 few_rows_kernel",
         "5: attention_kernel, 4 few_rows_kernel",
-        (
-            "10: act_mul_kernel, 2 aten.addmm, 2 aten.copy, 2 aten.linear, "
-            "attention_kernel, 2 norm_kernel"
-        ),
+        ("8: act_mul_kernel, 2 aten.addmm_, 2 aten.linear, attention_kernel, 2 norm_kernel"),
     ),
     "step": (
         (
@@ -79,7 +76,7 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
             "expert_kernel, 3 few_rows_kernel, norm_kernel, sum_experts_kernel"
         ),
         (
-            "13: act_mul_kernel, aten.addmm, aten.copy, 2 aten.linear, aten.reshape, "
+            "12: act_mul_kernel, aten.addmm_, 2 aten.linear, aten.reshape, "
             "attention_kernel, choose_experts_kernel, 2 expert_kernel, 2 norm_kernel, "
             "sum_experts_kernel"
         ),
@@ -98,7 +95,7 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
             "few_rows_kernel, norm_kernel"
         ),
         (
-            "41: act_mul_kernel, 3 aten.add, 2 aten.addmm, aten.cat, 2 aten.copy, aten.exp, "
+            "39: act_mul_kernel, 3 aten.add, 2 aten.addmm_, aten.cat, aten.exp, "
             "2 aten.linear, 7 aten.mul, aten.neg, 2 aten.repeat_interleave, 6 aten.reshape, "
             "2 aten.rsqrt, aten.sigmoid, 2 aten.silu, aten.softplus, 2 aten.sum, "
             "causal_conv_kernel, delta_rule_kernel, 3 norm_kernel"
@@ -116,7 +113,7 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
             "selective_scan_kernel"
         ),
         (
-            "18: 2 aten.add, aten.addmm, aten.clamp, aten.copy, aten.exp, aten.linear, 3 "
+            "17: 2 aten.add, aten.addmm_, aten.clamp, aten.exp, aten.linear, 3 "
             "aten.mul, aten.neg, 2 aten.silu, aten.softplus, causal_conv_kernel, 2 "
             "norm_kernel, selective_scan_kernel"
         ),
@@ -150,7 +147,7 @@ class Recorded(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func._schema.is_mutable or not _is_view(args, out) and "empty" not in name:
             self.names.append(f"aten.{func.__name__.partition('.')[0]}")
-        if name.startswith("addmm") and args[0].dim() == 2:
+        if name == "addmm" and args[0].dim() == 2:
             self.names.append("aten.copy")  # of the matrix to which the product is added
         return out
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 import torch.nn.functional as F
 from tiny_graphs import Arg, Values, apply, assert_idempotent, assert_same, ops, step, trace, weight
@@ -13,6 +16,7 @@ from llmc.passes.fuse_linears import fuse_linears
 
 GEN = torch.Generator().manual_seed(0)
 FUSED = "llmc.fused_linear.default"
+ADDED = "llmc.add_linear.default"
 
 
 def rand(*shape: int) -> Tensor:
@@ -27,6 +31,7 @@ INPUTS: dict[str, Arg] = {
     "bias": weight("bias", rand(48)),
 }
 VALUES = Values.of(**INPUTS)
+SQUARE = weight("square", rand(16, 16))
 
 
 def block(x: Tensor, wide: Tensor, back: Tensor, gain: Tensor, bias: Tensor) -> list[Tensor]:
@@ -80,3 +85,56 @@ def test_leaves_alone_a_sum_of_another_shape() -> None:
 def test_rests_where_it_is_unwanted() -> None:
     _, (report,) = apply(trace(block, **INPUTS), fuse_linears(unwanted="no GPU"))
     assert not report.added and report.notes == ("no GPU",)
+
+
+def test_adds_in_place_to_what_nothing_reads_later() -> None:
+    """The sum of one layer is the residual of the next, in the memory of the first."""
+
+    def layers(x: Tensor, wide: Tensor, back: Tensor, *rest: Tensor) -> list[Tensor]:
+        made = x * 2
+        for _ in range(3):
+            made = made + F.linear(F.linear(made, wide)[..., :24], back)
+        return [made.sum(-1), made]
+
+    gm = trace(layers, **INPUTS)
+    fused, _ = apply(gm, fuse_linears())
+    assert ops(fused)[ADDED] == 3 and FUSED not in ops(fused)
+    assert_same(fused, gm, VALUES)
+    assert_idempotent(gm, fuse_linears())
+
+
+READ_LATER: dict[str, Callable[[Tensor, Tensor, Tensor], list[Tensor]]] = {
+    "itself": lambda made, view, down: [made + down, made],
+    "by another op": lambda made, view, down: [(made + down) * made],
+    "through an earlier view": lambda made, view, down: [(made + down) * view[..., :1]],
+    "a view whose source is read later": lambda made, view, down: [view + down, made],
+}
+
+
+@pytest.mark.parametrize("kind", READ_LATER)
+def test_adds_to_a_new_tensor_where_the_residual_is_read_later(kind: str) -> None:
+    def layer(x: Tensor, wide: Tensor, back: Tensor, *rest: Tensor) -> list[Tensor]:
+        made = x * 2
+        view = made.view(-1, 16).view(made.shape)
+        return READ_LATER[kind](made, view, F.linear(F.linear(made, wide)[..., :24], back))
+
+    gm = trace(layer, **INPUTS)
+    fused, _ = apply(gm, fuse_linears())
+    assert ops(fused)[FUSED] == 1 and ADDED not in ops(fused)
+    assert_same(fused, gm, VALUES)
+
+
+OTHERS_MEMORY: dict[str, Callable[..., Tensor]] = {
+    "an input": lambda x, square: x + F.linear(x * 2, square),
+    "a view of an input": lambda x, square: x[:, :] + F.linear(x * 2, square),
+    "a row for all": lambda x, square: (x[:, :1] * 2).expand(x.shape) + F.linear(x * 3, square),
+    "the linear's own input": lambda x, square: (made := x * 2) + F.linear(made, square),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS_MEMORY)
+def test_never_writes_to_memory_that_others_use(kind: str) -> None:
+    gm = trace(lambda x, square: OTHERS_MEMORY[kind](x, square), x=INPUTS["x"], square=SQUARE)
+    fused, _ = apply(gm, fuse_linears())
+    assert ops(fused)[FUSED] == 1 and ADDED not in ops(fused)
+    assert_same(fused, gm, Values.of(x=INPUTS["x"], square=SQUARE))
