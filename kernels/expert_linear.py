@@ -1,4 +1,7 @@
-"""`expert_linear`: a linear in which each row selects its weight, for routed experts."""
+"""`expert_linear`: a linear in which each row selects its weight, for routed experts.
+
+`sort_experts` sorts the rows of a layer once for all its linears.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,30 @@ from torch import Tensor
 from llmc.kernels.registry import Case, op
 
 
-def _shape(*, x: Tensor, weight: Tensor, transposed: bool, **others: object) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2] if transposed else weight.shape[1])
+def _shape(
+    *, x: Tensor, weight: Tensor, expert: Tensor, transposed: bool, **others: object
+) -> Tensor:
+    return x.new_empty(expert.shape[0], weight.shape[2] if transposed else weight.shape[1])
 
 
 @op(shape=_shape)
 def expert_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, transposed: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    expert: Tensor,
+    transposed: bool,
+    order: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
-    """x [S, K], weight [E, N, K] ([E, K, N] when transposed), bias [E, N], expert [S] -> [S, N].
+    """x [T, K], weight [E, N, K] ([E, K, N] when transposed), bias [E, N], expert [S] -> [S, N].
 
-    out[s] = weight[expert[s]] @ x[s] + bias[expert[s]]. Rows of one expert are computed together,
-    so that each weight is read at most once. An expert outside [0, E) gives a row of zeros.
+    S = C T: expert has the C choices of each row of x, row by row; often C is 1.
+    out[s] = weight[expert[s]] @ x[s // C] + bias[expert[s]]. Results of one expert are computed
+    together, so that each weight is read at most once. An expert outside [0, E) gives zeros.
+    order, offsets: `sort_experts` of these experts, so that they are not sorted again.
     """
+    x = choices_of(x, expert)
     out = x.new_zeros(x.shape[0], weight.shape[2] if transposed else weight.shape[1])
     for e in expert.unique().tolist():
         if not 0 <= e < weight.shape[0]:
@@ -34,19 +48,50 @@ def expert_linear(
     return out
 
 
+def choices_of(x: Tensor, expert: Tensor) -> Tensor:
+    """x [T, K], expert [C T] -> [C T, K]: each row of x, once for each of its choices."""
+    return x.repeat_interleave(expert.shape[0] // max(1, x.shape[0]), 0)
+
+
 @expert_linear.cases
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
-    for rows, experts, n, k, transposed, biased in (
-        (1, 4, 16, 32, False, False),
-        (13, 8, 24, 40, True, True),
-        (40, 3, 64, 64, False, True),
+    for rows, choices, experts, n, k, transposed, biased in (
+        (1, 1, 4, 16, 32, False, False),
+        (13, 1, 8, 24, 40, True, True),
+        (40, 1, 3, 64, 64, False, True),
+        (5, 4, 8, 24, 40, False, True),
+        (80, 3, 3, 16, 32, False, False),
     ):
         shape = (experts, k, n) if transposed else (experts, n, k)
         yield (
             torch.randn(rows, k, generator=gen).to(device, dtype),
             torch.randn(*shape, generator=gen).to(device, dtype),
             torch.randn(experts, n, generator=gen).to(device, dtype) if biased else None,
-            torch.randint(0, experts, (rows,), generator=gen).to(device),
+            torch.randint(0, experts, (rows * choices,), generator=gen).to(device),
             transposed,
         )
+
+
+def _sorted_shape(*, expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(expert), expert.new_empty(experts + 1, dtype=torch.int32)
+
+
+@op(shape=_sorted_shape)
+def sort_experts(expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """expert [S] int64 -> (order [S] int64, offsets [experts + 1] int32).
+
+    order[offsets[e] : offsets[e + 1]] are the rows of expert e, in ascending order. Rows of numbers
+    outside [0, experts) are before the first offset or after the last. If there are so few rows
+    that an implementation's linears don't need their order, it may leave both unset.
+    """
+    ordered, order = expert.sort(stable=True)
+    edges = torch.arange(experts + 1, device=expert.device, dtype=ordered.dtype)
+    return order, torch.searchsorted(ordered, edges, out_int32=True)
+
+
+@sort_experts.cases
+def _sort_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    gen = torch.Generator(device="cpu").manual_seed(0)
+    for rows, experts in ((1500, 8), (1025, 130)):
+        yield torch.randint(-1, experts + 2, (rows,), generator=gen).to(device), experts

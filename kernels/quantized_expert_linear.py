@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from llmc.kernels.expert_linear import choices_of
 from llmc.kernels.quantized_linear import (
     CHANNELS,
     EXACT_BITS,
@@ -21,8 +22,8 @@ from llmc.kernels.quantized_linear import (
 from llmc.kernels.registry import Case, op
 
 
-def _shape(*, x: Tensor, weight: Tensor, **others: object) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1] * CHANNELS)
+def _shape(*, x: Tensor, weight: Tensor, expert: Tensor, **others: object) -> Tensor:
+    return x.new_empty(expert.shape[0], weight.shape[1] * CHANNELS)
 
 
 @op(shape=_shape)
@@ -35,13 +36,17 @@ def quantized_expert_linear(
     expert: Tensor,
     minimum: Tensor | None = None,
     x_bits: int = EXACT_BITS,
+    order: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
-    """x [S, K], expert [S] -> x[s] w[expert[s]]^T + bias[expert[s]], [S, N] in x's dtype.
+    """x [T, K], expert [S] -> x[s // C] w[expert[s]]^T + bias[expert[s]], [S, N] in x's dtype.
 
-    weight [E, N / 16, lines, 64], scale, zero and minimum [E, N / 16, K / group, 16], bias [E, N]
-    and x_bits: as in `quantized_linear`, for each expert. Rows of one expert are computed together,
-    so that each weight is read at most once. An expert outside [0, E) gives a row of zeros.
+    C = S / T, order and offsets: as in `expert_linear`. weight [E, N / 16, lines, 64], scale, zero
+    and minimum [E, N / 16, K / group, 16], bias [E, N] and x_bits: as in `quantized_linear`, for
+    each expert. Results of one expert are computed together, so that each weight is read at most
+    once. An expert outside [0, E) gives a row of zeros.
     """
+    x = choices_of(x, expert)
     out = x.new_zeros(x.shape[0], weight.shape[1] * CHANNELS)
     for e in expert.unique().tolist():
         if not 0 <= e < weight.shape[0]:
@@ -55,15 +60,15 @@ def quantized_expert_linear(
 @quantized_expert_linear.cases
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
-    shapes: tuple[tuple[int, int, int, int, Format], ...] = (
-        (1, 4, 16, 32, "int4"),
-        (13, 8, 48, 96, "int4"),
-        (40, 3, 32, 64, "int8"),
-        (9, 5, 48, 160, "fp8"),
-        (2, 4, 32, 64, "mxfp4"),
-        (60, 3, 48, 96, "mxfp4"),
+    shapes: tuple[tuple[int, int, int, int, int, Format], ...] = (
+        (1, 1, 4, 16, 32, "int4"),
+        (13, 1, 8, 48, 96, "int4"),
+        (40, 4, 3, 32, 64, "int8"),
+        (9, 1, 5, 48, 160, "fp8"),
+        (2, 1, 4, 32, 64, "mxfp4"),
+        (60, 3, 3, 48, 96, "mxfp4"),
     )
-    for rows, experts, n, k, format in shapes:
+    for rows, choices, experts, n, k, format in shapes:
         to = quantization_of(format, n, k)
         if format == "mxfp4":
             weight, scale = mxfp4_draw(gen, experts, n, k)
@@ -80,7 +85,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             spread = torch.randn(scale.shape, generator=gen)
             minimum = ((spread - (7.5 if format == "int4" else 0.0)) * scale.float()).to(device)
         bias = torch.randn(experts, n, generator=gen).to(device, dtype) if n == 48 else None
-        x = torch.randn(rows, k, generator=gen).to(device, dtype)
+        x = torch.randn(rows // choices, k, generator=gen).to(device, dtype)
         expert = torch.randint(-1, experts, (rows,), generator=gen).to(device)
         given = x, weight.to(device), scale.to(device), zero, bias, expert, minimum
         yield given

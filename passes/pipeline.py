@@ -42,6 +42,7 @@ from llmc.passes.read_taps import read_taps
 from llmc.passes.round_activations import round_activations
 from llmc.passes.shard_linears import shard_linears
 from llmc.passes.share_rotary import share_rotary
+from llmc.passes.share_routing import share_routing
 from llmc.passes.slot_state import slot_state
 from llmc.passes.split_prompts import split_prompts
 from llmc.passes.tap_states import tap_states
@@ -154,6 +155,9 @@ def pipeline(
             bits=options.activation_bits, float8=options.float8_activations
         ),
         fuse_routers(  # after the passes that match or replace the experts' linears
+            unwanted=_unless_gpu(options, "this fusion")
+        ),
+        share_routing(  # after the passes that match or replace the experts' linears
             unwanted=_unless_gpu(options, "this fusion")
         ),
         fuse_sampler(  # after processor_passes: a processor comes before process_logits

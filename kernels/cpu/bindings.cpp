@@ -166,7 +166,8 @@ Tensor linear(const Tensor& x, const Tensor& stored, const optional<Tensor>& bia
 namespace {
 
 Tensor expert_linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias,
-                     const Tensor& expert, bool transposed) {
+                     const Tensor& expert, bool transposed, const optional<Tensor>&,
+                     const optional<Tensor>&) {  // rows are gathered, not sorted
   return multiply_experts(x, weight, bias, expert, transposed);
 }
 

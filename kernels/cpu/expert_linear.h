@@ -1,22 +1,25 @@
-// Routed experts: rows with the same expert are gathered, multiplied by its weight in one product,
+// Routed experts: rows of x with the same expert are gathered, multiplied by its weight in one product,
 // and scattered back. The product is that of the linear or the quantized_linear op.
 #pragma once
 
 #include "bindings.h"
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
 namespace llmc::ops {
 
+// x has a row for each result, or one for several consecutive results.
 // multiply(rows, k) returns a contiguous [rows, channels]: rows of `x` for expert k, by its weight.
 template <class Multiply>
 Tensor by_expert(const Tensor& x, const Tensor& expert, int64_t experts, int64_t channels,
                  const Multiply& multiply) {
-  TORCH_CHECK(x.dim() == 2 && expert.dim() == 1 && expert.size(0) == x.size(0) &&
+  TORCH_CHECK(x.dim() == 2 && expert.dim() == 1 && 
+                  (x.size(0) ? expert.size(0) % x.size(0) == 0 : expert.size(0) == 0) &&
                   expert.scalar_type() == at::kLong,
               "x ", x.sizes(), " and its experts ", expert.sizes(), " do not fit together");
-  const int64_t rows = x.size(0);
+  const int64_t rows = expert.size(0), choices = rows / std::max<int64_t>(1, x.size(0));
   const Tensor input = x.contiguous(), picked = expert.contiguous();
   Tensor out = at::empty({rows, channels}, x.scalar_type());
   at::leave_out();  // the routing is read here, so the op can't be replayed
@@ -35,7 +38,7 @@ Tensor by_expert(const Tensor& x, const Tensor& expert, int64_t experts, int64_t
     Tensor gathered = at::empty({int64_t(mine.size()), input.size(1)}, x.scalar_type());
     char* row = static_cast<char*>(gathered.data_ptr());
     for (int64_t r : mine) {
-      std::memcpy(row, from + r * in_bytes, in_bytes);
+      std::memcpy(row, from + r / choices * in_bytes, in_bytes);
       row += in_bytes;
     }
     const Tensor y = multiply(gathered, k);

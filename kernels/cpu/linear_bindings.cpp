@@ -147,7 +147,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& sca
 Tensor quantized_expert_linear(const Tensor& x, const Tensor& weight, const Tensor& scale,
                                const optional<Tensor>& zero, const optional<Tensor>& bias,
                                const Tensor& expert, const optional<Tensor>& minimum,
-                               int64_t x_bits) {
+                               int64_t x_bits, const optional<Tensor>&, const optional<Tensor>&) {
   TORCH_CHECK(weight.dim() == 4 && scale.dim() == 4 && scale.size(0) == weight.size(0),
               "quantized_expert_linear: weight ", weight.sizes(), " and scale ", scale.sizes(),
               " must both be [experts, N / 16, ..., ...]");

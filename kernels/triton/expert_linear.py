@@ -2,7 +2,8 @@
 
 The grid depends only on shapes, so the host never reads which experts were chosen. Of few rows, as
 in decode steps, each program itself finds its (expert, tile): that is a few hundred integers,
-cheaper than the launches of a sort. Many rows are first sorted by expert.
+cheaper than the launches of a sort. Many rows are first sorted by expert, once for all linears of
+a layer if `sort_experts` is called.
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.expert_linear import expert_linear
+from llmc.kernels.expert_linear import expert_linear, sort_experts
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.attention_plan import at, locate
 from llmc.kernels.triton.configs import expert_config
-from llmc.kernels.triton.define import define, needs_upcast, same_dtype, supports_tensors
+from llmc.kernels.triton.define import (
+    define,
+    needs_upcast,
+    on_device,
+    same_dtype,
+    supports_tensors,
+)
 from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
@@ -77,11 +84,11 @@ def rows_of_tile(
 def expert_kernel(
     x, weight, bias, chosen, offsets, out, rows, x_row, weight_expert, weight_n, weight_k,
     bias_expert, N: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """chosen, offsets: as in `rows_of_tile`."""
+    """chosen, offsets: as in `rows_of_tile`. x has a row for CHOICES consecutive results."""
     if PDL:
         wait_for_previous()
     expert, row, mine = rows_of_tile(chosen, offsets, rows, ROWS, EXPERTS, EXPERTS_PAD, BLOCK_M)
@@ -97,7 +104,7 @@ def expert_kernel(
     for k0 in tl.range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         a = tl.load(
-            x + row[:, None] * x_row + k[None, :],
+            x + (row // CHOICES)[:, None] * x_row + k[None, :],
             mask=mine[:, None] & (k < K)[None, :],
             other=0.0,
         )
@@ -115,21 +122,34 @@ def expert_kernel(
     )
 
 
+def are_sorted(rows: int, experts: int) -> bool:
+    """Whether so many rows are sorted by expert: those with tiles of more than 64 rows are too."""
+    return rows > _ROWS[-1] or rows > 64 * experts
+
+
 def chosen_rows(
-    expert: Tensor, experts: int, block_m: int
+    x: Tensor, expert: Tensor, experts: int, order: Tensor | None, offsets: Tensor | None
 ) -> tuple[dict[str, Any], dict[str, int], bool]:
     """Arguments and constants of `rows_of_tile`, and whether its tiles cover all rows."""
     rows = expert.shape[0]
-    constants = {"EXPERTS": experts, "EXPERTS_PAD": power_of_2(experts + 1)}
-    size = next((size for size in _ROWS if rows <= size), 0) if block_m <= 64 else 0
-    if size:
+    constants = {
+        "EXPERTS": experts, "EXPERTS_PAD": power_of_2(experts + 1),
+        "CHOICES": max(1, rows // max(1, x.shape[0])),
+    }  # fmt: skip
+    if not are_sorted(rows, experts):
+        size = next(size for size in _ROWS if rows <= size)
         given = {"chosen": expert.contiguous(), "offsets": None, "rows": rows}
         return given, {"ROWS": size, **constants}, True
-    ordered, order = expert.sort(stable=True)
-    # rows of experts outside [0, E) sort before the first offset or after the last
-    edges = torch.arange(experts + 1, device=expert.device, dtype=ordered.dtype)
-    offsets = torch.searchsorted(ordered, edges, out_int32=True)
+    if order is None or offsets is None:
+        order, offsets = sort_experts.reference(expert, experts)
     return {"chosen": order, "offsets": offsets, "rows": rows}, {"ROWS": 0, **constants}, False
+
+
+def _sort(expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    if are_sorted(expert.shape[0], experts):
+        made: tuple[Tensor, Tensor] = sort_experts.reference(expert, experts)
+        return made
+    return torch.empty_like(expert), expert.new_empty(experts + 1, dtype=torch.int32)
 
 
 def tiles_of(rows: int, experts: int, block_m: int) -> int:
@@ -139,14 +159,20 @@ def tiles_of(rows: int, experts: int, block_m: int) -> int:
 
 
 def plan(
-    x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, transposed: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    expert: Tensor,
+    transposed: bool,
+    order: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Plan[Tensor]:
-    rows, k = x.shape
+    rows, k = expert.shape[0], x.shape[1]
     experts = weight.shape[0]
     n = weight.shape[2] if transposed else weight.shape[1]
     n_axis, k_axis = (2, 1) if transposed else (1, 2)
     config = expert_config(rows, experts, x.element_size())
-    given, constants, covers_all = chosen_rows(expert, experts, config.block_m)
+    given, constants, covers_all = chosen_rows(x, expert, experts, order, offsets)
     out = x.new_empty(rows, n) if covers_all else x.new_zeros(rows, n)
     pdl = dependent_launch.applies_to(x.device)
     launch = Launch(
@@ -175,4 +201,9 @@ def _supports(*, x: Tensor, weight: Tensor, bias: Tensor | None, **others: objec
     return supports_tensors(x, weight, bias) and same_dtype(x, weight, bias)
 
 
+def _supports_sort(*, expert: Tensor, experts: int) -> bool:
+    return on_device(expert)
+
+
 define(expert_linear, plan=plan, supports=_supports)
+define(sort_experts, run=_sort, supports=_supports_sort)

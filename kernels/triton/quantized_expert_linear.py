@@ -25,14 +25,14 @@ from llmc.kernels.triton.scaled_linear import plan_rounded
 def low_bit_expert_kernel(
     x, words, scale, zero, minimum, bias, chosen, offsets, out, rows, x_row, bias_expert,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, BIAS: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """words [EXPERTS, N / 16, K / PER, 16] int32; scale, zero, minimum [.., K / GROUP, 16].
 
-    chosen, offsets: as in `rows_of_tile`.
+    chosen, offsets: as in `rows_of_tile`. x has a row for CHOICES consecutive results.
     """
     PER: tl.constexpr = 8 if FORMAT == "int4" or FORMAT == "mxfp4" else 4
     BITS: tl.constexpr = 32 // PER
@@ -69,7 +69,9 @@ def low_bit_expert_kernel(
             values += tl.load(minimum + at, mask=known, other=0.0).to(tl.float32)[:, None, :]
         k = k0 + tl.arange(0, BLOCK_K)
         a = tl.load(
-            x + row[:, None] * x_row + k[None, :], mask=mine[:, None] & (k < K)[None, :], other=0.0
+            x + (row // CHOICES)[:, None] * x_row + k[None, :],
+            mask=mine[:, None] & (k < K)[None, :],
+            other=0.0,
         )
         b = tl.reshape(values, [BLOCK_K, BLOCK_N]).to(a.dtype)
         if UPCAST:
@@ -95,15 +97,17 @@ def plan(
     expert: Tensor,
     minimum: Tensor | None = None,
     x_bits: int = EXACT_BITS,
+    order: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Plan[Tensor]:
     rounding: tuple[Launch, ...] = ()
     if x_bits < EXACT_BITS:
         rounded = plan_rounded(x, x.shape[1] // scale.shape[2])
         x, rounding = rounded.out, rounded.launches
-    rows, depth = x.shape
+    rows, depth = expert.shape[0], x.shape[1]
     experts, channels = weight.shape[0], weight.shape[1] * CHANNELS
     config = low_bit_expert_config(rows, experts, x.element_size())
-    given, constants, covers_all = chosen_rows(expert, experts, config.block_m)
+    given, constants, covers_all = chosen_rows(x, expert, experts, order, offsets)
     out = x.new_empty(rows, channels) if covers_all else x.new_zeros(rows, channels)
     pdl = dependent_launch.applies_to(x.device)
     launch = Launch(

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels.registry import OPS
-from llmc.kernels.triton import fused_linear, paged_attention, quantized_linear
+from llmc.kernels.triton import expert_linear, fused_linear, paged_attention, quantized_linear
 from llmc.kernels.triton.launch import Launch, multiprocessors
 from llmc.passes.pipeline import PipelineOptions
 from llmc.runner.graphs import StepShape
@@ -72,13 +72,12 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
             "few_rows_kernel, norm_kernel, sum_experts_kernel"
         ),
         (
-            "11: act_mul_kernel, aten.reshape, attention_kernel, choose_experts_kernel, 2 "
-            "expert_kernel, 3 few_rows_kernel, norm_kernel, sum_experts_kernel"
+            "10: act_mul_kernel, attention_kernel, choose_experts_kernel, 2 expert_kernel, 3 "
+            "few_rows_kernel, norm_kernel, sum_experts_kernel"
         ),
         (
-            "12: act_mul_kernel, aten.addmm_, 2 aten.linear, aten.reshape, "
-            "attention_kernel, choose_experts_kernel, 2 expert_kernel, 2 norm_kernel, "
-            "sum_experts_kernel"
+            "11: act_mul_kernel, aten.addmm_, 2 aten.linear, attention_kernel, "
+            "choose_experts_kernel, 2 expert_kernel, 2 norm_kernel, sum_experts_kernel"
         ),
     ),
     "hybrid": (
@@ -216,3 +215,15 @@ def test_launches_of_a_further_layer(kind: str, tmp_path: Path) -> None:
     assert tuple(made) == LAUNCHES[kind]
     if kind == "dense":
         assert tuple(besides) == LAUNCHES["step"]
+
+
+def test_many_rows_are_sorted_by_expert_once_a_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here, 18 are many."""
+    monkeypatch.setattr(expert_linear, "are_sorted", lambda rows, experts: rows > 6)
+    less, more = (start(save("routed", layers, tmp_path / str(layers))) for layers in (2, 3))
+    for rows, sorts in ((FEW, 0), (MANY, 1)):
+        made = launches(more, rows) - launches(less, rows)
+        assert made["expert_kernel"] == 2
+        assert made["aten.sort"] == made["aten.searchsorted"] == sorts

@@ -62,6 +62,7 @@ MARKERS = {"attention", "entries", "entry_attention", "pool_tokens", "draft_stat
 WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", "running_max", *COLLECTIVES}
 # passes for GPUs alone insert them
 FOR_GPUS = {"choose_experts", "sum_experts", "sample_rows", "rope_attention", "add_linear"}
+FOR_GPUS |= {"sort_experts"}
 # torch's attention serves each text
 WITHOUT_CPP = {*WITHOUT_KERNELS, *FOR_GPUS, "encoder_attention"}
 WITHOUT_TRITON = {*WITHOUT_KERNELS, "bmm"}  # whose GPU version is torch's: cuBLAS

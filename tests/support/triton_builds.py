@@ -203,11 +203,20 @@ def sampler() -> Plan[Tensor]:
 
 
 def experts(
-    rows: int, count: int = 128, *, transposed: bool = False, bias: bool = False
+    rows: int,
+    count: int = 128,
+    *,
+    choices: int = 1,
+    transposed: bool = False,
+    bias: bool = False,
 ) -> Plan[Tensor]:
     weight = meta(count, 2048, 1536) if transposed else meta(count, 1536, 2048)
     return expert_linear.plan(
-        meta(rows, 2048), weight, meta(count, 1536) if bias else None, longs(rows), transposed
+        meta(rows // choices, 2048),
+        weight,
+        meta(count, 1536) if bias else None,
+        longs(rows),
+        transposed,
     )
 
 
@@ -284,13 +293,15 @@ def codes_product(group: int = 0, *, rows: int = 4096) -> Plan[Tensor]:
     )
 
 
-def low_bit_experts(rows: int, format: Format, *, minimum: bool = False) -> Plan[Tensor]:
+def low_bit_experts(
+    rows: int, format: Format, *, choices: int = 1, minimum: bool = False
+) -> Plan[Tensor]:
     """In groups of 32, as in checkpoints and GGUF files."""
     scale: Scale = "exponent" if format == "mxfp4" else "float16"
     to = Quantization(format=format, group=32, scale=scale, minimum=minimum)
     parts = {p: meta(*to.shape(p, 128, 1536, 2048), dtype=d) for p, d in to.dtypes.items()}
     return quantized_expert_linear.plan(
-        meta(rows, 2048),
+        meta(rows // choices, 2048),
         parts["weight"],
         parts["scale"],
         None,
@@ -488,6 +499,7 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "expert_linear unsorted": lambda: experts(1000),
     "expert_linear unsorted, few experts": lambda: experts(1000, 16),
     "expert_linear many": lambda: experts(32768, transposed=True, bias=True),
+    "expert_linear of tokens": lambda: experts(32768, choices=8),
     "choose_experts": lambda: choose_experts.plan(meta(64, 128), longs(64), 8, True, BF16),
     "sum_experts": lambda: choose_experts.plan_sum(meta(512, 2048), meta(64, 8), BF16),
     "add_lora few": lambda: lora(64, 16, parts=3),
@@ -528,6 +540,7 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "encoder_attention": lambda: encoder(4096, 64),
     "encoder_attention window": lambda: encoder(8192, 4, window=65),
     "quantized_expert_linear int8 many": lambda: low_bit_experts(32768, "int8"),
+    "quantized_expert_linear int8 of tokens": lambda: low_bit_experts(1000, "int8", choices=8),
     "quantized_expert_linear fp8 few": lambda: low_bit_experts(64, "fp8"),
     "quantized_embedding int4": lambda: embedding(64, "int4", minimum=True),
     "quantized_embedding int8": lambda: embedding(64, "int8"),
