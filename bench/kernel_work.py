@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmc.engine.plan import RowWork, StepPlan
-from llmc.kernels.prepare_step import WORK_WORDS, prepare_step
+from llmc.kernels.prepare_step import prepare_step
 from llmc.kernels.registry import OPS, Case
-from llmc.runner.delta import encode
+from llmc.runner.delta import encode, work_of
 from llmc.runner.rows import RowTables
 from llmc.runner.step_buffers import StepBuffers
 
@@ -326,7 +326,7 @@ def prepare_work(rows: int, context: int, device: torch.device, block_size: int 
     step = [RowWork(row=r, start=context - 1, num_tokens=1, sample=True) for r in range(rows)]
     delta = encode(tables, StepPlan(step=0, work=step))
     sent = torch.from_numpy(delta.words).to(device)
-    lines = sent[delta.work : delta.work + delta.num_requests * WORK_WORDS].view(-1, WORK_WORDS)
+    lines = work_of(sent, delta.num_requests)
     buffers = StepBuffers(tables, max_tokens=rows, max_requests=rows)
     return Work(
         op=prepare_step.name,

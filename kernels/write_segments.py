@@ -9,30 +9,36 @@ from torch import Tensor
 
 from llmc.kernels.registry import Case, op
 
+HEADER_WORDS = 4  # number of runs, index of the first, and padding to 16 bytes
 SEGMENT_WORDS = 3  # target, length, source
 
 
 @op(mutates=("memory",))
-def write_segments(memory: Tensor, delta: Tensor, count: int) -> None:
-    """Copy `count` runs of words from `delta` [W] int32 to `memory` [M] int32.
+def write_segments(memory: Tensor, delta: Tensor) -> None:
+    """Copy runs of words from `delta` [W] int32 to `memory` [M] int32.
 
-    Words 3i to 3i + 2 of delta are run i: target, length, source, and
-    memory[target : target + length] = delta[source : source + length]. Targets do not overlap.
+    delta[0] is the number of runs and delta[1] the index of the first, so that neither comes from
+    the host and a captured launch can be replayed for another delta. Each is three words: target,
+    length, source; memory[target : target + length] = delta[source : source + length]. Targets do
+    not overlap.
     """
-    for target, length, source in delta[: count * SEGMENT_WORDS].view(-1, SEGMENT_WORDS).tolist():
+    count, first = delta[:2].tolist()
+    runs = delta[first : first + count * SEGMENT_WORDS].view(-1, SEGMENT_WORDS)
+    for target, length, source in runs.tolist():
         memory[target : target + length] = delta[source : source + length]
 
 
 @write_segments.cases
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    for lengths in ((1,), (5, 0, 1), (3, 1500, 2, 64)):
-        count = len(lengths)
+    for lengths in ((), (1,), (5, 0, 1), (3, 1500, 2, 64), tuple(range(300))):
+        first, count = HEADER_WORDS + 8, len(lengths)
         source = target = 0
-        header = []
+        runs = []
         for i, length in enumerate(lengths):
-            header += [target + 2 * i, length, count * SEGMENT_WORDS + source]
+            runs += [target + 2 * i, length, first + count * SEGMENT_WORDS + source]
             source, target = source + length, target + length + 2
         words = torch.arange(source + 3, dtype=torch.int32) * 7 - 5
-        delta = torch.cat([torch.tensor(header, dtype=torch.int32), words])
+        start = [count, first, *[-1] * (first - 2), *runs]
+        delta = torch.cat([torch.tensor(start, dtype=torch.int32), words])
         memory = torch.full((target + 2 * count + 4,), -9, dtype=torch.int32)
-        yield (memory.to(device), delta.to(device), count)
+        yield memory.to(device), delta.to(device)

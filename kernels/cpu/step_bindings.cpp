@@ -16,9 +16,9 @@ T* dense(const Tensor& t, const char* name, int64_t dims, int64_t at_least) {
   return t.data_ptr<T>();
 }
 
-void write_segments(const Tensor& memory, const Tensor& delta, int64_t count) {
+void write_segments(const Tensor& memory, const Tensor& delta) {
   kernels->write_segments(dense<int32_t>(memory, "memory", 1, 0),
-                       dense<int32_t>(delta, "delta", 1, count * 3), count);
+                          dense<int32_t>(delta, "delta", 1, 2));
 }
 
 void prepare_step(const Tensor& work, const Tensor& history, const Tensor& row_block_table,

@@ -7,9 +7,10 @@
 
 namespace llmc {
 
-void write_segments(int32_t* memory, const int32_t* delta, int64_t count) {
+void write_segments(int32_t* memory, const int32_t* delta) {
+  const int64_t count = delta[0], first = delta[1];
   for (int64_t i = 0; i < count; ++i) {
-    const int32_t *run = delta + 3 * i, target = run[0], length = run[1], source = run[2];
+    const int32_t *run = delta + first + 3 * i, target = run[0], length = run[1], source = run[2];
     std::memcpy(memory + target, delta + source, length * sizeof(int32_t));
   }
 }

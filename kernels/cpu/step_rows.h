@@ -6,7 +6,7 @@
 
 namespace llmc {
 
-void write_segments(int32_t* memory, const int32_t* delta, int64_t count);
+void write_segments(int32_t* memory, const int32_t* delta);
 
 struct PrepareArgs {
   const int32_t* work;  // [requests, 8]

@@ -20,22 +20,26 @@ from llmc.kernels.triton.process_logits_kernels import banned_words
 from llmc.kernels.write_segments import write_segments
 
 _RUN = 1024  # words that a program copies at a time
+_WRITERS = 128  # programs that share the runs, however many there are
 _TOKENS = 256
 _SAMPLES = 128
 
 
 @triton.jit
 def write_segments_kernel(memory, delta, BLOCK: tl.constexpr):
-    """One program per run: memory[target : target + length] = delta[source : source + length]."""
-    run = delta + tl.program_id(0) * 3
-    target = tl.load(run).to(tl.int64)
-    length = tl.load(run + 1)
-    source = tl.load(run + 2)
+    """Each program copies every num_programs-th run: memory[target : target + length] =
+    delta[source : source + length]."""
+    count, first = tl.load(delta), tl.load(delta + 1)
     i = tl.arange(0, BLOCK)
-    for first in range(0, length, BLOCK):
-        inside = first + i < length
-        words = tl.load(delta + source + first + i, mask=inside)
-        tl.store(memory + target + first + i, words, mask=inside)
+    for number in range(tl.program_id(0), count, tl.num_programs(0)):
+        run = delta + first + number * 3
+        target = tl.load(run).to(tl.int64)
+        length = tl.load(run + 1)
+        source = tl.load(run + 2)
+        for begin in range(0, length, BLOCK):
+            inside = begin + i < length
+            words = tl.load(delta + source + begin + i, mask=inside)
+            tl.store(memory + target + begin + i, words, mask=inside)
 
 
 @triton.jit
@@ -116,10 +120,10 @@ def ban_words_kernel(
         tl.store(logits + s * logits_row + last, float("-inf"), mask=banned & (last < vocab))
 
 
-def plan_write(memory: Tensor, delta: Tensor, count: int) -> Plan[None]:
+def plan_write(memory: Tensor, delta: Tensor) -> Plan[None]:
     launch = Launch(
         kernel=write_segments_kernel,
-        grid=(count,),
+        grid=(_WRITERS,),
         args={"memory": memory, "delta": delta},
         constants={"BLOCK": _RUN},
     )

@@ -1,7 +1,10 @@
 """Encodes a plan as one array of words: everything that the host sends for a step.
 
-    segments (target, length, source) | work lines, one per request | samples that need
+    header | work lines, one per request | segments (target, length, source) | samples that need
     log-probabilities | block copies | blocks to swap | state copies | the segments' words
+
+The kernels that a CUDA graph replays read the first three parts. The work lines are always at the
+same place, and the header says how many segments there are and where (`write_segments`).
 
 Its size depends on the number of rows in the step and on what is new to them, never on the length
 of their contexts. Each part is aligned to 16 bytes, as the kernels were compiled for.
@@ -12,11 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from llmc.engine.plan import StepPlan
 from llmc.kernels.prepare_step import WORK_WORDS
 from llmc.kernels.prompts import MIN_TOKENS, Prompts
-from llmc.kernels.write_segments import SEGMENT_WORDS
+from llmc.kernels.write_segments import HEADER_WORDS, SEGMENT_WORDS
 from llmc.runner.rows import RowTables, Segments, Words
 
 _ALIGN = 4
@@ -29,7 +33,6 @@ class Delta:
 
     words: Words
     num_segments: int
-    work: int
     num_requests: int
     num_tokens: int
     num_samples: int
@@ -72,8 +75,8 @@ def encode(
     copies = [copy.source for copy in plan.block_copies]
     copies += [copy.target for copy in plan.block_copies]
     count = len(segments.targets)
-    at_work = _aligned(count * SEGMENT_WORDS)
-    at_picks = _aligned(at_work + len(lines))
+    at_segments = HEADER_WORDS + len(lines)
+    at_picks = _aligned(at_segments + count * SEGMENT_WORDS)
     at_copies = _aligned(at_picks + len(picks))
     swaps = [copy.source for copy in plan.swap_out] + [copy.target for copy in plan.swap_in]
     at_swaps = _aligned(at_copies + len(copies))
@@ -85,16 +88,16 @@ def encode(
     states += [row for row, _ in saves] + [first_snapshot + snapshot for _, snapshot in saves]
     at_payload = at_states + len(states)
     words = np.empty(at_payload + segments.num_words, np.int32)
-    words[at_work : at_work + len(lines)] = lines
+    words[:HEADER_WORDS] = count, at_segments, 0, 0
+    words[HEADER_WORDS:at_segments] = lines
     words[at_picks : at_picks + len(picks)] = picks
     words[at_copies : at_copies + len(copies)] = copies
     words[at_swaps : at_swaps + len(swaps)] = swaps
     words[at_states : at_states + len(states)] = states
-    _write_segments(words, segments, at_payload)
+    _write_segments(words, segments, at_segments, at_payload)
     return Delta(
         words=words,
         num_segments=count,
-        work=at_work,
         num_requests=len(plan.work) + padding,
         num_tokens=first,
         num_samples=num_sampled + padding,
@@ -112,6 +115,11 @@ def encode(
         prompts=prompts_of(plan, *dummies),
         long_prompts=prompts_of(plan, *dummies, started=True),
     )
+
+
+def work_of(words: Tensor, requests: int) -> Tensor:
+    """The lines [requests, 8] int32 for `prepare_step` in a delta's words on the device."""
+    return words[HEADER_WORDS : HEADER_WORDS + requests * WORK_WORDS].view(-1, WORK_WORDS)
 
 
 NO_PROMPTS = Prompts()
@@ -186,10 +194,10 @@ def _logprob_picks(rows: RowTables, plan: StepPlan) -> tuple[list[int], list[int
     return picks, wanted, scored
 
 
-def _write_segments(words: Words, segments: Segments, source: int) -> None:
-    header: list[int] = []
+def _write_segments(words: Words, segments: Segments, at: int, source: int) -> None:
+    lines: list[int] = []
     for target, run in zip(segments.targets, segments.runs, strict=True):
-        header += (target, len(run), source)
+        lines += (target, len(run), source)
         words[source : source + len(run)] = run
         source += len(run)
-    words[: len(header)] = header
+    words[at : at + len(lines)] = lines

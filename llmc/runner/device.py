@@ -27,8 +27,12 @@ class Device(Protocol):
 
     graphs: GraphBackend | None
 
-    def upload(self, words: Words) -> Tensor:
-        """-> int32 words on the device, for the step that is being launched."""
+    def upload(self, words: Words, home: Tensor | None = None) -> Tensor:
+        """-> int32 words on the device, for the step that is being launched.
+
+        They are in `home` [W] int32, on the device, if it is given and they fit. Steps launched
+        before this one have read it by the time that it is overwritten.
+        """
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         """Start copying tensors to the host; steps launched later may overwrite the originals."""
@@ -50,8 +54,11 @@ class HostDevice:
     def __init__(self, graphs: GraphBackend | None = None) -> None:
         self.graphs = graphs
 
-    def upload(self, words: Words) -> Tensor:
-        return torch.from_numpy(words)
+    def upload(self, words: Words, home: Tensor | None = None) -> Tensor:
+        here = torch.from_numpy(words)
+        if home is None or words.size > home.numel():
+            return here
+        return home[: words.size].copy_(here)
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         return _Here([tensor.clone() for tensor in tensors])
@@ -84,7 +91,7 @@ class CudaDevice:
         self._used: list[torch.cuda.Event | None] = [None] * len(self._ring)
         self._next = 0
 
-    def upload(self, words: Words) -> Tensor:
+    def upload(self, words: Words, home: Tensor | None = None) -> Tensor:
         i = self._next
         self._next = (i + 1) % len(self._ring)
         used = self._used[i]
@@ -94,7 +101,10 @@ class CudaDevice:
             self._ring[i] = torch.empty(2 * words.size, dtype=torch.int32, pin_memory=True)
         pinned = self._ring[i][: words.size]
         pinned.numpy()[:] = words
-        sent = pinned.to(self._device, non_blocking=True)
+        if home is None or words.size > home.numel():
+            sent = pinned.to(self._device, non_blocking=True)
+        else:
+            sent = home[: words.size].copy_(pinned, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
         self._used[i] = done

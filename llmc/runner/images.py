@@ -169,6 +169,11 @@ class RowImages:
             token += work.num_tokens
         return spans
 
+    @property
+    def moves_positions(self) -> bool:
+        """Whether the positions of text tokens depend on the images before them (`shift`)."""
+        return self._axes > 0
+
     def shift(self, plan: StepPlan, positions: Tensor) -> None:
         """Turn the places of a text step's tokens, [T], into positions, in place."""
         if self._axes and any(self._has_offset(work) for work in plan.work):

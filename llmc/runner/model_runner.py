@@ -1,8 +1,9 @@
-"""ModelRunner: executes plans and returns tokens. Owns the rows and caches; the graph has the rest.
+r"""ModelRunner: executes plans and returns tokens. It owns the rows and the caches.
 
-    plan -> delta (host) -> write_segments, prepare_step -> step or its CUDA graph -> tokens
-                                                               |-> rows, for the next step
-                                                               |-> host, when its result is read
+    plan -> delta (host) -> device -> write_segments -> prepare_step -> step -> tokens
+                                      \__ or the CUDA graph of all three __/      |-> rows
+                                                                                  |-> host
+The next step reads the rows; the host reads the tokens when it collects the result.
 
 `launch` never waits for the device, and `collect` waits only for its own step, so that a step can
 be planned and launched while the previous one runs.
@@ -24,14 +25,13 @@ from llmc.engine.plan import PendingStep, StepPlan, StepResult
 from llmc.errors import EngineDeadError
 from llmc.kernels.collectives import ranks as ranks_of
 from llmc.kernels.cpu.pages import release_memory
-from llmc.kernels.prepare_step import WORK_WORDS
 from llmc.kernels.prompts import Prompts
 from llmc.kernels.record_tokens import record_tokens
 from llmc.kernels.write_segments import write_segments
 from llmc.runner.adapter_store import AdapterStore
 from llmc.runner.buckets import Buckets, default_buckets, mixed_tokens
 from llmc.runner.compiles import CompileWatch
-from llmc.runner.delta import NO_HINTS, Delta, encode, prompts_of
+from llmc.runner.delta import NO_HINTS, Delta, encode, prompts_of, work_of
 from llmc.runner.device import Device, Download, HostDevice
 from llmc.runner.faults import classified
 from llmc.runner.graphs import StepGraphs, StepOutputs, StepShape
@@ -97,19 +97,20 @@ class ModelRunner:
         self._ranks = ranks
         self._group = None if ranks is None else ranks.group
         self._device = device or HostDevice()
+        self._graphs: StepGraphs | None = None
+        if use_graphs and self._device.graphs is not None:
+            self._graphs = StepGraphs(self._device.graphs)
         # a step's minimum size may require two dummies
         self._buffers = StepBuffers(
             rows,
             max_tokens=max(max_tokens, rows.padding_row) + 2,
             max_requests=rows.padding_row + 2,
+            keeps_delta=self._graphs is not None and not (images and images.moves_positions),
         )
         self._tables = {name: rows.tables[name] for name in rows.tables if name in step.inputs}
         self._packed = tuple(name for name in step.inputs if name not in self._tables)
         self._hints = tuple(name for name in NO_HINTS if name in step.inputs)
         self._pools = pools
-        self._graphs: StepGraphs | None = None
-        if use_graphs and self._device.graphs is not None:
-            self._graphs = StepGraphs(self._device.graphs)
         self._recordings = StepRecordings() if rows.device.type == "cpu" else None
         self._offered: StepFunction | None = None  # to be swapped in when idle
         self._watch = CompileWatch()
@@ -179,11 +180,9 @@ class ModelRunner:
             shape = self._shape(plan, step)
             delta, sent = self._send(plan, shape)
             if not plan.work:
+                self._write_rows(delta, sent)
                 return Launched(delta=delta, download=None)
-            inputs = self._prepare(delta, sent)
-            if self.images is not None:
-                self.images.shift(plan, inputs["positions"])
-            tokens, logits = self._compute(step, shape, inputs)
+            inputs, (tokens, logits) = self._compute(step, shape, delta, sent, plan)
             self._save_states(delta, sent)
             return self._launched(delta, sent, inputs, tokens, logits)
 
@@ -258,12 +257,14 @@ class ModelRunner:
     def _follow_step(self, received: ReceivedStep) -> None:
         with torch.inference_mode(), self._watch.launching(), ranks_of(self._group):
             step, delta = self.step, received.delta
-            sent = self._device.upload(delta.words)
+            sent = self._device.upload(delta.words, self._buffers.delta)
             self._swap(received.out_slots, received.back_slots, sent[delta.swaps :])
-            self._apply(delta, sent)
+            self._copy(delta, sent)
             if delta.num_requests:
-                self._compute(step, received.shape, self._prepare(delta, sent))
+                self._compute(step, received.shape, delta, sent)
                 self._save_states(delta, sent)
+            else:
+                self._write_rows(delta, sent)
 
     def warm_up(self) -> None:
         """Run the shapes that kernels are selected by: powers of two of rows and tokens.
@@ -282,7 +283,7 @@ class ModelRunner:
     def _dummies(self, shape: StepShape) -> StepInputs:
         """The inputs of a dummy step of this shape. Every request samples, unlike in real steps."""
         delta = encode(self.rows, StepPlan(step=-1, work=()), shape.requests, shape.tokens)
-        self._prepare(delta, self._device.upload(delta.words))
+        self._prepare(delta, self._device.upload(delta.words, self._buffers.delta))
         inputs = self._buffers.inputs(shape.tokens, shape.requests, shape.samples)
         if shape.samples > shape.requests:  # for draft tokens; the rest of the buffers is stale
             rest = slice(shape.requests, None)
@@ -293,16 +294,17 @@ class ModelRunner:
     # The parts of a step
 
     def _send(self, plan: StepPlan, shape: StepShape) -> tuple[Delta, Tensor]:
-        """Encode the plan's delta, send it to the device and apply it to rows and caches."""
+        """Encode the plan's delta, send it to the device and apply it to the caches: the rows are
+        written later, by the step's graph if it has one."""
         for copy in plan.adapter_copies:
             assert self._adapters is not None, "the plan has adapters, but the runner has no slots"
             self._adapters.copy(copy.slot, copy.adapter)
         delta = encode(self.rows, plan, shape.requests - len(plan.work), shape.tokens)
         self._tell(step_order(plan, shape, delta) if self._ranks is not None else None)
-        sent = self._device.upload(delta.words)
+        sent = self._device.upload(delta.words, self._buffers.delta)
         out_slots = [copy.target for copy in plan.swap_out]
         self._swap(out_slots, [copy.source for copy in plan.swap_in], sent[delta.swaps :])
-        self._apply(delta, sent)
+        self._copy(delta, sent)
         return delta, sent
 
     def _tell(self, order: Order | None) -> None:
@@ -321,10 +323,12 @@ class ModelRunner:
         if in_slots:
             self.swap_space.swap_in(in_slots, blocks[out : out + len(in_slots)])
 
-    def _apply(self, delta: Delta, sent: Tensor) -> None:
-        """Apply the delta's changes to rows and caches."""
+    def _write_rows(self, delta: Delta, sent: Tensor) -> None:
         if delta.num_segments:
-            write_segments.run(self.rows.memory, sent, delta.num_segments)
+            write_segments.run(self.rows.memory, sent)
+
+    def _copy(self, delta: Delta, sent: Tensor) -> None:
+        """Copy blocks of the caches, and snapshots to the states of new rows."""
         if delta.num_copies:
             pairs = sent[delta.copies : delta.copies + 2 * delta.num_copies].view(2, -1)
             copy_blocks(self.caches, pairs[0], pairs[1])
@@ -340,22 +344,37 @@ class ModelRunner:
             copy_blocks(self._states, pairs[0], pairs[1])
 
     def _prepare(self, delta: Delta, sent: Tensor) -> StepInputs:
-        end = delta.work + delta.num_requests * WORK_WORDS
-        work = sent[delta.work : end].view(-1, WORK_WORDS)
+        """Write the delta's changes to the rows, and the step's inputs."""
+        self._write_rows(delta, sent)
+        work = work_of(sent, delta.num_requests)
         inputs = self._buffers.prepare(work, delta.num_tokens, delta.num_samples)
         return self._with_hints(inputs, delta.hints())
 
     def _with_hints(self, inputs: StepInputs, hints: Mapping[str, Prompts]) -> StepInputs:
         return {**inputs, **{name: hints[name].words() for name in self._hints}}
 
-    def _compute(self, step: StepFunction, shape: StepShape, inputs: StepInputs) -> StepOutputs:
-        if self._graphs is not None:
-            graph = self._graphs.find(step, shape)
-            if graph is not None:
-                return graph.replay()
+    def _compute(
+        self,
+        step: StepFunction,
+        shape: StepShape,
+        delta: Delta,
+        sent: Tensor,
+        plan: StepPlan | None = None,
+    ) -> tuple[StepInputs, StepOutputs]:
+        """Prepare the step's inputs and run it, or replay the graph of both. `plan`: on rank 0."""
+        graph = self._graphs.find(step, shape) if self._graphs is not None else None
+        if graph is not None and self._buffers.delta is not None:
+            self._buffers.keep(delta, sent)
+            return self._buffers.inputs(*shape), graph.replay()
+        inputs = self._prepare(delta, sent)
+        if plan is not None and self.images is not None:
+            self.images.shift(plan, inputs["positions"])
+        if graph is not None:
+            return inputs, graph.replay()
         if self._recordings is not None:
-            return self._recordings.run(step, shape, lambda step: self._run(step, inputs))
-        return self._run(step, inputs)
+            run = functools.partial(self._run, inputs=inputs)
+            return inputs, self._recordings.run(step, shape, run)
+        return inputs, self._run(step, inputs)
 
     def _run(self, step: StepFunction, inputs: StepInputs) -> StepOutputs:
         if step.uncompiled is not None and inputs["row"].shape[0] < step.min_size:
@@ -445,7 +464,14 @@ class ModelRunner:
         step = self.step
         with torch.inference_mode(), ranks_of(self._group):
             inputs = self._with_hints(self._dummies(shape), NO_HINTS)
-            return self._graphs.capture(step, shape, lambda: self._run(step, inputs), inputs)
+
+            def run() -> StepOutputs:
+                if self._buffers.delta is not None:
+                    self._buffers.update_from_delta(*shape)
+                return self._run(step, inputs)
+
+            fixed = {} if self._buffers.delta is None else {"delta": self._buffers.delta}
+            return self._graphs.capture(step, shape, run, {**inputs, **fixed})
 
     @property
     def wants_uncompiled(self) -> bool:

@@ -74,7 +74,7 @@ def step_order(plan: StepPlan, shape: StepShape, delta: Delta) -> Order:
     out = [copy.target for copy in plan.swap_out]
     back = [copy.source for copy in plan.swap_in]
     numbers = (
-        *shape, delta.num_segments, delta.work, delta.num_requests, delta.num_tokens,
+        *shape, delta.num_segments, delta.num_requests, delta.num_tokens,
         delta.num_samples, delta.copies, delta.num_copies, delta.swaps,
         delta.states, delta.num_loads, delta.num_saves,
         prompts.first_request, prompts.first_token, len(out), len(back),
@@ -95,29 +95,28 @@ class ReceivedStep:
     @staticmethod
     def of(order: Order) -> ReceivedStep:
         n = [int(number) for number in order.numbers]
-        rest = n[18:]
+        rest = n[17:]
         out, back, lengths = (
-            rest[: n[16]], rest[n[16] : n[16] + n[17]], rest[n[16] + n[17] :]
+            rest[: n[15]], rest[n[15] : n[15] + n[16]], rest[n[15] + n[16] :]
         )  # fmt: skip
         delta = Delta(
             words=order.words,
             num_segments=n[3],
-            work=n[4],
-            num_requests=n[5],
-            num_tokens=n[6],
-            num_samples=n[7],
-            num_sampled=n[7],
+            num_requests=n[4],
+            num_tokens=n[5],
+            num_samples=n[6],
+            num_sampled=n[6],
             picks=0,
             picked=(),
             wanted=(),
             scored=frozenset(),
-            copies=n[8],
-            num_copies=n[9],
-            swaps=n[10],
-            states=n[11],
-            num_loads=n[12],
-            num_saves=n[13],
-            prompts=Prompts(first_request=n[14], first_token=n[15], lengths=tuple(lengths)),
+            copies=n[7],
+            num_copies=n[8],
+            swaps=n[9],
+            states=n[10],
+            num_loads=n[11],
+            num_saves=n[12],
+            prompts=Prompts(first_request=n[13], first_token=n[14], lengths=tuple(lengths)),
             long_prompts=Prompts(),  # for attention over latents, which several ranks don't use
         )
         return ReceivedStep(

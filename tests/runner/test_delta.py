@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from llmc.engine.plan import NewRow, RowWork, StepPlan
 from llmc.kernels.prepare_step import WORK_WORDS
 from llmc.kernels.prompts import Prompts
-from llmc.kernels.write_segments import write_segments
-from llmc.runner.delta import Delta, encode
+from llmc.kernels.write_segments import HEADER_WORDS, write_segments
+from llmc.runner.delta import Delta, encode, work_of
 from llmc.runner.rows import RowTables
 from llmc.runner.step_buffers import StepBuffers, StepInputs
 from llmc.sampling_params import SamplingParams
@@ -121,11 +121,11 @@ def prepare(state: State, plan: StepPlan, padding: int = 0) -> tuple[Delta, Step
     """What the runner does with a plan before the step; buffers start full of another step."""
     delta = encode(state.rows, plan, padding)
     sent = torch.from_numpy(delta.words)
-    write_segments.run(state.rows.memory, sent, delta.num_segments)
+    write_segments.run(state.rows.memory, sent)
     buffers = StepBuffers(state.rows, max_tokens=NUM_ROWS * CONTEXT, max_requests=NUM_ROWS + 3)
     for stale in buffers.view(NUM_ROWS * CONTEXT, NUM_ROWS + 3, NUM_ROWS + 3).inputs.values():
         stale.fill_(-77)
-    work = sent[delta.work : delta.work + delta.num_requests * WORK_WORDS].view(-1, WORK_WORDS)
+    work = work_of(sent, delta.num_requests)
     return delta, buffers.prepare(work, delta.num_tokens, delta.num_samples)
 
 
@@ -214,7 +214,7 @@ def test_the_delta_does_not_grow_with_the_context() -> None:
         )
         work = [RowWork(row=r, start=context - 1, num_tokens=1, sample=True) for r in range(64)]
         sizes.append(encode(rows, StepPlan(step=0, work=work)).words.nbytes)
-    assert sizes[0] == sizes[1] == 64 * 4 * WORK_WORDS
+    assert sizes[0] == sizes[1] == 4 * (HEADER_WORDS + 64 * WORK_WORDS)
 
 
 def test_a_new_block_costs_a_few_words() -> None:
@@ -223,14 +223,14 @@ def test_a_new_block_costs_a_few_words() -> None:
     grown = RowWork(row=0, start=8, num_tokens=1, sample=True, new_blocks=(3,))
     delta = encode(state.rows, StepPlan(step=1, work=[grown]))
     assert delta.num_segments == 1
-    assert delta.words.nbytes <= 4 * (4 + 8 + 1)
+    assert delta.words.nbytes <= 4 * (HEADER_WORDS + 8 + 4 + 1)
 
 
 def test_every_part_of_a_delta_starts_on_16_bytes() -> None:
     """Kernels are compiled for aligned pointers; another alignment would be another kernel."""
     state, plan = _one(3, 7, RowWork(row=3, start=0, num_tokens=7, sample=True, new_blocks=(1, 2)))
     delta = encode(state.rows, plan)
-    assert [part % 4 for part in (delta.work, delta.picks, delta.copies)] == [0, 0, 0]
+    assert [part % 4 for part in (HEADER_WORDS, delta.picks, delta.copies)] == [0, 0, 0]
     tables = state.rows.tables.values()
     assert {table.storage_offset() * table.itemsize % 16 for table in tables} == {0}
 

@@ -14,7 +14,7 @@ from llmc.engine.plan import NewRow, RowMask, RowWork, StepPlan
 from llmc.kernels.ban_words import ban_words
 from llmc.kernels.process_logits import process_logits
 from llmc.kernels.step_inputs import BAD_WORD_TOKENS, ROW_TABLES
-from llmc.kernels.write_segments import write_segments
+from llmc.kernels.write_segments import SEGMENT_WORDS, write_segments
 from llmc.runner.delta import encode
 from llmc.runner.rows import MAX_BANNED, RowTables
 from llmc.sampling_params import MAX_LOGIT_BIAS, SamplingParams
@@ -42,7 +42,7 @@ def append_blocks(rows: RowTables, work: Sequence[RowWork]) -> None:
 
 def apply(rows: RowTables, plan: StepPlan) -> None:
     delta = encode(rows, plan)
-    write_segments.reference(rows.memory, torch.from_numpy(delta.words), delta.num_segments)
+    write_segments.reference(rows.memory, torch.from_numpy(delta.words))
 
 
 def new_row(
@@ -280,10 +280,11 @@ def test_a_mask_that_comes_with_its_row_is_written_once() -> None:
     mask = RowMask(row=0, words=bytes([0b10000]) + bytes(11))
     plan = StepPlan(step=0, new_rows=[new_row(allowed_token_ids=[1])], row_masks=[mask], work=())
     delta = encode(rows, plan)
-    header = delta.words[: delta.num_segments * 3].reshape(-1, 3)
-    places = [i for target, length, _ in header for i in range(target, target + length)]
+    count, first = delta.words[:2]
+    segments = delta.words[first : first + count * SEGMENT_WORDS].reshape(-1, SEGMENT_WORDS)
+    places = [i for target, length, _ in segments for i in range(target, target + length)]
     assert len(places) == len(set(places))
-    write_segments.reference(rows.memory, torch.from_numpy(delta.words), delta.num_segments)
+    write_segments.reference(rows.memory, torch.from_numpy(delta.words))
     assert processed(rows, 0, 3).isfinite().nonzero()[:, 0].tolist() == [4]
 
 

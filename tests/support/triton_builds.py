@@ -481,7 +481,7 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "act_mul silu": lambda: act_mul.plan(meta(64, 24576), "silu"),
     "act_mul gelu": lambda: act_mul.plan(meta(64, 24576), "gelu"),
     "act_mul gelu_tanh": lambda: act_mul.plan(meta(64, 24576), "gelu_tanh"),
-    "write_segments": lambda: step_rows.plan_write(ints(1 << 24), ints(4096), 70),
+    "write_segments": lambda: step_rows.plan_write(ints(1 << 24), ints(4096)),
     "prepare_step": step_inputs,
     "ban_words": lambda: step_rows.plan_ban(
         floats(128, VOCAB),
