@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from bench.ablations.row import Figures, Row, computed
 from bench.ablations.subject import Bench
@@ -13,7 +14,7 @@ from llmc.engine.core import EngineCore
 from llmc.engine.kv.layout import WHOLE, AttentionWindow
 from llmc.engine.messages import AddRequest
 from llmc.engine.options import EngineFeatures, EngineLimits
-from llmc.engine.plan import PendingStep, StepPlan, StepResult
+from llmc.engine.plan import EagerReason, PendingStep, StepPlan, StepResult
 from llmc.sampling_params import SamplingParams
 
 BLOCK = 16
@@ -26,6 +27,7 @@ class NoModel:
 
     max_in_flight = 1
     num_runtime_compiles = 0
+    eager_steps: Mapping[EagerReason, int] = MappingProxyType({})
 
     def submit(self, plan: StepPlan) -> PendingStep:
         done: Future[StepResult] = Future()

@@ -22,7 +22,7 @@ from llmc.engine.core import EngineCore
 from llmc.engine.kv.swap import SwapConfig, SwapCost
 from llmc.engine.messages import AddRequest
 from llmc.engine.options import EngineFeatures, EngineLimits
-from llmc.engine.plan import PendingStep, Runner, StepPlan, StepResult
+from llmc.engine.plan import EagerReason, PendingStep, Runner, StepPlan, StepResult
 from llmc.llm import LLM
 from llmc.sampling_params import SamplingParams
 from llmc.startup.model_files import resolve_model
@@ -63,6 +63,10 @@ class AtOnce:
     @property
     def num_runtime_compiles(self) -> int:
         return int(self._runner.num_runtime_compiles)
+
+    @property
+    def eager_steps(self) -> Mapping[EagerReason, int]:
+        return dict(self._runner.eager_steps)
 
     def submit(self, plan: StepPlan) -> PendingStep:
         done: Future[StepResult] = Future()

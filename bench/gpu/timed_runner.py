@@ -6,9 +6,10 @@ The time of an engine's step without waiting is the host's own work.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmc.engine.plan import PendingStep, StepPlan, StepResult
+from llmc.engine.plan import EagerReason, PendingStep, StepPlan, StepResult
 from llmc.runner.model_runner import Launched, ModelRunner
 
 
@@ -47,6 +48,10 @@ class TimedRunner:
     @property
     def num_runtime_compiles(self) -> int:
         return self._runner.num_runtime_compiles
+
+    @property
+    def eager_steps(self) -> Mapping[EagerReason, int]:
+        return self._runner.eager_steps
 
     def submit(self, plan: StepPlan) -> PendingStep:
         start = time.perf_counter()

@@ -140,11 +140,12 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
                 ],
             ),
             (
-                "Failed steps, steps that waited for a compiler, wasted rows",
+                "Failed steps, steps that waited for a compiler or had no CUDA graph, wasted rows",
                 "ops",
                 [
                     ("failed", rate("llmc:failed_engine_steps_total")),
                     ("compiled", rate("llmc:runtime_compiles_total")),
+                    ("without a graph", rate("llmc:eager_steps_total")),
                     ("wasted rows", rate("llmc:wasted_row_steps_total")),
                 ],
             ),

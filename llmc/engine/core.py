@@ -219,6 +219,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
         pool, speculation, swap = scheduler.pool, scheduler.speculation, scheduler.rows.swap
+        eager = self.runner.eager_steps
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -241,6 +242,10 @@ class EngineCore:
             num_deferred=min(scheduler.num_deferred, len(scheduler.waiting)),
             num_cached_prompt_tokens=scheduler.num_cached_prompt_tokens,
             num_step_tokens=scheduler.num_step_tokens,
+            num_eager_not_captured=eager.get("not_captured", 0),
+            num_eager_images=eager.get("images", 0),
+            num_eager_long_prompts=eager.get("long_prompts", 0),
+            num_eager_too_large=eager.get("too_large", 0),
             step_sizes=tuple(scheduler.step_sizes),
         )
 

@@ -131,6 +131,11 @@ class EngineStats:
     num_deferred: int = 0  # waiting requests that need a grammar, an adapter or another's prompt
     num_cached_prompt_tokens: int = 0  # prompt tokens not computed for their request
     num_step_tokens: int = 0  # tokens of all steps
+    # steps without a CUDA graph where graphs are used, by EagerReason
+    num_eager_not_captured: int = 0
+    num_eager_images: int = 0
+    num_eager_long_prompts: int = 0
+    num_eager_too_large: int = 0
     step_sizes: Sequence[int] = ()  # number of steps in each bucket of STEP_SIZES
 
 

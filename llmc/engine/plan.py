@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from llmc.image_input import ImageInput
 from llmc.lora_request import LoRARequest
@@ -169,6 +169,11 @@ class StepResult:
     vectors: Sequence[bytes] = ()
 
 
+# Why a step ran without a CUDA graph: none of its shape was captured yet, or the capture failed; it
+# reads images; the kernels of its prompts read lengths on the host; it is larger than all graphs.
+EagerReason = Literal["not_captured", "images", "long_prompts", "too_large"]
+
+
 class PendingStep(Protocol):
     """A step that was submitted to the runner and may still be running."""
 
@@ -192,6 +197,10 @@ class Runner(Protocol):
     @property
     def num_runtime_compiles(self) -> int:
         """Compilations that a step had to wait for."""
+
+    @property
+    def eager_steps(self) -> Mapping[EagerReason, int]:
+        """Steps that ran without a CUDA graph, by the reason; empty if graphs are not used."""
 
     def use_idle_time(self) -> bool:
         """Do a small piece of work that would otherwise delay a step. -> whether more remains."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llmc.engine.plan import EagerReason
 from llmc.errors import InvalidRequestError
 from llmc.load_test.observe import NOT_COUNTED, ObservedStep, OpRow, merged
 from llmc.load_test.offline import OfflineRun, check_fits, run_offline, usable_token_ids
@@ -50,10 +51,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A step, or all steps of a prompt. `step_s`: as served; `rows`: sorted, the longest first."""
+    """A step, or all steps of a prompt. `step_s`: as served; `rows`: sorted, the longest first.
+
+    `eager_steps`: those of the steps as served that had no CUDA graph, where graphs are used.
+    """
 
     title: str
     step_s: float
+    eager_steps: Mapping[EagerReason, int]
     rows: tuple[OpRow, ...]
     limits: Limits
 
@@ -114,6 +119,7 @@ class Explanation:
         return {
             "title": self.title,
             "step_seconds": self.step_s,
+            "eager_steps": dict(self.eager_steps),
             "ops_seconds": self.ops_s,
             "collectives_seconds": self.collectives_s,
             "bound_by": self.bound_by,
@@ -197,8 +203,11 @@ def explain_steps(
         advance()
     finally:
         started.runner.step = served
+    eager = [Counter(started.runner.eager_steps)]
     decode_s = statistics.median(decode().traces[-1].itls_s[NOT_COUNTED:count])
+    eager.append(Counter(started.runner.eager_steps))
     prompt_s = statistics.median([run(1, input_len, 1).duration_s for _ in range(num_iters)])
+    eager.append(Counter(started.runner.eager_steps))
     advance()
     found = limits()
     plural = "s" if batch_size > 1 else ""
@@ -206,12 +215,14 @@ def explain_steps(
         Explanation(
             title=f"decode step, {batch_size} request{plural} of {context_len} tokens",
             step_s=decode_s,
+            eager_steps=eager[1] - eager[0],
             rows=_sorted(decode_rows),
             limits=found,
         ),
         Explanation(
             title=f"prompt of {input_len} tokens",
             step_s=prompt_s,
+            eager_steps=eager[2] - eager[1],
             rows=_sorted(prompt_rows),
             limits=found,
         ),

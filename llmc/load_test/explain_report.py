@@ -30,6 +30,7 @@ def format_table(explained: Explanation) -> str:
         f"{explained.title}: {explained.step_s * 1e3:.2f} ms as served, "
         f"{explained.ops_s * 1e3:.2f} ms in its ops{collectives}",
         explained.verdict,
+        *_eager(explained),
         f"{'op':{names}}  {'kind':10}  calls        ms  share        MB  % of read     GFLOP  "
         "% of peak  limit",
     ]
@@ -43,6 +44,12 @@ def format_table(explained: Explanation) -> str:
             f"{work.num_operations / 1e9:8.3f}  {peak:9.0%}  {limits.nearer(work)}"
         )
     return "\n".join(lines)
+
+
+def _eager(explained: Explanation) -> list[str]:
+    counts = explained.eager_steps
+    reasons = ", ".join(f"{why.replace('_', ' ')}: {n}" for why, n in sorted(counts.items()))
+    return [f"steps without a CUDA graph: {reasons}"] if counts else []
 
 
 def format_limits(explained: Explanation) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from llmc.compiler.lower import StepFunction
+from llmc.engine.plan import EagerReason
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class StepGraphs:
         self._captured: dict[StepShape, CapturedStep] = {}
         self._seen: Counter[StepShape] = Counter()
         self._is_off = False  # a capture of this step function failed
-        self.num_eager = 0  # steps that ran without a graph
+        self.num_eager: Counter[EagerReason] = Counter()  # steps that ran without a graph
 
     def next_shape(self, step: StepFunction, sizes: Iterable[int]) -> StepShape | None:
         """The next shape to capture: those in use first, then decodes of `sizes`, largest first.
@@ -172,11 +173,14 @@ class StepGraphs:
             return False
         return True
 
-    def find(self, step: StepFunction, shape: StepShape) -> CapturedStep | None:
-        """The graph for a step that is about to run."""
+    def find(
+        self, step: StepFunction, shape: StepShape, reason: EagerReason = "not_captured"
+    ) -> CapturedStep | None:
+        """The graph for a step that is about to run; without one, the reason is counted."""
         self._follow(step)
         graph = self._captured.get(shape)
-        self.num_eager += graph is None
+        if graph is None:
+            self.num_eager[reason] += 1
         if graph is None and shape.is_decode:
             self.want(step, shape)
         return graph

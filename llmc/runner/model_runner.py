@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from llmc.compiler.lower import StepFunction
-from llmc.engine.plan import PendingStep, StepPlan, StepResult
+from llmc.engine.plan import EagerReason, PendingStep, StepPlan, StepResult
 from llmc.errors import EngineDeadError
 from llmc.kernels.collectives import ranks as ranks_of
 from llmc.kernels.cpu.pages import release_memory
@@ -29,9 +29,9 @@ from llmc.kernels.prompts import Prompts
 from llmc.kernels.record_tokens import record_tokens
 from llmc.kernels.write_segments import write_segments
 from llmc.runner.adapter_store import AdapterStore
-from llmc.runner.buckets import Buckets, default_buckets, mixed_tokens
+from llmc.runner.buckets import Buckets, default_buckets
 from llmc.runner.compiles import CompileWatch
-from llmc.runner.delta import NO_HINTS, Delta, encode, prompts_of, work_of
+from llmc.runner.delta import NO_HINTS, Delta, encode, work_of
 from llmc.runner.device import Device, Download, HostDevice
 from llmc.runner.faults import classified
 from llmc.runner.graphs import StepGraphs, StepOutputs, StepShape
@@ -43,6 +43,7 @@ from llmc.runner.ranks import Kind, Order, Ranks, ReceivedStep, step_order
 from llmc.runner.rows import RowTables
 from llmc.runner.step_buffers import StepBuffers, StepInputs
 from llmc.runner.step_recordings import StepRecordings
+from llmc.runner.step_shapes import StepShapes
 from llmc.runner.swap_space import SwapSpace
 
 T = TypeVar("T")
@@ -110,6 +111,13 @@ class ModelRunner:
         self._tables = {name: rows.tables[name] for name in rows.tables if name in step.inputs}
         self._packed = tuple(name for name in step.inputs if name not in self._tables)
         self._hints = tuple(name for name in NO_HINTS if name in step.inputs)
+        self._shapes = StepShapes(
+            self.buckets,
+            self._buffers,
+            self._graphs,
+            hints=self._hints,
+            max_model_len=rows.max_model_len,
+        )
         self._pools = pools
         self._recordings = StepRecordings() if rows.device.type == "cpu" else None
         self._offered: StepFunction | None = None  # to be swapped in when idle
@@ -177,17 +185,19 @@ class ModelRunner:
                 self.images.follow(plan)
                 if self.images.are_read(plan):
                     return self._launch_images(plan, self.images)
-            shape = self._shape(plan, step)
+            shape, reason = self._shapes.choose(plan, step)
             delta, sent = self._send(plan, shape)
             if not plan.work:
                 self._write_rows(delta, sent)
                 return Launched(delta=delta, download=None)
-            inputs, (tokens, logits) = self._compute(step, shape, delta, sent, plan)
+            inputs, (tokens, logits) = self._compute(step, shape, delta, sent, plan, reason)
             self._save_states(delta, sent)
             return self._launched(delta, sent, inputs, tokens, logits)
 
     def _launch_images(self, plan: StepPlan, images: RowImages) -> Launched:
         """`launch` for a step with image tokens, which never uses a graph or a recording."""
+        if self._graphs is not None:
+            self._graphs.num_eager["images"] += 1
         samples = sum(work.num_samples + work.num_scored for work in plan.work)
         padding = 0 if samples else 1
         shape = StepShape(plan.num_tokens + padding, len(plan.work) + padding, samples + padding)
@@ -226,7 +236,7 @@ class ModelRunner:
     def logits(self, plan: StepPlan) -> Tensor:
         """The unprocessed logits [rows that sample, V] of a plan; the drawn tokens are dropped."""
         with torch.inference_mode(), ranks_of(self._group):
-            shape = self._shape(plan, self.step)
+            shape, _ = self._shapes.choose(plan, self.step)
             delta, sent = self._send(plan, shape)
             _, logits = self._run(self.step, self._prepare(delta, sent))
             return logits[: delta.num_sampled].clone()
@@ -360,9 +370,10 @@ class ModelRunner:
         delta: Delta,
         sent: Tensor,
         plan: StepPlan | None = None,
+        reason: EagerReason = "not_captured",
     ) -> tuple[StepInputs, StepOutputs]:
         """Prepare the step's inputs and run it, or replay the graph of both. `plan`: on rank 0."""
-        graph = self._graphs.find(step, shape) if self._graphs is not None else None
+        graph = self._graphs.find(step, shape, reason) if self._graphs is not None else None
         if graph is not None and self._buffers.delta is not None:
             self._buffers.keep(delta, sent)
             return self._buffers.inputs(*shape), graph.replay()
@@ -386,46 +397,6 @@ class ModelRunner:
 
     def _record(self, inputs: StepInputs, tokens: Tensor) -> None:
         record_tokens.run(self.rows.tables["history"], inputs["row"], inputs["length"], tokens)
-
-    def _shape(self, plan: StepPlan, step: StepFunction) -> StepShape:
-        """The step's sizes with dummies: padded to those of a graph, else to the step's minimum."""
-        rows = len(plan.work)
-        if plan.is_decode and rows:
-            size = self.buckets.choose(rows) if self._graphs is not None else rows
-            if self._graphs is not None:
-                self.buckets.observe(rows)
-            return StepShape.decode(max(size, self._least(step)))
-        tokens = sum(work.num_tokens for work in plan.work)
-        samples = sum(work.num_samples + work.num_scored for work in plan.work)
-        if rows == 0:
-            return StepShape(0, 0, 0)
-        padded = self._padded(tokens, rows, samples)
-        if any(prompts_of(plan, started=name == "long_prompts").lengths for name in self._hints):
-            padded = None  # these kernels read lengths on the host, which a graph can't do
-        if padded is not None and self._graphs is not None:
-            if self._graphs.has(step, padded):
-                return padded
-            self._graphs.want(step, padded)
-        padding = max(0, step.min_size - min(rows, samples))
-        return StepShape(tokens + padding, rows + padding, samples + padding)
-
-    def _padded(self, tokens: int, rows: int, samples: int) -> StepShape | None:
-        """The shape of the graph that would serve a step with prompts or draft tokens."""
-        if self._graphs is None:
-            return None
-        requests = self.buckets.choose(rows + 1)  # at least one dummy for the padding tokens
-        padding = requests - rows
-        padded = mixed_tokens(tokens + padding)
-        fits = (
-            padded is not None
-            and requests <= self._buffers.max_requests
-            and padded <= self._buffers.max_tokens
-            and padded - tokens <= padding * self.rows.max_model_len
-        )
-        return StepShape(padded, requests, samples + padding) if padded and fits else None
-
-    def _least(self, step: StepFunction) -> int:
-        return 1 if step.uncompiled is not None else step.min_size
 
     # Graphs
 
@@ -486,7 +457,12 @@ class ModelRunner:
     @property
     def num_eager_steps(self) -> int:
         """Steps that ran without a graph although the runner uses graphs."""
-        return self._graphs.num_eager if self._graphs is not None else 0
+        return sum(self.eager_steps.values())
+
+    @property
+    def eager_steps(self) -> Mapping[EagerReason, int]:
+        """These steps by the reason; empty if the runner uses no graphs."""
+        return self._graphs.num_eager if self._graphs is not None else {}
 
     @property
     def num_replayed_steps(self) -> int:

@@ -72,6 +72,17 @@ class EngineCollector:
         yield self._counter("wasted_row_steps", stats.num_wasted_row_steps)
         yield self._counter("num_swaps", stats.num_swaps)
         yield self._counter("runtime_compiles", stats.num_runtime_compiles)
+        yield self._by_label(
+            CounterMetricFamily,
+            "eager_steps",
+            "reason",
+            {
+                "not_captured": stats.num_eager_not_captured,
+                "images": stats.num_eager_images,
+                "long_prompts": stats.num_eager_long_prompts,
+                "too_large": stats.num_eager_too_large,
+            },
+        )
         yield self._counter("prefix_cache_queries", stats.prefix_cache_queries)
         yield self._counter("prefix_cache_hits", stats.prefix_cache_hits)
         yield self._counter("spec_decode_num_drafts", stats.num_drafts)

@@ -39,5 +39,22 @@ def throughput_line(before: EngineStats, after: EngineStats, seconds: float) -> 
         f"Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
         f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
         f"Running: {after.num_running} reqs, Waiting: {after.num_waiting} reqs, "
-        f"KV cache usage: {used:.1%}, Prefix cache hit rate: {hits:.1%}"
+        f"KV cache usage: {used:.1%}, Prefix cache hit rate: {hits:.1%}{_eager(before, after)}"
     )
+
+
+def _eager(before: EngineStats, after: EngineStats) -> str:
+    """What to add if steps ran without a CUDA graph."""
+    counts = {
+        reason: max(0, getattr(after, name) - getattr(before, name))
+        for reason, name in {
+            "not captured": "num_eager_not_captured",
+            "images": "num_eager_images",
+            "long prompts": "num_eager_long_prompts",
+            "too large": "num_eager_too_large",
+        }.items()
+    }
+    reasons = ", ".join(f"{reason}: {count}" for reason, count in counts.items() if count)
+    steps = max(0, after.num_steps - before.num_steps)
+    total = sum(counts.values())
+    return f", Steps without CUDA graph: {total} of {steps} ({reasons})" if total else ""

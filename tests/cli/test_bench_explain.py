@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,9 +278,15 @@ def row(kind: str, milliseconds: float, megabytes: float, gigaflop: float = 0.0)
     ],
 )  # fmt: skip
 def test_verdicts(step_ms: float, rows: list[OpRow], bound_by: str, verdict: str) -> None:
-    found = Explanation(title="step", step_s=step_ms * 1e-3, rows=tuple(rows), limits=LIMITS)
+    found = Explanation(
+        title="step", step_s=step_ms * 1e-3, eager_steps={}, rows=tuple(rows), limits=LIMITS
+    )
     assert (found.bound_by, found.verdict) == (bound_by, verdict)
     assert format_table(found).splitlines()[1] == verdict
+    assert "CUDA graph" not in format_table(found)
+    eager = replace(found, eager_steps={"too_large": 2, "not_captured": 1})
+    line = "steps without a CUDA graph: not captured: 1, too large: 2"
+    assert format_table(eager).splitlines()[2] == line
 
 
 def test_command(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from pending import DoneStep
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
 from llmc.engine.options import EngineFeatures, EngineLimits
-from llmc.engine.plan import StepPlan, StepResult
+from llmc.engine.plan import EagerReason, StepPlan, StepResult
 from llmc.errors import InvalidRequestError
 from llmc.lora_request import LoRARequest
 from llmc.sampling_params import SamplingParams
@@ -24,6 +26,7 @@ class Runner:
 
     max_in_flight = 2
     num_runtime_compiles = 0
+    eager_steps: Mapping[EagerReason, int] = MappingProxyType({})
 
     def __init__(self, adapters: dict[str, LoRARequest | None]) -> None:
         self.adapters = adapters  # by request

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from oracle import AlwaysOn
 from llmc.engine.kv.block_pool import BlockPool
 from llmc.engine.kv.row_table import RowTable
 from llmc.engine.options import EngineLimits
-from llmc.engine.plan import RowWork, StepPlan, StepResult
+from llmc.engine.plan import EagerReason, RowWork, StepPlan, StepResult
 from llmc.engine.request import Request, RequestState
 from llmc.engine.spec_decode.draft_model import DraftModel, DraftModelSpeculation
 from llmc.engine.spec_decode.draft_sequence import DraftSequence
@@ -29,6 +30,7 @@ class Recorder:
 
     max_in_flight = 1
     num_runtime_compiles = 0
+    eager_steps: Mapping[EagerReason, int] = MappingProxyType({})
 
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
 from pending import DoneStep
@@ -12,7 +13,7 @@ from pending import DoneStep
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest, RequestUpdate
 from llmc.engine.options import EngineFeatures, EngineLimits
-from llmc.engine.plan import StepPlan, StepResult
+from llmc.engine.plan import EagerReason, StepPlan, StepResult
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from llmc.sampling_params import SamplingParams
 from llmc.structured_outputs import StructuredOutputsParams
@@ -28,6 +29,7 @@ class ScriptedRunner:
         self.token = 9
         self.max_in_flight = max_in_flight
         self.num_runtime_compiles = 0
+        self.eager_steps: Mapping[EagerReason, int] = {}
 
     def use_idle_time(self) -> bool:
         return False

@@ -17,6 +17,7 @@ from op_cases import require_cpu_ops
 from rank_threads import RankThreads, rank_threads
 from tiny_configs import save_random, tiny_config
 
+from llmc.compiler.lower import StepFunction
 from llmc.engine.core import EngineCore
 from llmc.engine.kv.swap import SwapConfig
 from llmc.engine.plan import StepPlan
@@ -168,6 +169,28 @@ def test_positions_that_the_host_moves_are_prepared_before_the_graph(
     backend = runner._device.graphs
     assert isinstance(backend, FakeGraphs)
     assert 10 < backend.num_replays < runner.num_prepared
+
+
+class Reading(Shift):
+    """Images that every step reads."""
+
+    def __init__(self, step: StepFunction) -> None:
+        self.step = step
+
+    def are_read(self, plan: StepPlan) -> bool:
+        return True
+
+    def inputs(self, *given: Any) -> dict[str, torch.Tensor]:
+        return {}
+
+
+def test_steps_that_read_images_are_counted(running: tiny_engine.Running) -> None:
+    reading: Any = Reading(running.started.runner.step)
+    runner = graphed(running, images=reading)
+    engine = running.engine(max_num_seqs=4, runner=runner)
+    same(generate(engine), generate(running.engine(max_num_seqs=4)))
+    stats = engine.stats()
+    assert stats.num_eager_images == stats.num_steps == runner.num_eager_steps > 10
 
 
 class Events:

@@ -95,7 +95,7 @@ def test_graphs_are_captured_when_idle_those_in_use_first(running: tiny_engine.R
     for step in range(3):
         runner.execute(decode(range(1), 3 + step))
     assert backend.captured == [], "a stream of answers waits for no capture"
-    assert runner.num_eager_steps == 4
+    assert runner.eager_steps == {"not_captured": 4}
     while runner.use_idle_time():
         pass
     assert backend.captured == sizes(1, 4, 2)
@@ -129,6 +129,22 @@ def test_steps_with_prompts_run_as_graphs_of_the_shapes_that_came(
     assert got == want
 
 
+def test_a_step_that_no_graph_can_serve_is_counted_by_its_reason(
+    running: tiny_engine.Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, _ = graphed(running)
+    while runner.use_idle_time():
+        pass
+    for row in range(5):
+        runner.execute(enter(row))  # a graph is captured when the engine is idle again
+    assert runner.eager_steps == {"not_captured": 5}
+    runner.execute(decode(range(5), 3))  # the largest bucket is 4
+    monkeypatch.setattr("llmc.runner.buckets._MAX_MIXED_TOKENS", 8)
+    runner.execute(enter(5, num_tokens=9))
+    assert runner.eager_steps == {"not_captured": 5, "too_large": 2}
+    assert runner.num_eager_steps == 7 and running.started.runner.eager_steps == {}
+
+
 def test_graphs_leave_fresh_prompts_to_their_kernel(
     naming_prompts: tiny_engine.Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +164,7 @@ def test_graphs_leave_fresh_prompts_to_their_kernel(
     assert [shape for shape in backend.captured if not shape.is_decode] == [
         StepShape(tokens=16, requests=2, samples=2)
     ]
+    assert runner.eager_steps == {"not_captured": 2, "long_prompts": 4}
 
 
 def test_a_failed_capture_costs_speed_and_no_answer(

@@ -111,6 +111,15 @@ def test_one_request_is_in_every_histogram(both: Live) -> None:
     assert new("iteration_tokens_total_sum") >= usage["completion_tokens"]
 
 
+def test_steps_without_a_cuda_graph_have_reasons(both: Live) -> None:
+    counts = {"not_captured": 5, "images": 4, "long_prompts": 3, "too_large": 2}
+    both.scripted.runner.eager_steps = counts
+    assert both.complete().status_code == 200
+    both.wait_idle()
+    found = samples(both)["llmc:eager_steps_total"]
+    assert {sample.labels["reason"]: sample.value for sample in found} == counts
+
+
 def test_answers_are_counted_by_route(both: Live) -> None:
     before = samples(both)
     for path in ("/nothing/1", "/nothing/2", "/v1/models/none", "/health", "/metrics"):

@@ -39,6 +39,24 @@ def test_the_line_counts_what_came_between() -> None:
     )
 
 
+def test_the_line_says_why_steps_had_no_cuda_graph() -> None:
+    before = stats(num_steps=100, num_eager_not_captured=7, num_eager_images=2)
+    after = stats(
+        num_steps=140,
+        num_running=1,
+        num_eager_not_captured=8,
+        num_eager_images=2,
+        num_eager_long_prompts=3,
+        num_eager_too_large=1,
+    )
+    line = throughput_line(before, after, 10.0)
+    assert line is not None and line.endswith(
+        "0.0%, Steps without CUDA graph: 5 of 40 (not captured: 1, long prompts: 3, too large: 1)"
+    )
+    again = throughput_line(after, after, 10.0)
+    assert again is not None and "CUDA graph" not in again
+
+
 @pytest.mark.parametrize("field", ["num_running", "num_waiting", "num_prompt_tokens",
                                    "num_generated_tokens"])  # fmt: skip
 def test_only_an_idle_server_is_silent(field: str) -> None:

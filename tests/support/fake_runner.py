@@ -26,7 +26,7 @@ from llmc.engine.grammar import Matcher
 from llmc.engine.kv.layout import CacheLayout
 from llmc.engine.messages import AddRequest, RequestUpdate
 from llmc.engine.options import MAX_SCORED
-from llmc.engine.plan import NewRow, RowWork, StepPlan, StepResult, TokenLogprobs
+from llmc.engine.plan import EagerReason, NewRow, RowWork, StepPlan, StepResult, TokenLogprobs
 from llmc.sampling_params import SamplingParams
 from llmc.structured_outputs import StructuredOutputsParams
 
@@ -190,6 +190,7 @@ class FakeRunner:
         self.max_rows = max_rows
         self.max_in_flight = max_in_flight
         self.num_runtime_compiles = 0
+        self.eager_steps: Mapping[EagerReason, int] = {}
         self.long_context_from: int | None = None
         self.num_long = 0  # work items of rows with an offset
         self.has_states = has_states

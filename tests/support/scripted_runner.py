@@ -6,11 +6,11 @@ It needs no torch and no tokenizer, so a process that uses it starts quickly.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pending import DoneStep, run_now
 
-from llmc.engine.plan import NewRow, RowWork, StepPlan, StepResult, TokenLogprobs
+from llmc.engine.plan import EagerReason, NewRow, RowWork, StepPlan, StepResult, TokenLogprobs
 
 NUM_TOKENS = 300  # made-up logprobs use token ids below this
 # (a request, its tokens so far) -> the next one; None means NaN logits
@@ -24,6 +24,7 @@ class ScriptedRunner:
         self.next_token = next_token
         self.max_in_flight = max_in_flight
         self.num_runtime_compiles = 0
+        self.eager_steps: Mapping[EagerReason, int] = {}
         self.num_steps = 0
         self.is_profiling = False
         self.delay_s = 0.0

@@ -1,0 +1,74 @@
+"""Chooses a step's sizes: padded to those of a CUDA graph, or else to the step's minimum."""
+
+from __future__ import annotations
+
+from llmc.compiler.lower import StepFunction
+from llmc.engine.plan import EagerReason, StepPlan
+from llmc.runner.buckets import Buckets, mixed_tokens
+from llmc.runner.delta import prompts_of
+from llmc.runner.graphs import StepGraphs, StepShape
+from llmc.runner.step_buffers import StepBuffers
+
+
+class StepShapes:
+    """`hints`: the step's inputs that name its prompts. Without `graphs` nothing is padded to
+    them."""
+
+    def __init__(
+        self,
+        buckets: Buckets,
+        buffers: StepBuffers,
+        graphs: StepGraphs | None,
+        *,
+        hints: tuple[str, ...],
+        max_model_len: int,
+    ) -> None:
+        self._buckets = buckets
+        self._buffers = buffers
+        self._graphs = graphs
+        self._hints = hints
+        self._max_model_len = max_model_len
+
+    def choose(self, plan: StepPlan, step: StepFunction) -> tuple[StepShape, EagerReason]:
+        """The step's sizes with dummies, and the reason if it has no graph."""
+        rows = len(plan.work)
+        if plan.is_decode and rows:
+            size = rows
+            if self._graphs is not None:
+                size = self._buckets.choose(rows)
+                self._buckets.observe(rows)
+            too_large = rows > self._buckets.sizes[-1]
+            least = 1 if step.uncompiled is not None else step.min_size
+            shape = StepShape.decode(max(size, least))
+            return shape, "too_large" if too_large else "not_captured"
+        tokens = sum(work.num_tokens for work in plan.work)
+        samples = sum(work.num_samples + work.num_scored for work in plan.work)
+        reason: EagerReason = "not_captured"
+        if rows == 0:
+            return StepShape(0, 0, 0), reason
+        if self._graphs is not None:
+            padded = self._padded(tokens, rows, samples)
+            hints = (prompts_of(plan, started=name == "long_prompts") for name in self._hints)
+            if any(hint.lengths for hint in hints):
+                reason = "long_prompts"  # their kernels read lengths on the host; a graph can't
+            elif padded is None:
+                reason = "too_large"
+            elif self._graphs.has(step, padded):
+                return padded, reason
+            else:
+                self._graphs.want(step, padded)
+        padding = max(0, step.min_size - min(rows, samples))
+        return StepShape(tokens + padding, rows + padding, samples + padding), reason
+
+    def _padded(self, tokens: int, rows: int, samples: int) -> StepShape | None:
+        """The shape of the graph that would serve a step with prompts or draft tokens."""
+        requests = self._buckets.choose(rows + 1)  # at least one dummy for the padding tokens
+        padding = requests - rows
+        padded = mixed_tokens(tokens + padding)
+        fits = (
+            padded is not None
+            and requests <= self._buffers.max_requests
+            and padded <= self._buffers.max_tokens
+            and padded - tokens <= padding * self._max_model_len
+        )
+        return StepShape(padded, requests, samples + padding) if padded and fits else None
