@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_engine
@@ -12,10 +13,33 @@ from tiny_configs import save_random, tiny_config
 from tiny_engine import differences, generate
 from tiny_models import FAMILIES, continue_greedily, load_reference, prompts, save_checkpoint
 
+from llmc.passes.pipeline import PipelineOptions
+from llmc.startup import compile as compile_module
+
 pytestmark = pytest.mark.slow
 LENGTHS = (1, 5, 19, 33)
 NUM_TOKENS = 10
 MAX_SECONDS = 300  # compiling is slow on a busy machine; an error ends the wait at once
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_passes_for_gpus_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among them those that insert ops that write in place, and that have several results."""
+
+    def for_gpus(**options: Any) -> PipelineOptions:
+        return PipelineOptions(**{**options, "device_type": "cuda"})
+
+    monkeypatch.setattr(compile_module, "PipelineOptions", for_gpus)
+    path = save_checkpoint("mixtral", tmp_path)
+    model = load_reference(path)
+    expected = [continue_greedily(model, p, NUM_TOKENS) for p in prompts(LENGTHS)]
+    running = tiny_engine.start(path, opt_level=1)
+    graph = running.started.runner.step.uncompiled
+    assert graph is not None and running.started.runner.step.level == 1
+    assert "add_linear" in graph.source and "sort_experts" in graph.source
+    got = generate(running.engine(), [r.prompt for r in expected], NUM_TOKENS)
+    assert differences(expected, got) == (0, [])
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, in Inductor
