@@ -61,8 +61,10 @@ COLLECTIVES = {"all_reduce", "all_gather", "first_rank", "embed_shard", "shard_i
 MARKERS = {"attention", "entries", "entry_attention", "pool_tokens", "draft_states"}
 WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", "running_max", *COLLECTIVES}
 # passes for GPUs alone insert them
-FOR_GPUS = {"choose_experts", "sum_experts", "sample_rows", "rope_attention", "add_linear"}
-FOR_GPUS |= {"sort_experts"}
+FOR_GPUS = {
+    *("choose_experts", "sum_experts", "sort_experts"),
+    *("sample_rows", "rope_attention", "add_linear"),
+}
 # torch's attention serves each text
 WITHOUT_CPP = {*WITHOUT_KERNELS, *FOR_GPUS, "encoder_attention"}
 WITHOUT_TRITON = {*WITHOUT_KERNELS, "bmm"}  # whose GPU version is torch's: cuBLAS
