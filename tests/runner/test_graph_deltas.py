@@ -31,7 +31,7 @@ from llmc.startup import bind
 PROMPTS = tiny_models.prompts((9, 5, 30, 12, 1, 7, 26))
 NUM_TOKENS = 14
 # admissions and finishes (more requests than rows), chunks, and too few blocks for all
-TIGHT = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 14}
+TIGHT: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 14}
 
 
 class CountingRunner(ModelRunner):
