@@ -6,6 +6,7 @@ cache can hold, as the layers of a model do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
@@ -39,20 +40,21 @@ def state_work(name: str, rows: int, tokens: int, device: torch.device = CPU) ->
     yield make(
         delta_rule, "32 x 128 x 128", (32, 128, 128), torch.float32,
         (unit(total, 32, 128), unit(total, 32, 128), rand(total, 32, 128), -gate(total, 32, 1),
-         gate(total, 32)),
+         gate(total, 32), 1.0, None, None, None, None),
     )  # fmt: skip
     for heads, width, size in ((5120, 1, 16), (80, 64, 128)):
         yield make(
             selective_scan, f"{heads} x {width} x {size}", (heads, width, size), torch.float32,
             (rand(total, heads, width).float(), gate(total, heads),
-             -gate(heads, size if width == 1 else 1), rand(total, 1, size), rand(total, 1, size)),
+             -gate(heads, size if width == 1 else 1), rand(total, 1, size), rand(total, 1, size),
+             None, None, None, False, -math.inf, math.inf, torch.float32),
         )  # fmt: skip
     yield make(
         linear_recurrence, "4096", (4096,), torch.float32,
         (rand(total, 4096).float(), gate(total, 4096)),
     )  # fmt: skip
     yield make(
-        causal_conv, "8192 x 4", (8192, 3), dtype, (rand(total, 8192), rand(8192, 4), None)
+        causal_conv, "8192 x 4", (8192, 3), dtype, (rand(total, 8192), rand(8192, 4), None, None)
     )  # fmt: skip
 
 
@@ -75,7 +77,7 @@ def _work(
     length = torch.full((rows,), 2 * tokens, dtype=torch.int32, device=device)
     order = torch.arange(rows * turns, device=device).view(turns, rows)
     cases = [(*inputs, state, start, length, row) for row in order]
-    given = sum(x.nbytes for x in inputs if x is not None)
+    given = sum(x.nbytes for x in inputs if isinstance(x, Tensor))
     return Work(
         op=op.name,
         case=f"{'decode' if tokens == 1 else f'prefill {tokens}'}, {rows} x {shape}, {name}",

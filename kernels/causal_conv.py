@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +13,15 @@ from llmc.kernels.registry import Case, op
 from llmc.kernels.state_cases import StateStep, step_cases
 from llmc.kernels.torch_impl import torch_impl
 
+ACTS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu}
+
 
 @op(mutates=("state",), shape="x")
 def causal_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    act: str | None,
     state: Tensor | None,
     query_start: Tensor | None,
     context_len: Tensor | None,
@@ -26,8 +29,9 @@ def causal_conv(
 ) -> Tensor:
     """x [T, C], weight [C, K], bias [C] -> [T, C]: y[t] = sum over j of w[j] * x[t - (K - 1) + j].
 
-    state [slots, C, K - 1] holds the inputs before a request's tokens and is updated; tokens and
-    slots as in `packed`. Without a state: one sequence that begins here.
+    act: None, or "silu" of y; rounded once. state [slots, C, K - 1] holds the inputs before a
+    request's tokens and is updated; tokens and slots as in `packed`. Without a state: one sequence
+    that begins here.
     """
     out = torch.empty_like(x)
     channels, width = weight.shape
@@ -37,8 +41,9 @@ def causal_conv(
         if state is not None and not s.fresh:
             past = state[s.row].to(x.dtype)
         inputs = torch.cat((past, tokens), dim=1)
-        y = F.conv1d(inputs[None], weight[:, None].to(x.dtype), bias, groups=channels)[0]
-        out[s.first : s.last] = y.T
+        taps = (weight[:, None].float(), None if bias is None else bias.float())
+        y = F.conv1d(inputs[None].float(), *taps, groups=channels)[0]
+        out[s.first : s.last] = (y if act is None else ACTS[act](y)).T
         if state is not None:
             state[s.row] = inputs[:, inputs.shape[1] - (width - 1) :].to(state.dtype)
     return out
@@ -49,6 +54,7 @@ def _all_at_once(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    act: str | None,
     state: Tensor,
     query_start: Tensor,
     context_len: Tensor,
@@ -66,7 +72,7 @@ def _all_at_once(
     last = query_start.diff().long()[:, None] + torch.arange(taps, device=x.device)
     row = torch.arange(last.shape[0], device=x.device)[:, None]
     state[request_row] = inputs[row, last].transpose(1, 2).to(state.dtype)
-    return y.to(x.dtype)
+    return (y if act is None else ACTS[act](y)).to(x.dtype)
 
 
 def make_case(
@@ -76,6 +82,7 @@ def make_case(
     channels: int,
     width: int,
     biased: bool,
+    act: str | None,
 ) -> Case:
     def rand(*shape: int) -> Tensor:
         return torch.randn(shape, generator=gen).to(step.device, dtype)
@@ -84,6 +91,7 @@ def make_case(
         rand(step.num_tokens, channels),
         rand(channels, width),
         rand(channels) if biased else None,
+        act,
         step.state((channels, width - 1), gen, dtype),
         *step.inputs,
     )
@@ -92,5 +100,5 @@ def make_case(
 @causal_conv.cases
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     for step, gen in step_cases(device):
-        for channels, width, biased in ((5, 4, True), (33, 2, False)):
-            yield make_case(step, gen, dtype, channels, width, biased)
+        for channels, width, biased, act in ((5, 4, True, None), (33, 2, False, "silu")):
+            yield make_case(step, gen, dtype, channels, width, biased, act)

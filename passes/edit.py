@@ -17,6 +17,11 @@ from torch._guards import detect_fake_mode
 
 aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten._to_copy.default)
+# Give the same elements in the same order, in another shape (see `keeps_order` for `select`).
+RESHAPES = (
+    aten.view.default, aten.reshape.default, aten.squeeze.dim, aten.unsqueeze.default,
+    aten.contiguous.default,
+)  # fmt: skip
 
 # Values of calls by op and arguments: layers repeat, and torch takes milliseconds per call.
 _worked_out: ContextVar[dict[Any, Any] | None] = ContextVar("worked_out", default=None)
@@ -174,6 +179,44 @@ def through(node: Any, *targets: Any) -> Any:
     while is_call(node, *targets):
         node = node.args[0]
     return node
+
+
+def keeps_order(node: Any) -> bool:
+    """Whether a call only gives its input another shape, with the elements in the same order."""
+    if is_call(node, aten.select.int):
+        given = arguments(node)
+        return bool(str(val(given.self).shape[given.dim]) == "1")
+    return is_call(node, *RESHAPES)
+
+
+def through_reshapes(node: Any, *targets: Any) -> Any:
+    """Follow first arguments upward through calls that keep the order, and calls of `targets`."""
+    while keeps_order(node) or is_call(node, *targets):
+        node = node.args[0]
+    return node
+
+
+def source_of(node: Any, width: int | None = None) -> Any:
+    """The first value of which `node` is a reshape, perhaps in a wider dtype; with `width`, the
+    first whose last dimension has that size."""
+    best = node
+    while keeps_order(node) or (is_call(node, *CASTS) and _widens(node)):
+        node = node.args[0]
+        if width is None or val(node).shape[-1] == width:
+            best = node
+    return best
+
+
+def _widens(cast: fx.Node) -> bool:
+    return val(cast).dtype.itemsize >= val(cast.args[0]).dtype.itemsize
+
+
+def reshaped(graph: fx.Graph, node: fx.Node, shape: Any) -> fx.Node:
+    """`node` with the elements in the same order in `shape`, of which one size may be symbolic."""
+    if [str(s) for s in val(node).shape] == [str(s) for s in shape]:
+        return node
+    sizes = [s if isinstance(s, int) else -1 for s in shape]
+    return emit(graph, aten.reshape.default, node, sizes)
 
 
 def swapped(node: Any, a: int, b: int) -> Any:

@@ -36,7 +36,7 @@ def find_convolutions(gm: fx.GraphModule) -> Notes:
                       aten.pad(x [1, C, T], [P, 0])
         u [1, C, T, K] = aten.unfold(aten.pad(x [1, C, T], [K - 1, 0]), 2, K, 1)
     After:
-        y^T [T, C] = llmc.causal_conv(x^T [T, C], w [C, K], b, None, None, None, None)
+        y^T [T, C] = llmc.causal_conv(x^T [T, C], w [C, K], b, None, ...)
         z^T [T, D, 1] = the same convolutions of the last P + 1 tokens of every token [T, C, P + 1]
         u = the last K tokens of every token [T, C, K]
     """
@@ -60,7 +60,7 @@ def find_convolutions(gm: fx.GraphModule) -> Notes:
         with graph.inserting_before(cut):
             tokens = emit(graph, aten.transpose.int, _squeeze(graph, given.input, 0), 0, 1)
             taps = _squeeze(graph, given.weight, 1)
-            out = emit(graph, causal_conv.overload, tokens, taps, given.bias, *[None] * 4)
+            out = emit(graph, causal_conv.overload, tokens, taps, given.bias, *[None] * 5)
             turned = emit(graph, aten.transpose.int, out, 0, 1)
             batched = emit(graph, aten.unsqueeze.default, turned, 0)
         replace(cut, batched)
@@ -113,7 +113,7 @@ def _windows(graph: fx.Graph, pad: fx.Node) -> fx.Node:
     with graph.inserting_before(pad):
         tokens = emit(graph, aten.transpose.int, _squeeze(graph, source, 0), 0, 1)
         copies = emit(graph, aten.repeat_interleave.self_int, tokens, width, 1)
-        moved = emit(graph, causal_conv.overload, copies, taps_node, *[None] * 5)
+        moved = emit(graph, causal_conv.overload, copies, taps_node, *[None] * 6)
         return emit(graph, aten.view.default, moved, [-1, channels, width])
 
 

@@ -8,6 +8,7 @@ loop was unrolled, so capture compares its graphs after this pass too.
 
 from __future__ import annotations
 
+import math
 import operator
 from itertools import permutations
 
@@ -43,7 +44,7 @@ def find_linear_attention(gm: fx.GraphModule) -> Notes:
         o [1, H, T, Dv] = aten.cat([o1, o2, ...], 2)
     After:
         o^T [T, H, Dv] = llmc.selective_scan(v [T, H, Dv], ones [T, H], log of decays [H, 1],
-                                             k [T, H, D], q [T, H, D], None, None, None, None)
+                                             k [T, H, D], q [T, H, D], None, ...)
     """
     graph = gm.graph
     notes = []
@@ -187,7 +188,10 @@ def _replace(
         q, k, v = (_tokens_first(graph, n) for n in (query, key, value))
         ones = emit(graph, aten.ones_like.default, emit(graph, aten.select.int, v, 2, 0))
         ones = emit(graph, aten.to.dtype, ones, torch.float32)
-        out = emit(graph, selective_scan.overload, v, ones, rate, k, q, *[None] * 4)
+        out = emit(
+            graph, selective_scan.overload,
+            v, ones, rate, k, q, *[None] * 3, False, -math.inf, math.inf, val(v).dtype, *[None] * 4,
+        )  # fmt: skip
         out = emit(graph, aten.unsqueeze.default, emit(graph, aten.transpose.int, out, 0, 1), 0)
     replace(joined, out)
     update_below(out)  # the sizes of concatenated blocks were sums

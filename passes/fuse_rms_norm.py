@@ -64,7 +64,11 @@ def fuse_rms_norm(gm: fx.GraphModule) -> Notes:
     return notes
 
 
-def _match(rsqrt: fx.Node) -> _Norm | None:
+def normalized(rsqrt: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
+    """(x32, y, eps) if rsqrt is part of y = x32 * rsqrt(mean(x32^2) + eps), over the last
+    dimension."""
+    if is_call(rsqrt, aten.pow.Tensor_Scalar) and arguments(rsqrt).exponent != -0.5:
+        return None
     total = arguments(rsqrt).self
     if not is_call(total, aten.add.Tensor, aten.add.Scalar):
         return None
@@ -82,6 +86,14 @@ def _match(rsqrt: fx.Node) -> _Norm | None:
         return None
     if set(scaled.all_input_nodes) != {x32, rsqrt}:
         return None
+    return x32, scaled, eps
+
+
+def _match(rsqrt: fx.Node) -> _Norm | None:
+    found = normalized(rsqrt)
+    if found is None:
+        return None
+    x32, scaled, eps = found
     is_cast = is_call(x32, *CASTS) and val(x32).dtype.itemsize == 4
     x = arguments(x32).self if is_cast else x32
     last, weight, offset = _follow(scaled)
@@ -98,7 +110,7 @@ def _follow(scaled: fx.Node) -> tuple[fx.Node, fx.Node | None, float]:
     user = only_user(node)
     if is_call(user, aten.mul.Tensor):
         for mine, other in operands(user):  # type: ignore[arg-type]
-            found = _weight(other)
+            found = weight_of(other)
             if mine is node and found is not None:
                 weight, offset = found
                 node = _past_cast(user)  # type: ignore[arg-type]
@@ -111,7 +123,7 @@ def _past_cast(node: fx.Node) -> fx.Node:
     return user if is_call(user, *CASTS) else node  # type: ignore[return-value]
 
 
-def _weight(node: Any) -> tuple[fx.Node, float] | None:
+def weight_of(node: Any) -> tuple[fx.Node, float] | None:
     """(parameter, offset) for a 1-D parameter, possibly cast, possibly plus a constant."""
     offset = 0.0
     node = through(node, *CASTS)

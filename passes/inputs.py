@@ -8,7 +8,7 @@ loader fills that recipe straight from the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -111,6 +111,9 @@ class WeightInput:
     `transposed`: each part is stored [in, out] and is transposed to [out, in] first.
     `quantized`: the result is the quantized weight, its scales or its zeros.
     `shards`: the shard of each part (after transposing) that is used; () uses all.
+    `order`: ranges (start, length) of the rows, which are kept in this order; () keeps all.
+    `functions`: names of elementwise functions that are applied in order; names of dtypes are
+    casts. The first is the dtype in which the parts are loaded.
     `first_rank`: only rank 0 has it and the others have zeros, since it is added to a term that is
     summed over the ranks.
     """
@@ -120,12 +123,17 @@ class WeightInput:
     quantized: QuantizedPart | None = None
     shards: tuple[Shard | None, ...] = ()
     first_rank: bool = False
+    order: tuple[tuple[int, int], ...] = ()
+    functions: tuple[str, ...] = ()
 
     @property
     def pieces(self) -> list[tuple[str, Shard | None]]:
         """Each part and the shard of it that is used."""
         return list(zip(self.parts, self.shards or [None] * len(self.parts), strict=True))
 
+
+# of a recipe, by name
+FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"exp": torch.exp, "neg": torch.neg}
 
 AdaptedOp = Literal["linear", "embedding", "experts"]
 

@@ -22,8 +22,11 @@ from llmc.passes.find_key_biases import find_key_biases
 from llmc.passes.find_linear_attention import find_linear_attention
 from llmc.passes.find_positions import find_positions
 from llmc.passes.find_shifts import find_shifts
+from llmc.passes.fold_weights import fold_weights
 from llmc.passes.fuse_act_mul import fuse_act_mul
+from llmc.passes.fuse_gated_norms import fuse_gated_norms
 from llmc.passes.fuse_linears import fuse_linears
+from llmc.passes.fuse_recurrences import fuse_recurrences
 from llmc.passes.fuse_rms_norm import fuse_rms_norm
 from llmc.passes.fuse_rope_attention import fuse_rope_attention
 from llmc.passes.fuse_rope_write import fuse_rope_write
@@ -34,6 +37,7 @@ from llmc.passes.insert_image_rows import insert_image_rows
 from llmc.passes.last_token_logits import last_token_logits
 from llmc.passes.logits_processors import LogitsProcessor, processor_passes
 from llmc.passes.merge_linears import merge_linears
+from llmc.passes.order_channels import order_channels
 from llmc.passes.page_attention import page_attention
 from llmc.passes.page_entries import page_entries
 from llmc.passes.pool import pool, running_pool
@@ -139,6 +143,9 @@ def pipeline(
             expert_rank=options.max_lora_expert_rank,
         ),
         share_rotary(max_positions=options.max_positions + options.long_context_from),
+        fold_weights(),  # before passes that match the weights of recurrent layers
+        fuse_gated_norms(),  # before the passes that would take the gate or the norm alone
+        fuse_recurrences(),
         fuse_rms_norm(),
         fuse_act_mul(),  # after merge_linears: reads the two halves of its output
         fuse_rope_write(),  # after share_rotary and fuse_rms_norm: it uses the table and the norm
@@ -154,6 +161,7 @@ def pipeline(
         round_activations(  # after quantize_linears: its linears
             bits=options.activation_bits, float8=options.float8_activations
         ),
+        order_channels(),  # after quantize_linears: it orders the rows of plain weights
         fuse_routers(  # after the passes that match or replace the experts' linears
             unwanted=_unless_gpu(options, "this fusion")
         ),

@@ -48,9 +48,9 @@ def slot_state(gm: fx.GraphModule) -> Notes:
     so slots need no clearing when rows are reused or a preempted request restarts.
 
     Before:
-        y = llmc.delta_rule(q, k, v, decay, beta, None, None, None, None)
+        y = llmc.delta_rule(q, k, v, decay, beta, ..., None, None, None, None)
     After:
-        y = llmc.delta_rule(q, k, v, decay, beta, state [slots, H, D, Dv], query_start,
+        y = llmc.delta_rule(q, k, v, decay, beta, ..., state [slots, H, D, Dv], query_start,
                             context_len, request_row)
     """
     graph = gm.graph
@@ -78,7 +78,8 @@ def _state_of(op: Op, marker: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
         channels, width = val(given.weight).shape
         return (int(channels), int(width) - 1), val(given.x).dtype
     if op is delta_rule:
-        sizes = (*val(given.key).shape[1:], val(given.value).shape[2])
+        heads, v_dim = val(given.value).shape[1:]
+        sizes: tuple[int, ...] = (heads, val(given.key).shape[2], v_dim)
     elif op is selective_scan:
         sizes = (*val(given.x).shape[1:], val(given.b).shape[2])
     elif op is decayed_softmax:

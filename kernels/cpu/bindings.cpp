@@ -53,6 +53,17 @@ Rows rows_of(const Tensor& given, Tensor& kept) {
   return rows;
 }
 
+// The rows of two tensors of one shape, in the same order.
+std::pair<Rows, Rows> alike(const Tensor& a, const Tensor& b, Tensor& kept_a, Tensor& kept_b) {
+  Rows a_rows = rows_of(a, kept_a), b_rows = rows_of(b, kept_b);
+  for (int d = 0; d < 3; ++d)
+    if (a_rows.size[d] != b_rows.size[d]) {  // folded differently: make both contiguous
+      kept_a = a.contiguous(), kept_b = b.contiguous();
+      a_rows = rows_of(kept_a, kept_a), b_rows = rows_of(kept_b, kept_b);
+    }
+  return {a_rows, b_rows};
+}
+
 }  // namespace
 
 const void* vector_or_null(const optional<Tensor>& t, const char* name, const Tensor& like,
@@ -82,16 +93,38 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
   Tensor out = at::empty(x.sizes(), x.scalar_type()), sum = at::empty(x.sizes(), x.scalar_type());
   if (x.numel() == 0) return {std::move(out), std::move(sum)};
   Tensor kept_x, kept_residual;
-  Rows x_rows = rows_of(x, kept_x), res_rows = rows_of(residual, kept_residual);
-  for (int d = 0; d < 3; ++d)
-    if (x_rows.size[d] != res_rows.size[d]) {  // folded differently: make both contiguous
-      kept_x = x.contiguous(), kept_residual = residual.contiguous();
-      x_rows = rows_of(kept_x, kept_x), res_rows = rows_of(kept_residual, kept_residual);
-    }
+  const auto [x_rows, res_rows] = alike(x, residual, kept_x, kept_residual);
   kernels->rms_norm({dtype_of(x), x_rows, res_rows,
                      vector_or_null(weight, "weight", x, x.size(-1)), out.data_ptr(),
                      sum.data_ptr(), x.size(-1), float(eps), float(offset), at::num_threads()});
   return {std::move(out), std::move(sum)};
+}
+
+}  // namespace
+
+namespace {
+
+Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const optional<Tensor>& weight,
+                      double eps, double offset, const std::string& act, bool gate_first,
+                      int64_t group, int32_t dtype) {
+  const int64_t width = x.size(-1);
+  TORCH_CHECK(x.sizes() == gate.sizes(), "gate ", gate.sizes(), " does not fit x ", x.sizes());
+  TORCH_CHECK(group > 0 && width % group == 0, "groups of ", group, " do not divide ", width);
+  TORCH_CHECK(act == "silu" || act == "sigmoid", "act must be silu or sigmoid, got ", act);
+  const bool weighted = weight.has_value() && weight->defined();
+  TORCH_CHECK(!weighted || (weight->dim() == 1 && weight->size(0) == width &&
+                            (width == 1 || weight->stride(0) == 1)),
+              "weight must be a dense [", width, "]");
+  Tensor out = at::empty(x.sizes(), at::scalar_type_of(dtype));
+  if (x.numel() == 0) return out;
+  Tensor kept_x, kept_gate;
+  const auto [x_rows, gate_rows] = alike(x, gate, kept_x, kept_gate);
+  kernels->gated_rms_norm({x_rows, gate_rows, dtype_of(x), dtype_of(gate),
+                           dtype_of(weighted ? *weight : x), dtype_of(out, "the result"),
+                           weighted ? weight->data_ptr() : nullptr, out.data_ptr(), width, group,
+                           float(eps), float(offset), act == "silu", gate_first,
+                           at::num_threads()});
+  return out;
 }
 
 }  // namespace
@@ -295,6 +328,7 @@ void add_lora(const Tensor& out, const Tensor& x, const Tensor& a, const Tensor&
 const at::Ops kOps = {
     {"rms_norm", &at::boxed<&rms_norm>},
     {"add_rms_norm", &at::boxed<&add_rms_norm>},
+    {"gated_rms_norm", &at::boxed<&gated_rms_norm>},
     {"act_mul", &at::boxed<&act_mul>},
     {"sample", &at::boxed<&sample>},
     {"token_logprobs", &at::boxed<&token_logprobs>},

@@ -47,7 +47,7 @@ void block(const ConvArgs& a, const Span& s, int64_t first, int64_t n) {
     for (int64_t c = 0; c < n; c += kLanes) {
       v16f y = load(bias + c);
       for (int64_t j = 0; j < taps; ++j) y += load(weight[j] + c) * load(input[j] + c);
-      store(out + c, y);
+      store(out + c, a.silu ? y * sigmoid_lanes(y) : y);
     }
     narrow(a.x.dtype, a.out, t * a.channels + first, n, out);
     std::rotate(input, input + 1, input + taps);

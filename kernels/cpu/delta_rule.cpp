@@ -19,16 +19,36 @@ struct Token {  // [D] each: key and query, without and with the decay
   float match;  // query . key
 };
 
+// 1 / sqrt(sum(x^2) + norm_eps) of n values, or 1.
+float norm_factor(const DeltaArgs& a, const float* x, int64_t n) {
+  if (!a.normed) return 1.0f;
+  v16f squares = {};
+  for (int64_t i = 0; i < n; i += kLanes) squares += load(x + i) * load(x + i);
+  return 1.0f / std::sqrt(sum_lanes(squares) + a.norm_eps);
+}
+
 void prepare(const DeltaArgs& a, int64_t t, int64_t head, Token& token) {
-  const int64_t n = whole_vectors(a.dim);
-  widen(a.key, t, head, 0, a.dim, token.key);
-  widen(a.query, t, head, 0, a.dim, token.query);
-  const v16f one = splat(std::exp(number(a.decay, t, head)));
-  if (a.decays_by_channel) widen(a.decay, t, head, 0, a.dim, token.decay);
+  const int64_t n = whole_vectors(a.dim), key_head = head / (a.heads / a.key_heads);
+  widen(a.key, t, key_head, 0, a.dim, token.key);
+  widen(a.query, t, key_head, 0, a.dim, token.query);
+  const float key_factor = norm_factor(a, token.key, n);
+  const float query_factor = norm_factor(a, token.query, n) * a.scale;
+  const int64_t decays = a.decays_by_channel ? a.dim : 1, whole = whole_vectors(decays);
+  widen(a.decay, t, head, 0, decays, token.decay);
+  if (a.decay_rate.data) {
+    widen(a.decay_bias, 0, head, 0, decays, token.kept_key);
+    const float rate = number(a.decay_rate, 0, head);
+    for (int64_t i = 0; i < whole; i += kLanes)
+      store(token.decay + i,
+            rate * softplus_lanes(load(token.decay + i) + load(token.kept_key + i)));
+  }
+  const v16f one = splat(std::exp(token.decay[0]));
   v16f match = {};
   for (int64_t i = 0; i < n; i += kLanes) {
-    const v16f key = load(token.key + i), query = load(token.query + i);
+    const v16f key = load(token.key + i) * key_factor;
+    const v16f query = load(token.query + i) * query_factor;
     const v16f kept = a.decays_by_channel ? exp_lanes(load(token.decay + i)) : one;
+    store(token.key + i, key);
     store(token.decay + i, kept);
     store(token.kept_key + i, key * kept);
     store(token.kept_query + i, query * kept);
@@ -89,7 +109,8 @@ void columns(const DeltaArgs& a, const Span& s, int64_t head, int64_t first) {
   for (int64_t t = s.first; t < s.last; ++t) {
     prepare(a, t, head, token);
     widen(a.value, t, head, first, count, value);
-    const float beta = number(a.beta, t, head);
+    float beta = number(a.beta, t, head);
+    if (a.beta_scale != 0) beta = a.beta_scale / (1.0f + std::exp(-beta));
     if (in_place)
       apply<kVectors>(token, a.dim, state, a.v_dim, state, a.v_dim, value, beta, out);
     else

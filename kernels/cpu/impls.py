@@ -22,6 +22,7 @@ from llmc.kernels.delta_rule import delta_rule
 from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.fp8 import caches_fit
 from llmc.kernels.fused_linear import fused_linear
+from llmc.kernels.gated_rms_norm import gated_rms_norm
 from llmc.kernels.latent_attention import latent_attention
 from llmc.kernels.linear import linear
 from llmc.kernels.linear_recurrence import linear_recurrence
@@ -152,6 +153,12 @@ def _quantized_embedding(
     )
 
 
+def _gated_rms_norm(
+    *, x: Tensor, gate: Tensor, weight: Tensor | None, dtype: torch.dtype, **others: object
+) -> bool:
+    return dtype in _DTYPES and all(_takes(t) for t in (x, gate, weight))
+
+
 def _on_cpu(**arguments: object) -> bool:
     return all(t.device.type == "cpu" for t in arguments.values() if isinstance(t, Tensor))
 
@@ -162,7 +169,7 @@ def _with_slots(
     query_start: Tensor | None,
     context_len: Tensor | None,
     request_row: Tensor | None,
-    **inputs: Tensor | None,
+    **inputs: Any,
 ) -> bool:
     """Whether an op with a state has its slots and request bounds, as in a step."""
     if state is None or query_start is None or context_len is None or request_row is None:
@@ -170,7 +177,7 @@ def _with_slots(
     return state.is_contiguous() and all(
         t.device.type == "cpu" and t.dtype in _DTYPES
         for t in (*inputs.values(), state)
-        if t is not None
+        if isinstance(t, Tensor)
     )
 
 
@@ -179,10 +186,10 @@ def _pool_windows(*, series: int, **inputs: Tensor | None) -> bool:
 
 
 def _causal_conv(
-    *, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, **bounds: Tensor | None
+    *, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, **others: Any
 ) -> bool:
     return (
-        _with_slots(x=x, weight=weight, bias=bias, state=state, **bounds)
+        _with_slots(x=x, weight=weight, bias=bias, state=state, **others)
         and state is not None
         and weight.shape[1] <= _MAX_TAPS
         and x.dtype == weight.dtype == state.dtype == (x if bias is None else bias).dtype
@@ -193,6 +200,7 @@ _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (rms_norm, _all_of("x", "weight")),
     (add_rms_norm, _all_of("x", "residual", "weight")),
     (act_mul, _all_of("gate_up")),
+    (gated_rms_norm, _gated_rms_norm),
     (write_kv, _write_kv),
     (rope_write, _rope_write),
     (paged_attention, _paged_attention),

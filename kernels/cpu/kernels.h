@@ -24,6 +24,17 @@ struct NormArgs {
   int threads;
 };
 
+struct GatedNormArgs {
+  Rows x, gate;  // of one shape; rows of `width` channels in groups of `group`
+  Dtype x_dtype, gate_dtype, weight_dtype, dtype;
+  const void* weight;  // [width]; may be null
+  void* out;           // dense, of `dtype`
+  int64_t width, group;
+  float eps, offset;
+  bool silu, gate_first;  // the gate is silu(gate), otherwise sigmoid(gate)
+  int threads;
+};
+
 enum class Act { silu, gelu, gelu_tanh };
 
 struct ActArgs {
@@ -193,6 +204,7 @@ struct LoraArgs {
   int threads;
 };
 
+void gated_rms_norm(const GatedNormArgs&);
 void rms_norm(const NormArgs&);
 void act_mul(const ActArgs&);
 void add_to(const AddArgs&);  // out += x

@@ -1,4 +1,4 @@
-// rms_norm, add_rms_norm, act_mul, a sum and a copy: one pass over each row, computed in float.
+// rms_norm, add_rms_norm, gated_rms_norm, act_mul, a sum and a copy: one pass over each row, computed in float.
 #include "dtypes.h"
 #include "fp8.h"
 #include "kernels.h"
@@ -6,6 +6,7 @@
 #include "vec.h"
 
 #include <limits>
+#include <vector>
 
 namespace llmc {
 namespace {
@@ -16,6 +17,10 @@ const T* row_pointer(const Rows& rows, int64_t i) {
   int64_t b = ab % rows.size[1], a = ab / rows.size[1];
   return static_cast<const T*>(rows.data) + a * rows.stride[0] + b * rows.stride[1] +
          c * rows.stride[2];
+}
+
+const void* row_of(const Rows& rows, Dtype dtype, int64_t i) {
+  return with_type(dtype, [&](auto t) -> const void* { return row_pointer<decltype(t)>(rows, i); });
 }
 
 int64_t count(const Rows& rows) {
@@ -83,6 +88,58 @@ void norm_rows(const NormArgs& a) {
       const T* residual = a.residual.data ? row_pointer<T>(a.residual, i) : nullptr;
       T* sum = a.sum ? static_cast<T*>(a.sum) + i * a.width : nullptr;
       norm_row<T>(a, row_pointer<T>(a.x, i), residual, static_cast<T*>(a.out) + i * a.width, sum);
+    }
+  });
+}
+
+// One group of a row, whose `factors` are already in float; y is overwritten.
+template <class Out>
+void gated_norm_group(const GatedNormArgs& a, float* y, const float* factors, const float* weight,
+                      Out* out) {
+  const int64_t n = a.group;
+  v16f squares = {};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const v16f x = a.gate_first ? load(y + i) * load(factors + i) : load(y + i);
+    store(y + i, x);  // zero past the group's end
+    squares += x * x;
+  }
+  const float factor = 1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(n) + a.eps);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    v16f x = load(y + i) * factor;
+    if (weight) x = x * (load(weight + i) + a.offset);
+    if (!a.gate_first) x = x * load(factors + i);
+    n - i < kLanes ? store_n(out + i, x, n - i) : store(out + i, x);
+  }
+}
+
+// to[0, n) = from[at, at + n), and zeros up to a whole vector.
+void widen_row(Dtype dtype, const void* from, int64_t at, int64_t n, float* to) {
+  with_type(dtype, [&](auto t) {
+    const auto* p = static_cast<const decltype(t)*>(from) + at;
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(to + i, load(p + i));
+    if (i < n) store(to + i, load_n(p + i, n - i));
+  });
+}
+
+template <class Out>
+void gated_norm_rows(const GatedNormArgs& a) {
+  const int64_t groups = a.width / a.group, room = (a.group + kLanes - 1) / kLanes * kLanes;
+  parallel_rows(count(a.x) * groups, a.group * 16, a.threads, [&](int64_t begin, int64_t end) {
+    thread_local std::vector<float> lines;
+    lines.resize(3 * room);
+    float *y = lines.data(), *factors = y + room, *weight = factors + room;
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t row = item / groups, first = item % groups * a.group;
+      widen_row(a.x_dtype, row_of(a.x, a.x_dtype, row), first, a.group, y);
+      widen_row(a.gate_dtype, row_of(a.gate, a.gate_dtype, row), first, a.group, factors);
+      if (a.weight) widen_row(a.weight_dtype, a.weight, first, a.group, weight);
+      for (int64_t i = 0; i < a.group; i += kLanes) {
+        const v16f gate = load(factors + i), open = sigmoid_lanes(gate);
+        store(factors + i, a.silu ? gate * open : open);
+      }
+      gated_norm_group(a, y, factors, a.weight ? weight : nullptr,
+                       static_cast<Out*>(a.out) + row * a.width + first);
     }
   });
 }
@@ -205,6 +262,10 @@ void copy_typed(const CopyArgs& a) {
 
 void rms_norm(const NormArgs& a) {
   with_type(a.dtype, [&](auto t) { norm_rows<decltype(t)>(a); });
+}
+
+void gated_rms_norm(const GatedNormArgs& a) {
+  with_type(a.dtype, [&](auto t) { gated_norm_rows<decltype(t)>(a); });
 }
 
 void act_mul(const ActArgs& a) {

@@ -20,24 +20,38 @@ void scan_rows(const ScanArgs& a, const Span& s, int64_t first, int64_t last) {
   thread_local std::vector<float> room;
   room.resize(3 * n);
   float *b = room.data(), *c = b + n, *kept = c + n;
-  alignas(64) float x[kMaxRows], out[kMaxRows];
+  alignas(64) float x[kMaxRows], out[kMaxRows], skip[kMaxRows], gate[kMaxRows];
+  const int64_t first_head = first / a.width, heads = (last - 1) / a.width + 1 - first_head;
+  alignas(64) float dt[kMaxRows], dt_bias[kMaxRows] = {};
+  if (a.dt_bias.data) widen(a.dt_bias, 0, 0, first_head, heads, dt_bias);
+  if (a.skip.data) {
+    widen(a.skip, 0, 0, first_head, heads, gate);
+    for (int64_t row = first; row < last; ++row)
+      skip[row - first] = gate[row / a.width - first_head];
+  }
   float* state = a.state + s.slot * a.heads * a.width * a.size;
   if (s.fresh) std::fill(state + first * a.size, state + last * a.size, 0.0f);
   for (int64_t t = s.first; t < s.last; ++t) {
     widen(a.x, t, 0, first, last - first, x);
-    int64_t head = first / a.width - 1, group = -1;
+    widen(a.dt, t, 0, first_head, heads, dt);
+    for (int64_t i = 0; i < heads; i += kLanes) {
+      const v16f size = load(dt + i) + load(dt_bias + i);
+      store(dt + i, vmin(vmax(a.softplus ? softplus_lanes(size) : size, splat(a.dt_min)),
+                         splat(a.dt_max)));
+    }
+    int64_t head = first_head - 1, group = -1;
     int64_t next = first;  // the first row of the next head
-    float dt = 0;
+    float step = 0;
     for (int64_t row = first; row < last; ++row) {
       if (row == next) {
         next = (++head + 1) * a.width;
-        dt = number(a.dt, t, head);
+        step = dt[head - first_head];
         if (!a.decays_by_state) {
-          const v16f decay = splat(std::exp(dt * a.a[head]));
+          const v16f decay = splat(std::exp(step * a.a[head]));
           for (int64_t i = 0; i < n; i += kLanes) store(kept + i, decay);
         } else {
           for (int64_t i = 0; i < a.size; i += kLanes)
-            store(kept + i, exp_lanes(load_to(a.a + head * a.size + i, a.size - i) * dt));
+            store(kept + i, exp_lanes(load_to(a.a + head * a.size + i, a.size - i) * step));
         }
         if (group < 0 || head % heads_a_group == 0) {
           group = head / heads_a_group;
@@ -46,7 +60,7 @@ void scan_rows(const ScanArgs& a, const Span& s, int64_t first, int64_t last) {
         }
       }
       float* memory = state + row * a.size;
-      const v16f fed = splat(dt * x[row - first]);
+      const v16f fed = splat(step * x[row - first]);
       v16f sum[2] = {};
       int64_t i = 0;
       for (; i + 2 * kLanes <= whole; i += 2 * kLanes)
@@ -63,7 +77,15 @@ void scan_rows(const ScanArgs& a, const Span& s, int64_t first, int64_t last) {
       }
       out[row - first] = sum_lanes(sum[0] + sum[1]);
     }
-    narrow(a.x.dtype, a.out, t * a.heads * a.width + first, last - first, out);
+    if (a.skip.data)
+      for (int64_t i = 0; i < last - first; i += kLanes)
+        store(out + i, load(out + i) + load(skip + i) * load(x + i));
+    if (a.gate.data) {
+      widen(a.gate, t, 0, first, last - first, gate);
+      for (int64_t i = 0; i < last - first; i += kLanes)
+        store(out + i, load(out + i) * load(gate + i) * sigmoid_lanes(load(gate + i)));
+    }
+    narrow(a.dtype, a.out, t * a.heads * a.width + first, last - first, out);
   }
 }
 

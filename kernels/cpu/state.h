@@ -42,11 +42,14 @@ struct TokenRows {  // [T, ...] of any dtype, contiguous in its last dimension
 struct DeltaArgs {
   Step step;
   TokenRows query, key, value, decay, beta;  // decay has D values or 1 per head, beta has one
-  bool decays_by_channel;
+  bool decays_by_channel, normed;  // normed: query and key are divided by sqrt(sum(x^2) + norm_eps)
+  float scale, norm_eps;           // of the query
+  TokenRows decay_rate, decay_bias;  // [1, H] and [1, H, D or 1]; data is null if decay is final
+  float beta_scale;                  // of sigmoid(beta); 0: beta is final
   float* state;  // [slots, H, D, Dv] dense
   Dtype dtype;   // of out [T, H, Dv], dense
   void* out;
-  int64_t heads, dim, v_dim;
+  int64_t heads, key_heads, dim, v_dim;
   int threads;
 };
 
@@ -55,8 +58,12 @@ struct ScanArgs {
   TokenRows x, dt, b, c;  // x [T, H * P], dt [T, H], b and c [T, G, N]
   const float* a;      // [H, N or 1] dense
   bool decays_by_state;
+  TokenRows skip, gate, dt_bias;  // [1, H], [T, H * P], [1, H]; data is null if there is none
+  bool softplus;                  // of dt, which is then at least dt_min and at most dt_max
+  float dt_min, dt_max;
+  Dtype dtype;  // of out
   float* state;  // [slots, H, P, N] dense
-  void* out;     // like x, dense
+  void* out;     // [T, H * P] dense
   int64_t heads, width, groups, size;
   int threads;
 };
@@ -94,6 +101,7 @@ struct ConvArgs {  // all of one dtype
   Step step;
   TokenRows x;                   // [T, C]
   const void *weight, *bias;  // [C, K] and [C] dense; bias may be null
+  bool silu;                  // of the result
   void *state, *out;          // [slots, C, K - 1] and [T, C] dense
   int64_t channels, taps;
   int threads;

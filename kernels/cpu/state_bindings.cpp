@@ -42,11 +42,29 @@ void* slots(const optional<Tensor>& state, at::ScalarType dtype, at::Sizes sizes
   return state->data_ptr();
 }
 
+// A list of numbers of any dtype as the rows of one token; data is null if there is none.
+TokenRows numbers(const optional<Tensor>& given, const char* name, int64_t size, Tensor& kept) {
+  if (!given.has_value() || !given->defined()) return {};
+  TORCH_CHECK(given->dim() == 1, name, " must have 1 dimension, got ", given->sizes());
+  return packed(given->view({1, given->size(0)}, {0, given->stride(0)}), name, {1, size}, kept);
+}
+
+// [T, H, P] as rows [T, H * P], copied to `kept` if heads are not next to each other.
+Tensor by_token(const Tensor& t, Tensor& kept) {
+  const bool dense = (t.size(2) == 1 || t.stride(2) == 1) &&
+                     (t.size(1) == 1 || t.stride(1) == t.size(2));
+  if (!dense) kept = t.contiguous();
+  const Tensor& rows = dense ? t : kept;
+  const int64_t width = t.size(1) * t.size(2);
+  return rows.view({t.size(0), width}, {rows.stride(0), 1});
+}
+
 Tensor causal_conv(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias,
-                   const optional<Tensor>& state, const optional<Tensor>& query_start,
+                   const optional<std::string>& act, const optional<Tensor>& state, const optional<Tensor>& query_start,
                    const optional<Tensor>& context_len, const optional<Tensor>& request_row) {
   TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && weight.size(0) == x.size(1),
               "weight ", weight.sizes(), " does not fit x ", x.sizes());
+  TORCH_CHECK(!act || *act == "silu", "act must be silu, got ", *act);
   TORCH_CHECK(weight.size(1) > 0 && weight.size(1) <= kMaxTaps, "weight must have 1 to ",
               kMaxTaps, " taps, got ", weight.size(1));
   TORCH_CHECK(weight.scalar_type() == x.scalar_type() &&
@@ -58,41 +76,59 @@ Tensor causal_conv(const Tensor& x, const Tensor& weight, const optional<Tensor>
   Tensor out = at::empty(x.sizes(), x.scalar_type());
   kernels->causal_conv({step_of(x.size(0), query_start, context_len, request_row),
                      packed(x, "x", x.sizes(), input), taps.data_ptr(),
-                     bias ? offset.data_ptr() : nullptr,
+                     bias ? offset.data_ptr() : nullptr, act.has_value(),
                      slots(state, x.scalar_type(), {channels, width - 1}), out.data_ptr(),
                      channels, width, at::num_threads()});
   return out;
 }
 
 Tensor delta_rule(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& decay,
-                  const Tensor& beta, const optional<Tensor>& state,
+                  const Tensor& beta, double scale, optional<double> norm_eps,
+                  const optional<Tensor>& decay_rate, const optional<Tensor>& decay_bias,
+                  optional<double> beta_scale, const optional<Tensor>& state,
                   const optional<Tensor>& query_start, const optional<Tensor>& context_len,
                   const optional<Tensor>& request_row) {
   TORCH_CHECK(key.dim() == 3 && value.dim() == 3 && decay.dim() == 3,
               "key, value and decay must have 3 dimensions");
-  const int64_t tokens = key.size(0), heads = key.size(1), dim = key.size(2);
-  const int64_t v_dim = value.size(2), decays = decay.size(2);
+  const int64_t tokens = key.size(0), key_heads = key.size(1), dim = key.size(2);
+  const int64_t heads = value.size(1), v_dim = value.size(2), decays = decay.size(2);
   TORCH_CHECK(decays == 1 || decays == dim, "decay must have 1 or ", dim, " a head, got ", decays);
-  Tensor q, k, v, g, b, out = at::empty(value.sizes(), value.scalar_type());
+  TORCH_CHECK(key_heads > 0 && heads % key_heads == 0, key_heads, " key heads do not divide ",
+              heads, " heads");
+  TORCH_CHECK(decay_rate.has_value() == decay_bias.has_value(),
+              "decay_rate and decay_bias belong together");
+  Tensor q, k, v, g, b, rate, bias, out = at::empty(value.sizes(), value.scalar_type());
   DeltaArgs a{};
   a.step = step_of(tokens, query_start, context_len, request_row);
-  a.query = packed(query, "query", {tokens, heads, dim}, q);
-  a.key = packed(key, "key", {tokens, heads, dim}, k);
+  a.query = packed(query, "query", {tokens, key_heads, dim}, q);
+  a.key = packed(key, "key", {tokens, key_heads, dim}, k);
   a.value = packed(value, "value", {tokens, heads, v_dim}, v);
   a.decay = packed(decay, "decay", {tokens, heads, decays}, g);
   a.beta = packed(beta, "beta", {tokens, heads}, b);
   a.decays_by_channel = decays > 1;
+  a.normed = norm_eps.has_value();
+  a.scale = float(scale), a.norm_eps = float(norm_eps.value_or(0));
+  a.beta_scale = float(beta_scale.value_or(0));
+  a.decay_rate = numbers(decay_rate, "decay_rate", heads, rate);
+  if (decay_bias) {
+    TORCH_CHECK(decay_bias->dim() == 2, "decay_bias must have 2 dimensions");
+    const Tensor each = decay_bias->view({1, decay_bias->size(0), decay_bias->size(1)},
+                                         {0, decay_bias->stride(0), decay_bias->stride(1)});
+    a.decay_bias = packed(each, "decay_bias", {1, heads, decays}, bias);
+  }
   a.state = static_cast<float*>(slots(state, at::kFloat, {heads, dim, v_dim}));
   a.dtype = a.value.dtype;
   a.out = out.data_ptr();
-  a.heads = heads, a.dim = dim, a.v_dim = v_dim;
+  a.heads = heads, a.key_heads = key_heads, a.dim = dim, a.v_dim = v_dim;
   a.threads = at::num_threads();
   kernels->delta_rule(a);
   return out;
 }
 
 Tensor selective_scan(const Tensor& x, const Tensor& dt, const Tensor& a, const Tensor& b,
-                      const Tensor& c, const optional<Tensor>& state,
+                      const Tensor& c, const optional<Tensor>& skip, const optional<Tensor>& gate,
+                      const optional<Tensor>& dt_bias, bool dt_softplus, double dt_min,
+                      double dt_max, int32_t dtype, const optional<Tensor>& state,
                       const optional<Tensor>& query_start, const optional<Tensor>& context_len,
                       const optional<Tensor>& request_row) {
   TORCH_CHECK(x.dim() == 3 && a.dim() == 2 && b.dim() == 3, "x, a, b must have 3, 2, 3 dimensions");
@@ -102,9 +138,11 @@ Tensor selective_scan(const Tensor& x, const Tensor& dt, const Tensor& a, const 
   TORCH_CHECK(a.size(0) == heads && (a.size(1) == 1 || a.size(1) == size) &&
                   a.scalar_type() == at::kFloat,
               "a must be [", heads, ", 1 or ", size, "] of float32, got ", a.sizes());
-  const Tensor dense = x.contiguous(), rate = a.contiguous();
-  const Tensor rows = dense.view({tokens, heads * width}, {heads * width, 1});
-  Tensor flat, steps, in, read, out = at::empty(x.sizes(), x.scalar_type());
+  Tensor kept_x, kept_gate;
+  const Tensor rows = by_token(x, kept_x), rate = a.contiguous();
+  const Tensor gates = gate ? by_token(*gate, kept_gate) : Tensor();
+  Tensor flat, steps, in, read, passed, gated, added;
+  Tensor out = at::empty(x.sizes(), at::scalar_type_of(dtype));
   ScanArgs s{};
   s.step = step_of(tokens, query_start, context_len, request_row);
   s.x = packed(rows, "x", {tokens, heads * width}, flat);
@@ -113,6 +151,11 @@ Tensor selective_scan(const Tensor& x, const Tensor& dt, const Tensor& a, const 
   s.c = packed(c, "c", {tokens, groups, size}, read);
   s.a = rate.data_ptr<float>();
   s.decays_by_state = a.size(1) > 1;
+  s.skip = numbers(skip, "skip", heads, passed);
+  if (gate) s.gate = packed(gates, "gate", {tokens, heads * width}, gated);
+  s.dt_bias = numbers(dt_bias, "dt_bias", heads, added);
+  s.softplus = dt_softplus, s.dt_min = float(dt_min), s.dt_max = float(dt_max);
+  s.dtype = dtype_of(out, "the result");
   s.state = static_cast<float*>(slots(state, at::kFloat, {heads, width, size}));
   s.out = out.data_ptr();
   s.heads = heads, s.width = width, s.groups = groups, s.size = size;

@@ -300,6 +300,26 @@ LLMC_INLINE v16f exp_lanes(v16f x) {
   return exp2_parts(whole, f);
 }
 
+// log(1 + exp(x)) to about 2e-7 relative: max(x, 0) + log(1 + y) with y = exp(-|x|), as the series
+// 2 (s + s^3 / 3 + s^5 / 5 + ...) with s = y / (2 + y), at most 1 / 3.
+LLMC_INLINE v16f softplus_lanes(v16f x) {
+  const v16f y = exp_lanes((v16f)((v16u)x | 0x80000000u));
+  const v16f s = y / (2.0f + y), sq = s * s;
+  v16f p = splat(2.0f / 15);
+  p = p * sq + 2.0f / 13;
+  p = p * sq + 2.0f / 11;
+  p = p * sq + 2.0f / 9;
+  p = p * sq + 2.0f / 7;
+  p = p * sq + 2.0f / 5;
+  p = p * sq + 2.0f / 3;
+  p = p * sq + 2.0f;
+  return vmax(x, v16f{}) + s * p;
+}
+
+LLMC_INLINE v16f sigmoid_lanes(v16f x) {
+  return 1.0f / (1.0f + exp_lanes(-x));
+}
+
 LLMC_INLINE v16f tanh_lanes(v16f x) {
   v16f a = (v16f)((v16u)x & 0x7fffffffu);
   const v16f cap = splat(20.0f);

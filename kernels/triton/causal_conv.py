@@ -12,7 +12,7 @@ from llmc.kernels.triton.configs import STATE_CHANNELS, tokens_at_once
 from llmc.kernels.triton.define import define
 from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
-from llmc.kernels.triton.state import dense, span, step_args, takes_slots
+from llmc.kernels.triton.state import dense, silu, span, step_args, takes_slots
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def inputs(x, past, i, c, x_token, kept, inside, PAST: tl.constexpr):
 def causal_conv_kernel(
     x, weight, bias, state, out, query_start, context_len, request_row, x_token,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, TAPS_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         wait_for_previous()
@@ -50,6 +50,8 @@ def causal_conv_kernel(
             tap = inputs(x, past, token - (TAPS - 1) + j, c[None, :], x_token, kept, inside,
                          TAPS - 1)  # fmt: skip
             y += w[None, :] * tap
+        if SILU:
+            y = silu(y)
         place = out + token.to(tl.int64) * CHANNELS + c[None, :]
         tl.store(place, y.to(out.dtype.element_ty), mask=inside)
     j = tl.arange(0, TAPS_PAD)[None, :]
@@ -62,7 +64,7 @@ def causal_conv_kernel(
 
 
 def plan(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *step: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None, state: Tensor, *step: Tensor
 ) -> Plan[Tensor]:
     (channels, taps), requests = weight.shape, step[-1].shape[0]
     x = dense(x)
@@ -80,7 +82,7 @@ def plan(
         },
         constants={
             "CHANNELS": channels, "TAPS": taps, "TAPS_PAD": power_of_2(taps - 1),
-            "BLOCK": block, "TOKENS": tokens, "PDL": pdl,
+            "BLOCK": block, "TOKENS": tokens, "SILU": act == "silu", "PDL": pdl,
         },
         num_warps=1 if tokens == 1 else 4,
         pdl=pdl,

@@ -24,6 +24,26 @@ def span(query_start, context_len, request_row, request):
     return first, last, slot, tl.load(context_len + request) > last - first
 
 
+@triton.jit
+def sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def silu(x):
+    return x * sigmoid(x)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), with small relative errors: log(1 + y) is log(u) y / (u - 1) for u = 1 + y
+    as rounded (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 1.14.1)."""
+    y = tl.exp(-tl.abs(x))
+    u = 1 + y
+    rest = tl.where(u == 1, y, tl.log(u) * (y / tl.where(u == 1, 1.0, u - 1)))
+    return tl.maximum(x, 0.0) + rest
+
+
 def dense(x: Tensor) -> Tensor:
     """`x` with a contiguous last dimension, copied if necessary."""
     return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
@@ -39,7 +59,7 @@ def takes_slots(
     query_start: Tensor | None,
     context_len: Tensor | None,
     request_row: Tensor | None,
-    **inputs: Tensor | None,
+    **inputs: Any,
 ) -> bool:
     """Whether the call has slots and request bounds, as in a step, and supported tensors."""
     kind = "cpu" if interpreted() else "cuda"
@@ -48,5 +68,5 @@ def takes_slots(
     return state.is_contiguous() and all(
         t.device.type == kind and t.dtype in DTYPES
         for t in (*inputs.values(), state)
-        if t is not None
+        if isinstance(t, Tensor)
     )

@@ -9,13 +9,13 @@ slots. The branch for a new prompt is captured; the ops make it valid for every 
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmc.kernels.causal_conv import causal_conv
@@ -38,7 +38,7 @@ def _conv(
     """[1, C, T] -> [1, C, T]"""
     from transformers.activations import ACT2FN
 
-    out = causal_conv.overload(hidden_states[0].T, weight, bias, *_FRESH).T[None]
+    out = causal_conv.overload(hidden_states[0].T, weight, bias, None, *_FRESH).T[None]
     return out if activation is None else ACT2FN[activation](out)  # type: ignore[no-any-return]
 
 
@@ -54,17 +54,12 @@ def _delta(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """[1, T, H, D] each, g [1, T, H] or [1, T, H, D] -> ([1, T, H, Dv], None)"""
-    q, k = query[0].float(), key[0].float()
-    if use_qk_l2norm_in_kernel:
-        q = q * torch.rsqrt((q * q).sum(-1, keepdim=True) + _L2_EPS)
-        k = k * torch.rsqrt((k * k).sum(-1, keepdim=True) + _L2_EPS)
-    q = q * q.shape[-1] ** -0.5
-    groups = value.shape[2] // k.shape[1]
-    if groups > 1:
-        q, k = q.repeat_interleave(groups, 1), k.repeat_interleave(groups, 1)
-    decay = g[0].float() if g.dim() == 4 else g[0].float()[..., None]
-    return delta_rule.overload(q, k, value[0], decay, beta[0], *_FRESH)[None], None
+    """query, key [1, T, G, D], value [1, T, H, Dv], g [1, T, H] or [1, T, H, D], beta [1, T, H]
+    -> ([1, T, H, Dv], None)"""
+    scale, eps = query.shape[-1] ** -0.5, _L2_EPS if use_qk_l2norm_in_kernel else None
+    decay = g[0] if g.dim() == 4 else g[0][..., None]
+    inputs = (query[0], key[0], value[0], decay, beta[0])
+    return delta_rule.overload(*inputs, scale, eps, None, None, None, *_FRESH)[None], None
 
 
 def _scan(
@@ -81,23 +76,23 @@ def _scan(
     **kwargs: Any,
 ) -> Tensor:
     """A state per channel: hidden, dt, z [1, C, T], A [C, N], B and C [1, N, T] -> [1, C, T]"""
-    if delta_bias is not None:
-        dt = dt + delta_bias.to(dt.dtype)[..., None]
-    if delta_softplus:
-        dt = F.softplus(dt)
-    x = hidden_states[0].T
-    y = selective_scan.overload(
-        x[:, :, None].float(),
-        dt[0].T.float(),
+    dtype = hidden_states.dtype if D is None else torch.promote_types(hidden_states.dtype, D.dtype)
+    y: Tensor = selective_scan.overload(
+        hidden_states[0].T[:, :, None],
+        dt[0].T,
         A.float(),
         B[0].T[:, None],
         C[0].T[:, None],
+        D,
+        None if z is None else z[0].T[:, :, None],
+        delta_bias,
+        delta_softplus,
+        -math.inf,
+        math.inf,
+        dtype,
         *_FRESH,
     )
-    out: Tensor = y[:, :, 0].T[None].to(hidden_states.dtype)
-    if D is not None:
-        out = out + hidden_states * D[None, :, None]
-    return out if z is None else out * F.silu(z)
+    return y[:, :, 0].T[None]
 
 
 def _chunk_scan(
@@ -117,18 +112,22 @@ def _chunk_scan(
     **kwargs: Any,
 ) -> Tensor:
     """A decay per head: hidden [1, T, H, P], dt [1, T, H], A [H], B and C [1, T, G, N]"""
-    if dt_bias is not None:
-        dt = dt + dt_bias.to(dt.dtype)
-    if dt_softplus:
-        dt = F.softplus(dt)
-    dt = torch.clamp(dt, min=dt_limit[0], max=dt_limit[1])
-    x = hidden_states.float()
     y: Tensor = selective_scan.overload(
-        x[0], dt[0].float(), A.float()[:, None], B[0], C[0], *_FRESH
-    )[None]
-    if D is not None:
-        y = y + x * D[..., None]
-    return y if z is None else y * F.silu(z)
+        hidden_states[0],
+        dt[0],
+        A.float()[:, None],
+        B[0],
+        C[0],
+        D,
+        None if z is None else z[0],
+        dt_bias,
+        dt_softplus,
+        dt_limit[0],
+        dt_limit[1],
+        torch.float32,
+        *_FRESH,
+    )
+    return y[None]
 
 
 # Suffixes of transformers' names for them -> ours. Longer names with the same suffix are different.

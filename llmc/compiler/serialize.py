@@ -181,6 +181,8 @@ def _dump_role(node: fx.Node, constants: _Constants) -> Json:
             "quantized": None if role.quantized is None else asdict(role.quantized),
             "shards": [shard and asdict(shard) for shard in role.shards],
             "first_rank": role.first_rank,
+            "order": [list(rows) for rows in role.order],
+            "functions": list(role.functions),
         }
     if isinstance(role, AdapterInput):
         return {"kind": "adapter", **asdict(role)}
@@ -209,6 +211,8 @@ def _load_role(role: Json, constants: Mapping[str, Tensor]) -> Input:
                 quantized=low and QuantizedPart(**{**low, "to": Quantization(**low["to"])}),
                 shards=tuple(_load_shard(shard) for shard in role["shards"]),
                 first_rank=role["first_rank"],
+                order=tuple((int(start), int(length)) for start, length in role["order"]),
+                functions=tuple(role["functions"]),
             )
         case "adapter":
             return AdapterInput(

@@ -41,6 +41,7 @@ _WORDS: dict[str, Words] = {
     "decayed_softmax": ("recurrent", "update the layer's state and read it"),
     "running_max": ("recurrent", "the maximum over the sequence so far (max pooling)"),
     "linear_recurrence": ("recurrent", "update the layer's state and read it"),
+    "gated_rms_norm": ("norm", "scale every head or group to unit size, and apply a gate"),
     "rms_norm": ("norm", "scale every token to unit size (RMSNorm)"),
     "add_rms_norm": ("norm", "add to the residual stream, then RMSNorm"),
     "layer_norm": ("norm", "center and scale every token (LayerNorm)"),

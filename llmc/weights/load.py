@@ -21,7 +21,7 @@ from llmc.kernels.quantized_linear import (
     quantize,
     some_inputs,
 )
-from llmc.passes.inputs import Shard, WeightInput
+from llmc.passes.inputs import FUNCTIONS, Shard, WeightInput
 from llmc.weights.assignment import Assignment
 from llmc.weights.checkpoint import Readable, SomeOf, StoredTensor, staging
 from llmc.weights.gguf.tensors import GgufTensor
@@ -310,6 +310,30 @@ def make_weights(
     }
 
 
+def _computed(
+    role: WeightInput,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    source: WeightSource,
+    device: torch.device,
+    rank: int,
+) -> Tensor:
+    """A plain recipe's weight with its rows in another order, and functions applied to it."""
+    plain = dataclasses.replace(role, order=(), functions=())
+    read = getattr(torch, role.functions[0]) if role.functions else dtype
+    made = make_weight(plain, shapes, read, source, device, passing=bool(role.order), rank=rank)
+    if role.order:
+        size = (sum(length for _, length in role.order), *made.shape[1:])
+        out = empty_in_huge_pages(size, read, device)
+        rows = [made.narrow(0, start, length) for start, length in role.order]
+        for part, to in zip(rows, out.split([length for _, length in role.order]), strict=True):
+            to.copy_(part)
+        made = out
+    for name in role.functions:
+        made = FUNCTIONS[name](made) if name in FUNCTIONS else made.to(getattr(torch, name))
+    return made
+
+
 def _low_bit(
     role: WeightInput,
     to: Quantization,
@@ -410,6 +434,8 @@ def make_weight(
 
     `passing`: the tensor is temporary, and its memory should be released at once when it is freed.
     """
+    if role.functions or role.order:
+        return _computed(role, shapes, dtype, source, device, rank)
     sizes = _sizes(role, shapes)
     shape = _shape(role, shapes)
     out = staging(shape, dtype) if passing else empty_in_huge_pages(shape, dtype, device)

@@ -59,6 +59,24 @@ def test_a_part_is_cast_to_the_dtype_of_the_graph() -> None:
     assert torch.equal(make("a", dtype=torch.float32), A.float())
 
 
+def test_rows_in_another_order() -> None:
+    got = make("a", "b", order=((7, 2), (0, 1), (3, 3)))
+    assert torch.equal(got, torch.cat((A, B))[[7, 8, 0, 3, 4, 5]])
+    rows = shard(0, (6, 2))
+    role = WeightInput(parts=("a",), shards=(rows,), order=((1, 2), (0, 1)))
+    assert torch.equal(make_weight(role, SHAPES, torch.bfloat16, SOURCE, CPU, rank=1), A[[4, 5, 3]])
+
+
+def test_functions_of_a_part() -> None:
+    """The first is the dtype in which the part is loaded: its rounding stays."""
+    got = make("bias", dtype=torch.float32, functions=("float32", "exp", "neg"))
+    assert torch.equal(got, -torch.arange(3.0).exp())
+    source = Plain({"a": torch.full((3,), 1.001)})
+    role = WeightInput(parts=("a",), functions=("bfloat16", "float32", "exp"))
+    rounded = make_weight(role, {"a": (3,)}, torch.float32, source, CPU)
+    assert torch.equal(rounded, torch.ones(3).exp())
+
+
 def test_transposed_parts() -> None:
     assert torch.equal(make("a", transposed=True), A.T)
     shapes = {"a": (6, 8), "c": (6, 2)}

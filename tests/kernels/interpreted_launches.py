@@ -81,39 +81,18 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         ),
     ),
     "hybrid": (
+        "7: causal_conv_kernel, delta_rule_kernel, 4 few_rows_kernel, gated_norm_kernel",
+        "7: causal_conv_kernel, delta_rule_kernel, 4 few_rows_kernel, gated_norm_kernel",
         (
-            "36: 3 aten.add, aten.cat, aten.exp, 7 aten.mul, aten.neg, 2 "
-            "aten.repeat_interleave, 6 aten.reshape, 2 aten.rsqrt, aten.sigmoid, 2 "
-            "aten.silu, aten.softplus, 2 aten.sum, causal_conv_kernel, delta_rule_kernel, 4 "
-            "few_rows_kernel, norm_kernel"
-        ),
-        (
-            "36: 3 aten.add, aten.cat, aten.exp, 7 aten.mul, aten.neg, 2 "
-            "aten.repeat_interleave, 6 aten.reshape, 2 aten.rsqrt, aten.sigmoid, 2 "
-            "aten.silu, aten.softplus, 2 aten.sum, causal_conv_kernel, delta_rule_kernel, 4 "
-            "few_rows_kernel, norm_kernel"
-        ),
-        (
-            "39: act_mul_kernel, 3 aten.add, 2 aten.addmm_, aten.cat, aten.exp, "
-            "2 aten.linear, 7 aten.mul, aten.neg, 2 aten.repeat_interleave, 6 aten.reshape, "
-            "2 aten.rsqrt, aten.sigmoid, 2 aten.silu, aten.softplus, 2 aten.sum, "
-            "causal_conv_kernel, delta_rule_kernel, 3 norm_kernel"
+            "10: act_mul_kernel, 2 aten.addmm_, 2 aten.linear, causal_conv_kernel, "
+            "delta_rule_kernel, gated_norm_kernel, 2 norm_kernel"
         ),
     ),
     "recurrent": (
+        "5: causal_conv_kernel, 2 few_rows_kernel, gated_norm_kernel, selective_scan_kernel",
+        "5: causal_conv_kernel, 2 few_rows_kernel, gated_norm_kernel, selective_scan_kernel",
         (
-            "16: 2 aten.add, aten.clamp, aten.exp, 3 aten.mul, aten.neg, 2 aten.silu, "
-            "aten.softplus, causal_conv_kernel, 2 few_rows_kernel, norm_kernel, "
-            "selective_scan_kernel"
-        ),
-        (
-            "16: 2 aten.add, aten.clamp, aten.exp, 3 aten.mul, aten.neg, 2 aten.silu, "
-            "aten.softplus, causal_conv_kernel, 2 few_rows_kernel, norm_kernel, "
-            "selective_scan_kernel"
-        ),
-        (
-            "17: 2 aten.add, aten.addmm_, aten.clamp, aten.exp, aten.linear, 3 "
-            "aten.mul, aten.neg, 2 aten.silu, aten.softplus, causal_conv_kernel, 2 "
+            "6: aten.addmm_, aten.linear, causal_conv_kernel, gated_norm_kernel, "
             "norm_kernel, selective_scan_kernel"
         ),
     ),

@@ -611,12 +611,13 @@ def test_no_tokens_launch_nothing() -> None:
     assert not key_cache.any()
 
 
-@pytest.mark.parametrize("kind", ["drawn", "one key", "fades at once", "never fades"])
+@pytest.mark.parametrize("kind", ["drawn", "one key", "fades at once", "never fades", "raw"])
 def test_the_delta_rule_by_chunks(kind: str) -> None:
     """Prompts of several chunks, one continued, beside a decode row: as token after token."""
     gen = torch.Generator().manual_seed(0)
     step = make_step([(1, 9), (37, 37), (18, 40), (1, 0)], gen, CPU)
-    case = list(delta_rule.make_case(step, gen, torch.float32, 2, 20, 40, False))
+    group, raw = (2, True) if kind == "raw" else (1, False)
+    case = list(delta_rule.make_case(step, gen, torch.float32, 2, 20, 40, False, group, raw))
     query, key, value, decay, beta = case[:5]
     if kind == "one key":  # the corrections' system is as far from the identity as it can be
         key[:] = key[:1]
@@ -627,7 +628,7 @@ def test_the_delta_rule_by_chunks(kind: str) -> None:
     elif kind == "never fades":
         decay.fill_(0.0)
     plan = triton_delta_rule.plan(*copies(tuple(case)))
-    assert plan.launches[0].kernel.__name__ == "delta_chunks_kernel"
+    assert plan.launches[-1].kernel.__name__ == "delta_chunks_kernel"
     check(OPS["delta_rule"], tuple(case), torch.float32)
     in_steps = triton_delta_rule.plan(*delta_rule.make_case(make_step([(1, 5)] * 3, gen, CPU), gen,
                                       torch.float32, 2, 20, 40, False))  # fmt: skip

@@ -358,9 +358,9 @@ def test_state_ops_share_rows_among_threads(name: str, threads: int) -> None:
     gen = torch.Generator().manual_seed(0)
     step = make_step([(9, 9), (1, 40)] * 8, gen, CPU)
     sizes = {
-        "causal_conv": (600, 4, True),
-        "delta_rule": (4, 40, 72, True),
-        "selective_scan": (300, 2, 1, 16, True),
+        "causal_conv": (600, 4, True, "silu"),
+        "delta_rule": (4, 40, 72, True, 2, True),
+        "selective_scan": (300, 2, 1, 16, True, True),
         "linear_recurrence": (5000,),
         "decayed_softmax": (3000,),
         "pool_windows": (1500, 4, 2),

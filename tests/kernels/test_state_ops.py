@@ -37,7 +37,8 @@ def test_all_requests_at_once_match_the_reference(
 def per_token(name: str, args: list[Any]) -> list[bool]:
     """Which arguments have a row a token (weights have none)."""
     tokens = args[0].shape[0]
-    weights_of = {"causal_conv": (1, 2), "selective_scan": (2,), "decayed_softmax": (2, 3)}
+    weights_of = {"causal_conv": (1, 2), "delta_rule": (7, 8), "selective_scan": (2, 5, 7)}
+    weights_of |= {"decayed_softmax": (2, 3)}
     weights = weights_of.get(name, ())
     return [
         isinstance(a, Tensor) and i not in weights and a.shape[0] == tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,11 +26,13 @@ X = step(torch.randn(TOKENS, 3, 4))
 
 def every_op(token_ids: Tensor, x: Tensor) -> Tensor:
     flat = x.flatten(1)
-    y = causal_conv.overload(flat, flat.new_ones(12, 3), None, *FRESH)
+    y = causal_conv.overload(flat, flat.new_ones(12, 3), None, None, *FRESH)
     y = linear_recurrence.overload(y, y.sigmoid(), *FRESH).view(-1, 3, 4)
     y = torch.tanh(y) * 0.3
-    y = delta_rule.overload(y, y, y, -y.abs(), y[..., 0].sigmoid(), *FRESH)
-    y = selective_scan.overload(y, y[..., 0].exp(), -y.new_ones(3, 1), y[:, :1], y[:, :1], *FRESH)
+    key, beta, unset = y[:, :1], y[..., 0].sigmoid(), (None, None, None)  # one head of keys
+    y = delta_rule.overload(key, key, y, -y.abs(), beta, 1.0, None, *unset, *FRESH)
+    dt, rate, options = y[..., 0].exp(), -y.new_ones(3, 1), (False, 0.0, math.inf, torch.float32)
+    y = selective_scan.overload(y, dt, rate, y[:, :1], y[:, :1], *unset, *options, *FRESH)
     return y.flatten(1) + token_ids[:, None]
 
 

@@ -26,6 +26,7 @@ from llmc.kernels import (  # noqa: F401
     encoder_attention,
     entries,
     fused_linear,
+    gated_rms_norm,
     image_attention,
     latent_attention,
     linear_recurrence,

@@ -39,15 +39,19 @@ def state_cases(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
     heads = draw(st.sampled_from([1, 2, 3]))
     if name == "causal_conv":
         channels, width = draw(st.sampled_from([5, 33, 300])), draw(st.integers(2, 6))
-        return causal_conv.make_case(step, gen, dtype, channels, width, draw(st.booleans()))
+        act = draw(st.sampled_from([None, "silu"]))
+        return causal_conv.make_case(step, gen, dtype, channels, width, draw(st.booleans()), act)
     if name == "delta_rule":
         dim, v_dim = draw(st.sampled_from([4, 7, 40])), draw(st.sampled_from([6, 16, 48, 70]))
-        return delta_rule.make_case(step, gen, dtype, heads, dim, v_dim, draw(st.booleans()))
+        per_channel, raw = draw(st.booleans()), draw(st.booleans())
+        group = draw(st.sampled_from([1, heads]))
+        return delta_rule.make_case(step, gen, dtype, heads, dim, v_dim, per_channel, group, raw)
     if name == "selective_scan":
         groups, width = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 3, 70]))
         size, per_state = draw(st.sampled_from([5, 16, 72])), draw(st.booleans())
+        raw = draw(st.booleans())
         return selective_scan.make_case(
-            step, gen, dtype, heads * groups, width, groups, size, per_state
+            step, gen, dtype, heads * groups, width, groups, size, per_state, raw
         )
     if name == "pool_windows":
         dim, width = draw(st.sampled_from([3, 37, 130])), draw(st.integers(1, 7))

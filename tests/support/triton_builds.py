@@ -5,6 +5,7 @@ Plans are made from meta tensors, which need no memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from llmc.kernels.triton import (
     encoder_attention,
     expert_linear,
     fused_linear,
+    gated_rms_norm,
     gather_pages,
     linear_recurrence,
     norm,
@@ -336,21 +338,25 @@ def slots(requests: int, *shape: int, dtype: torch.dtype = torch.float32) -> tup
 
 
 def delta(tokens: int, requests: int, *, by_channel: bool = False) -> Plan[Tensor]:
-    """Query and key in float32, as after their normalization."""
-    value = meta(tokens, 3 * 4096)[:, 4096:8192].unflatten(-1, (32, 128))
+    """Two heads share a key, and the op normalizes keys and computes decays."""
+    query, key, value = meta(tokens, 8192).split([2048, 2048, 4096], dim=-1)
+    decays = 128 if by_channel else 1
     return delta_rule.plan(
-        floats(tokens, 32, 128), floats(tokens, 32, 128), value,
-        floats(tokens, 32, 128 if by_channel else 1), meta(tokens, 32),
-        *slots(requests, 32, 128, 128),
+        query.unflatten(-1, (16, 128)), key.unflatten(-1, (16, 128)),
+        value.unflatten(-1, (32, 128)), meta(tokens, 32, decays), meta(tokens, 32), 128**-0.5,
+        1e-6, floats(32), meta(32, decays), 1.0, *slots(requests, 32, 128, 128),
     )  # fmt: skip
 
 
 def scan(requests: int, heads: int, width: int, size: int) -> Plan[Tensor]:
+    """A state per channel also has a gate; one per head is normalized after it, in float32."""
+    by_state = width == 1
     into, read = meta(requests, 2 * size).split(size, dim=-1)
+    x, gate = meta(2, requests, heads, width).unbind()
     return selective_scan.plan(
-        floats(requests, heads, width), floats(requests, heads),
-        floats(heads, size if width == 1 else 1), into[:, None], read[:, None],
-        *slots(requests, heads, width, size),
+        x, meta(requests, heads), floats(heads, size if by_state else 1), into[:, None],
+        read[:, None], meta(heads), gate if by_state else None, meta(heads), True, 0.0, math.inf,
+        BF16 if by_state else torch.float32, *slots(requests, heads, width, size),
     )  # fmt: skip
 
 
@@ -358,13 +364,22 @@ def linear_attention(requests: int, heads: int, dim: int) -> Plan[Tensor]:
     """The queries, keys and values of each head next to each other, as from one projection."""
     q, k, v = meta(requests, heads, 3 * dim).split(dim, dim=-1)
     return selective_scan.plan(
-        v, floats(requests, heads), floats(heads, 1), k, q, *slots(requests, heads, dim, dim)
-    )
+        v, floats(requests, heads), floats(heads, 1), k, q, None, None, None, False, -math.inf,
+        math.inf, BF16, *slots(requests, heads, dim, dim),
+    )  # fmt: skip
 
 
 def conv(tokens: int, requests: int) -> Plan[Tensor]:
     step = slots(requests, 8192, 3, dtype=BF16)
-    return causal_conv.plan(meta(tokens, 12288)[:, :8192], meta(8192, 4), meta(8192), *step)
+    return causal_conv.plan(meta(tokens, 12288)[:, :8192], meta(8192, 4), meta(8192), "silu", *step)
+
+
+def gated_norm(tokens: int, heads: int, width: int, *, gate_first: bool) -> Plan[Tensor]:
+    """Of heads before the gate, or of eight groups of channels after it."""
+    gate = meta(tokens, 3 * heads * width)[:, : heads * width].unflatten(-1, (heads, width))
+    x = floats(tokens, heads, width) if gate_first else meta(tokens, heads, width)
+    group = width // 8 if gate_first else width
+    return gated_rms_norm.plan(x, gate, meta(width), 1e-6, 0.0, "silu", gate_first, group, BF16)
 
 
 def recurrence(tokens: int, requests: int) -> Plan[Tensor]:
@@ -476,6 +491,8 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "token_logprobs": lambda: token_logprobs.plan(floats(128, VOCAB), longs(128), 20),
     "process_logits": lambda: process_logits.plan(*logits_tables()),
     "sample_rows": whole_sampler,
+    "gated_rms_norm": lambda: gated_norm(64, 32, 128, gate_first=False),
+    "gated_rms_norm of groups": lambda: gated_norm(64, 1, 8192, gate_first=True),
     "rms_norm": lambda: norm.plan(meta(64, 4096), meta(4096), 1e-6, 0.0),
     "add_rms_norm": lambda: norm.add_plan(meta(64, 4096), meta(64, 4096), meta(4096), 1e-6, 1.0),
     "act_mul silu": lambda: act_mul.plan(meta(64, 24576), "silu"),

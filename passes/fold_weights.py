@@ -1,0 +1,60 @@
+"""`fold_weights`: what is computed from one parameter alone is computed when it is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from llmc.passes.base import Notes, graph_pass
+from llmc.passes.edit import CASTS, aten, calls, emit, is_call, keeps_order, replace, val
+from llmc.passes.inputs import WeightInput, add_input, fake_like, input_of
+
+_NAMES: Mapping[Any, str] = {aten.exp.default: "exp", aten.neg.default: "neg"}
+
+
+@graph_pass()
+def fold_weights(gm: fx.GraphModule) -> Notes:
+    """Compute functions of one parameter while it is loaded, not in every step.
+
+    Recurrent layers store the logarithms of their decay rates.
+
+    Before:
+        a [H] = aten.neg(aten.exp(aten.to(A_log, float32)))
+    After:
+        a [H], a weight: -exp(A_log in float32)
+    """
+    graph = gm.graph
+    for node in calls(graph, *_NAMES):
+        casts: list[str] = []
+        reshapes: list[fx.Node] = []
+        base: Any = node.args[0]
+        while keeps_order(base) or is_call(base, *CASTS):
+            if is_call(base, *CASTS) and val(base).dtype != val(base.args[0]).dtype:
+                casts.insert(0, str(val(base).dtype).removeprefix("torch."))
+            elif keeps_order(base):
+                reshapes.insert(0, base)
+            base = base.args[0]
+        role = input_of(base)
+        if not isinstance(role, WeightInput) or role.quantized or role.first_rank:
+            continue
+        start = role.functions or (str(val(base).dtype).removeprefix("torch."),)
+        functions = (*start, *casts, _NAMES[node.target])
+        weight = _weight(graph, dataclasses.replace(role, functions=functions), base, node)
+        with graph.inserting_before(node):
+            for reshape in reshapes:
+                weight = emit(graph, reshape.target, weight, *reshape.args[1:])
+        replace(node, weight)
+    return []
+
+
+def _weight(graph: fx.Graph, role: WeightInput, base: fx.Node, like: fx.Node) -> fx.Node:
+    """The placeholder of a recipe, which layers that share the parameter share too."""
+    node: fx.Node
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.meta["input"] == role:
+            return node
+    fake = fake_like(base, *val(base).shape, dtype=val(like).dtype)
+    return add_input(graph, f"{base.name}_{role.functions[-1]}", role, fake)
