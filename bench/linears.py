@@ -29,7 +29,7 @@ from torch import Tensor
 import llmc.kernels.cpu  # noqa: F401
 from llmc.kernels.cpu.build import load
 from llmc.kernels.cpu.levels import multiplies_integers
-from llmc.kernels.cpu.pages import empty_in_huge_pages
+from llmc.kernels.cpu.pages import HugePages
 from llmc.kernels.quantized_linear import (
     EXACT_BITS,
     FORMATS,
@@ -54,6 +54,7 @@ PLAIN = ("float32", "bfloat16", "float16")
 LIMIT_SIZE = 2048  # of the square product that determines the rate of operations
 COLD_BYTES = 300e6
 EXPERTS, TOP_K, DEPTH, CHANNELS = 128, 8, 2048, 768
+MEMORY = HugePages(torch.device("cpu"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +183,7 @@ def experts(rows: int, *, transposed: bool) -> Contestant:
 
 def _in_huge_pages(tensor: Tensor) -> Tensor:
     """A copy in huge pages, like loaded weights."""
-    return empty_in_huge_pages(tensor.shape, tensor.dtype).copy_(tensor)
+    return MEMORY.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
 
 def _copies(size: int) -> int:

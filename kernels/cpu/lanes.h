@@ -135,6 +135,30 @@ LLMC_INLINE To convert(const V& x) {
   }
 }
 
+#ifdef __AVX2__
+// GCC converts vectors of bytes one by one.
+#ifdef LLMC_AVX512
+LLMC_INLINE __m512i widen_bytes(const void* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+}
+template <class V>
+LLMC_INLINE void narrow_to_bytes(void* p, V x) {
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x));
+}
+#else
+LLMC_INLINE __m256i widen_bytes(const void* p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+}
+template <class V>
+LLMC_INLINE void narrow_to_bytes(void* p, V x) {
+  const __m256i lowest = _mm256_set1_epi64x(0x0c080400);
+  const __m256i bytes = _mm256_shuffle_epi8((__m256i)x, lowest);
+  const __m128i high = _mm256_extracti128_si256(bytes, 1);
+  _mm_storel_epi64((__m128i*)p, _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), high));
+}
+#endif
+#endif
+
 // Loads lanes of V from narrower integers or floats in memory...
 template <class V, class Element>
 LLMC_INLINE V widen_from(const void* p) {
@@ -143,6 +167,10 @@ LLMC_INLINE V widen_from(const void* p) {
     constexpr auto kBytes = sizeof(Half) / 4 * sizeof(Element);
     return {widen_from<Half, Element>(p),
             widen_from<Half, Element>(static_cast<const char*>(p) + kBytes)};
+#ifdef __AVX2__
+  } else if constexpr (std::is_same_v<Element, uint8_t>) {
+    return (V)widen_bytes(p);
+#endif
   } else {
     typedef Element Narrow __attribute__((vector_size(kNative * sizeof(Element))));
     return __builtin_convertvector(load_as<Narrow>(p), V);
@@ -156,6 +184,10 @@ LLMC_INLINE void narrow_to(void* p, const V& x) {
     constexpr auto kBytes = sizeof x.lo / 4 * sizeof(Element);
     narrow_to<Element>(p, x.lo);
     narrow_to<Element>(static_cast<char*>(p) + kBytes, x.hi);
+#ifdef __AVX2__
+  } else if constexpr (sizeof(Element) == 1) {
+    narrow_to_bytes(p, x);
+#endif
   } else {
     typedef Element Narrow __attribute__((vector_size(kNative * sizeof(Element))));
     store_as(p, __builtin_convertvector(x, Narrow));

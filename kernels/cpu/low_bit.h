@@ -82,10 +82,8 @@ LLMC_INLINE v16f scale_of(const LowBitArgs& a, int64_t block, int64_t group) {
 // The int4 value that stands for zero.
 LLMC_INLINE v16f zero_of(const LowBitArgs& a, int64_t block, int64_t group) {
   if (!a.zero) return splat(a.minimum ? 0.0f : 8.0f);
-  v16f zero = {};
   const uint8_t* from = a.zero + (block * a.groups() + group) * kChannels;
-  for (int i = 0; i < kChannels; ++i) zero[i] = float(from[i]);
-  return zero;
+  return convert<v16f>((v16i)widen_from<v16u, uint8_t>(from));
 }
 
 // The value added to all scaled values of a group.

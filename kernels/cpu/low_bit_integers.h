@@ -6,6 +6,7 @@
 #include "low_bit.h"
 
 #include <array>
+#include <limits>
 
 #ifdef __AVX2__
 namespace llmc {
@@ -23,6 +24,38 @@ LLMC_INLINE v16i round_to_int(const Pair<float, Half>& x) {
   return {round_to_int(x.lo), round_to_int(x.hi)};
 }
 
+// Reductions over lanes.
+#ifdef LLMC_AVX512
+LLMC_INLINE int32_t sum_ints(vi x) { return _mm512_reduce_add_epi32((__m512i)x); }
+LLMC_INLINE int32_t max_ints(vi x) { return _mm512_reduce_max_epi32((__m512i)x); }
+#else
+LLMC_INLINE int32_t sum_ints(vi x) {
+  const __m256i all = (__m256i)x;
+  __m128i part = _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  part = _mm_add_epi32(part, _mm_shuffle_epi32(part, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(part, _mm_shuffle_epi32(part, 0xb1)));
+}
+LLMC_INLINE int32_t max_ints(vi x) {
+  const __m256i all = (__m256i)x;
+  __m128i part = _mm_max_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  part = _mm_max_epi32(part, _mm_shuffle_epi32(part, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(part, _mm_shuffle_epi32(part, 0xb1)));
+}
+#endif
+LLMC_INLINE vi larger(vi a, vi b) { return a > b ? a : b; }
+template <class Half>
+LLMC_INLINE int32_t sum_ints(const Pair<int32_t, Half>& x) {
+  return sum_ints(x.lo + x.hi);
+}
+template <class Half>
+LLMC_INLINE int32_t max_ints(const Pair<int32_t, Half>& x) {
+  return max_ints(larger(x.lo, x.hi));
+}
+template <class Half>
+LLMC_INLINE Pair<int32_t, Half> larger(const Pair<int32_t, Half>& a, const Pair<int32_t, Half>& b) {
+  return {larger(a.lo, b.lo), larger(a.hi, b.hi)};
+}
+
 // x [count] as signed digits, lowest first, with a common scale.
 template <class Digit, int kDigits, int kBits = 8 * sizeof(Digit)>
 struct FixedPoint {
@@ -30,15 +63,13 @@ struct FixedPoint {
   Packed packed;
 
   FixedPoint(const float* x, int64_t count) {
-    v16f magnitude = {}, bad = {};  // NaN if x is not finite, which the result must show
-    for (int64_t k = 0; k < count; k += kLanes) {
-      const v16f values = load(x + k);
-      magnitude = vmax(magnitude, (v16f)((v16u)values & 0x7fffffffu));
-      bad += values * 0.0f;
-    }
-    const float largest = max_lanes(magnitude), not_finite = sum_lanes(bad);
-    if (not_finite != 0) {
-      packed = {not_finite, not_finite};
+    v16i magnitudes = {};  // as integers, which have the order of the floats
+    for (int64_t k = 0; k < count; k += kLanes)
+      magnitudes = larger(magnitudes, (v16i)((v16u)load(x + k) & 0x7fffffffu));
+    const float largest = std::bit_cast<float>(max_ints(magnitudes));
+    if (!(largest <= std::numeric_limits<float>::max())) {  // which the result must show
+      constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+      packed = {kNan, kNan};
       digit = {};
       return;
     }
@@ -53,9 +84,7 @@ struct FixedPoint {
         if (d + 1 < kDigits) values = (values - low) >> kBits;
       }
     }
-    alignas(64) int32_t lane[kLanes];
-    store_as(lane, sum);
-    packed = {scale, scale * float(std::accumulate(lane, lane + kLanes, 0))};
+    packed = {scale, scale * float(sum_ints(sum))};
   }
 
   // The smallest power of two with which the digits can represent `largest`; a single byte uses its
@@ -66,9 +95,12 @@ struct FixedPoint {
     float limit = 0;  // every digit at its largest
     for (int d = 0; d < kDigits; ++d)
       limit = limit * float(1 << kBits) + float((1 << (kBits - 1)) - 1);
-    int exponent;
-    const float part = std::frexp(largest, &exponent);
-    return std::ldexp(1.0f, exponent - kTotal + (std::ldexp(part, kTotal) > limit - 1));
+    // largest = part * 2^exponent with part in [0.5, 1); for zeros and subnormals any scale will do
+    const uint32_t bits = std::bit_cast<uint32_t>(largest);
+    const int exponent = int(bits >> 23) - 126;
+    const float part = std::bit_cast<float>((bits & 0x7fffffu) | 126u << 23);
+    const bool is_over = part * float(1u << kTotal) > limit - 1;
+    return std::bit_cast<float>(uint32_t(std::max(1, exponent - kTotal + is_over + 127)) << 23);
   }
 };
 
@@ -77,25 +109,24 @@ struct DigitWords {  // the inputs of a step: a word of four bytes per digit
   int32_t digit[kDigits];
 };
 
-// Bytes 0, 2, 4 and 6 of eight.
-LLMC_INLINE int32_t even_bytes(uint64_t bytes) {
-  bytes &= 0x00ff00ff00ff00ff;
-  bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
-  return int32_t(bytes | bytes >> 16);
-}
-
 // Signed bytes of a line's eight inputs: even ones are for its low nibbles, odd ones for its high
 // ones.
 template <int kDigits>
 Packed pack_nibbles(const float* x, int64_t count, DigitWords<kDigits>* to) {
   const FixedPoint<int8_t, kDigits> fixed(x, count);
-  for (int d = 0; d < kDigits; ++d)
-    for (int64_t k = 0; k < count; k += 8) {
-      uint64_t bytes;
-      std::memcpy(&bytes, fixed.digit[d].data() + k, sizeof bytes);
-      to[k / 4].digit[d] = even_bytes(bytes);
-      to[k / 4 + 1].digit[d] = even_bytes(bytes >> 8);
+  const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+  for (int64_t k = 0; k < count; k += 16, to += 4) {
+    __m128i words[kDigits];
+    for (int d = 0; d < kDigits; ++d)
+      words[d] = _mm_shuffle_epi8(load_as<__m128i>(fixed.digit[d].data() + k), order);
+    if constexpr (kDigits == 2) {
+      store_as(to, _mm_unpacklo_epi32(words[0], words[1]));
+      store_as(to + 2, _mm_unpackhi_epi32(words[0], words[1]));
+    } else {
+      for (int d = 0; d < kDigits; ++d)
+        for (int i = 0; i < 4; ++i) to[i].digit[d] = ((__v4si)words[d])[i];
     }
+  }
   return fixed.packed;
 }
 

@@ -27,6 +27,8 @@ _IDLE = 19  # the lowest priority
 _PAGE = 4096
 _HUGE_PAGE = 2 << 20
 _LEAST_BYTES = 2 * _HUGE_PAGE  # a smaller tensor may not contain a whole huge page
+_CHUNK = 16 * _HUGE_PAGE  # bytes that small weights share
+_ALIGNMENT = 256  # bytes
 
 
 @cache
@@ -74,20 +76,41 @@ def release_memory(tensors: Sequence[Tensor]) -> int:
     return given
 
 
-def empty_in_huge_pages(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Tensor:
-    """`torch.empty` that is aligned to huge pages on CPU, so all but its end can be in huge pages.
+class HugePages:
+    """Allocates the weights of a model on `device`; on CPU, they are in huge pages.
 
-    The padding before it is never touched, so it uses address space but no memory.
+    A tensor of a few MB, or the end of a large one, does not fill a huge page. So tensors of up to
+    half of a chunk follow each other in chunks, which are freed when none of their tensors is left.
+    Unused memory of a chunk is never touched, so it uses address space but no memory.
     """
-    size = math.prod(shape) * dtype.itemsize
-    if torch.device(device).type != "cpu" or size < _HUGE_PAGE or _madvise() is None:
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-    room = torch.empty(size + _HUGE_PAGE, dtype=torch.uint8)
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._chunk = torch.empty(0, dtype=torch.uint8)  # what is left of the last chunk
+        self._lock = threading.Lock()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Like `torch.empty`. Several threads can call it."""
+        size = math.prod(shape) * dtype.itemsize
+        if self.device.type != "cpu" or size == 0 or _madvise() is None:
+            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        memory = self._of_chunk(size) if size <= _CHUNK // 2 else _aligned(size)[:size]
+        return memory.view(dtype).view(tuple(shape))
+
+    def _of_chunk(self, size: int) -> Tensor:
+        step = -(-size // _ALIGNMENT) * _ALIGNMENT
+        with self._lock:
+            if len(self._chunk) < step:
+                self._chunk = _aligned(_CHUNK)
+            memory, self._chunk = self._chunk[:size], self._chunk[step:]
+        return memory
+
+
+def _aligned(size: int) -> Tensor:
+    """Bytes that begin with a huge page."""
+    room = advise_huge_pages(torch.empty(size + _HUGE_PAGE, dtype=torch.uint8))
     start = -room.data_ptr() % _HUGE_PAGE
-    advise_huge_pages(room)
-    return room[start : start + size].view(dtype).view(*shape)
+    return room[start : start + size]
 
 
 def touch_in_background(tensors: Sequence[Tensor], limit_bytes: int) -> threading.Thread:

@@ -32,9 +32,11 @@ constexpr int kSpinsPerLook = 64;  // between reads of the clock
 // middle of a piece, or runs them on this thread's core. The sum of both is kept, up to kMostSaved.
 // A virtual machine loses a core for a moment hundreds of times per second, and the team is still
 // worthwhile; but a busy process on a member's core uses up the sum. Then a number of works run
-// without members, twice as many each time this happens again before the sum is full.
-constexpr int64_t kMostSaved = 10'000'000;  // ns
-constexpr int kLeastAlone = 64, kMostAlone = 4096;
+// without members, twice as many each time this happens again before the sum is full. Reading the
+// CPU time is a system call, so while the sum is full, only one of kSampled works is measured, until
+// one costs time.
+constexpr int64_t kMostSaved = 20'000'000;  // ns
+constexpr int kLeastAlone = 64, kMostAlone = 1024, kSampled = 8;
 
 void pause() {
 #ifdef __x86_64__
@@ -75,6 +77,7 @@ struct Team {
   int members = 0;
   // the current work
   int wanted = 0;
+  bool is_measured = true;
   void (*work)(void*, int) = nullptr;
   void* context = nullptr;
   std::atomic<bool> failed{false};
@@ -83,6 +86,7 @@ struct Team {
   int64_t saved = kMostSaved;  // ns
   int alone = 0;               // works to run without members
   int next_alone = kLeastAlone;
+  int unmeasured = 0;  // works since the last measured one
 
   void start(int count);
   void serve(int number);
@@ -143,9 +147,13 @@ void Team::serve(int number) {
     seen = round;
     if (open && number < wanted) {
       ++helpers;
-      const int64_t start = thread_time();
-      call(number);
-      helped += thread_time() - start;
+      if (is_measured) {
+        const int64_t start = thread_time();
+        call(number);
+        helped += thread_time() - start;
+      } else {
+        call(number);
+      }
     }
     --inside;
   }
@@ -165,12 +173,12 @@ void Team::call(int number) {
 void Team::lead() {
   using std::chrono::steady_clock;
   const auto start = steady_clock::now();
-  const int64_t before = thread_time();
+  const int64_t before = is_measured ? thread_time() : 0;
   call(0);
-  const int64_t own = thread_time() - before;
+  const int64_t own = is_measured ? thread_time() - before : 0;
   open = false;
   while (!spin([&] { return inside == 0; })) sched_yield();
-  if (helpers == 0) return;
+  if (helpers == 0 || !is_measured) return;
   const int64_t passed = std::chrono::nanoseconds(steady_clock::now() - start).count();
   saved += own + std::min<int64_t>(helped, own * helpers) - passed;
   if (saved < 0) {
@@ -216,6 +224,8 @@ void llmc_run_team(int threads, void (*work)(void*, int), void* context) {
   t->work = work;
   t->context = context;
   is_within = true;
+  t->unmeasured = t->saved == kMostSaved ? (t->unmeasured + 1) % kSampled : 0;
+  t->is_measured = t->unmeasured == 0;
   t->helpers = 0;
   t->helped = 0;
   t->open = true;

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from llmc.kernels.cpu.pages import HugePages
 from llmc.passes.base import OUTLINE, Pass, PassReport, check_names, op_name, run_passes
 from llmc.passes.find_attention import spells_attention
 from llmc.passes.group_caches import CacheGroup, cache_groups
@@ -322,9 +323,11 @@ def graph_weights(
             own = dtype if role.quantized else node.meta["val"].dtype
             readings.setdefault(_reading(role), (role, own))
 
+    memory = HugePages(device)
+
     def make(reading: tuple[WeightInput, torch.dtype]) -> dict[WeightInput, Tensor]:
         role, own = reading
-        return make_weights(role, parameters.shapes, own, source, device, rank)
+        return make_weights(role, parameters.shapes, own, source, memory, rank)
 
     made = dict(given)
     is_concurrent = source.is_thread_safe and device.type == "cpu"

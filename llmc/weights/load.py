@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llmc.errors import CheckpointError
-from llmc.kernels.cpu.pages import empty_in_huge_pages
+from llmc.kernels.cpu.pages import HugePages
 from llmc.kernels.quantized_linear import (
     CHANNELS,
     Part,
@@ -276,7 +276,7 @@ def make_weights(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     source: WeightSource,
-    device: torch.device,
+    memory: HugePages,
     rank: int = 0,
 ) -> dict[WeightInput, Tensor]:
     """Create the weight of one recipe and those read together with it: a quantized one's scales.
@@ -285,20 +285,17 @@ def make_weights(
     a sharded weight.
     """
     if role.first_rank and rank:
-        return {role: torch.zeros(_shape(role, shapes), dtype=dtype, device=device)}
+        return {role: memory.empty(_shape(role, shapes), dtype).zero_()}
     if role.quantized is None:
-        return {role: make_weight(role, shapes, dtype, source, device, rank=rank)}
+        return {role: make_weight(role, shapes, dtype, source, memory, rank=rank)}
     to, plain = role.quantized.to, dataclasses.replace(role, quantized=None)
     size = _shape(plain, shapes)
     if to.transposed:
         size = (*size[:-2], size[-1], size[-2])
-    out = {
-        part: empty_in_huge_pages(to.shape(part, *size), kind, device)
-        for part, kind in to.dtypes.items()
-    }
+    out = {part: memory.empty(to.shape(part, *size), kind) for part, kind in to.dtypes.items()}
     flat = {part: tensor.flatten(0, -3) for part, tensor in out.items()}
     start = 0
-    for made in _low_bit(plain, to, role.quantized.kept, shapes, dtype, source, device, rank):
+    for made in _low_bit(plain, to, role.quantized.kept, shapes, dtype, source, memory, rank):
         end = start + len(made["weight"])
         for part, blocks in made.items():
             flat[part][start:end] = blocks
@@ -341,7 +338,7 @@ def _low_bit(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     source: WeightSource,
-    device: torch.device,
+    memory: HugePages,
     rank: int,
 ) -> Iterator[dict[Part, Tensor]]:
     """Quantized blocks of some channels at a time: as stored, or quantized here."""
@@ -353,16 +350,14 @@ def _low_bit(
         inputs = _of_inputs(piece, to, shapes)
         if inputs is not None:  # scales are computed over all inputs
             piece = dataclasses.replace(piece, shards=())
-        made = make_weight(
-            piece, shapes, dtype, source, torch.device("cpu"), passing=True, rank=rank
-        )
+        made = make_weight(piece, shapes, dtype, source, None, rank=rank)
         for rows in made if made.dim() == 3 else (made,):  # experts
             channels_first = rows.T if to.transposed else rows
             depth = channels_first.shape[1]
             whole = to if inputs is None else quantization_of(to.format, CHANNELS, depth)
             assert whole is not None, "otherwise the weight would be plain"
             for some in channels_first.split(_rows_at_once(depth)):
-                weight, scale = quantize(some.to(device), whole)
+                weight, scale = quantize(some.to(memory.device), whole)
                 parts: dict[Part, Tensor] = {"weight": weight, "scale": scale}
                 if inputs is not None:
                     parts = some_inputs(parts, whole, to, inputs.ranges(rank))
@@ -425,20 +420,19 @@ def make_weight(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     source: WeightSource,
-    device: torch.device,
+    memory: HugePages | None,
     *,
-    passing: bool = False,
     rank: int = 0,
 ) -> Tensor:
     """Create the weight of one recipe: read its parts into their slices, transposed if required.
 
-    `passing`: the tensor is temporary, and its memory should be released at once when it is freed.
+    Without a `memory` it is temporary and on CPU, and its memory is released when it is freed.
     """
     if role.functions or role.order:
         return _computed(role, shapes, dtype, source, device, rank)
     sizes = _sizes(role, shapes)
     shape = _shape(role, shapes)
-    out = staging(shape, dtype) if passing else empty_in_huge_pages(shape, dtype, device)
+    out = staging(shape, dtype) if memory is None else memory.empty(shape, dtype)
     start = 0
     for (part, shard), size in zip(role.pieces, sizes, strict=True):
         some = _some_of(shard, shapes[part], role.transposed, rank)

@@ -19,6 +19,7 @@ from llmc.compiler.cache import ProgramCache
 from llmc.compiler.program import load_weights
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
+from llmc.kernels.cpu.pages import HugePages
 from llmc.passes.inputs import Shard, WeightInput
 from llmc.startup.compile import compile_model, keep
 from llmc.startup.resolve import resolve
@@ -26,7 +27,7 @@ from llmc.weights import checkpoint
 from llmc.weights.checkpoint import SomeOf, StoredTensor, open_checkpoint
 from llmc.weights.load import CheckpointWeights, DirectWeights, DummyWeights, make_weight
 
-CPU = torch.device("cpu")
+MEMORY = HugePages(torch.device("cpu"))
 
 
 class Plain:
@@ -44,7 +45,7 @@ SHAPES = {name: tuple(t.shape) for name, t in SOURCE.tensors.items()}
 
 
 def make(*parts: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Tensor:
-    return make_weight(WeightInput(parts=parts, **options), SHAPES, dtype, SOURCE, CPU)
+    return make_weight(WeightInput(parts=parts, **options), SHAPES, dtype, SOURCE, MEMORY)
 
 
 def test_one_part_and_several() -> None:
@@ -82,7 +83,7 @@ def test_transposed_parts() -> None:
     shapes = {"a": (6, 8), "c": (6, 2)}
     source = Plain({"a": A, "c": B.view(-1)[:12].view(6, 2)})
     role = WeightInput(parts=("a", "c"), transposed=True)
-    got = make_weight(role, shapes, torch.bfloat16, source, CPU)
+    got = make_weight(role, shapes, torch.bfloat16, source, MEMORY)
     assert torch.equal(got, torch.cat((A.T, source.tensors["c"].T)))
     assert got.is_contiguous()
 
@@ -94,7 +95,7 @@ def shard(dim: int, *sections: tuple[int, int], size: int = 2) -> Shard:
 def test_shards_of_parts() -> None:
     def of(rank: int, *parts: str, shards: tuple[Shard | None, ...], **options: Any) -> Tensor:
         role = WeightInput(parts=parts, shards=shards, **options)
-        return make_weight(role, SHAPES, torch.bfloat16, SOURCE, CPU, rank=rank)
+        return make_weight(role, SHAPES, torch.bfloat16, SOURCE, MEMORY, rank=rank)
 
     rows, columns = shard(0, (6, 2)), shard(1, (8, 4), size=4)
     assert torch.equal(of(1, "a", shards=(rows,)), A[3:])
@@ -359,7 +360,7 @@ def test_a_head_that_is_stored_though_embeddings_are_tied(
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + float(differs)
     named = {name.replace("model.", prefix): tensor for name, tensor in tensors.items()}
     save_file(named, path / "model.safetensors", metadata={"format": "pt"})
-    source = resolve(EngineConfig(model=str(path), device="cpu"), CPU)
+    source = resolve(EngineConfig(model=str(path), device="cpu"), torch.device("cpu"))
     cache = ProgramCache(tmp_path)
     for _ in range(2):
         compiled = compile_model(source, cache)

@@ -1,43 +1,73 @@
-"""Memory for weights: begins with a huge page, and is an ordinary tensor otherwise."""
+"""Memory for weights in huge pages, and memory that is given back."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from llmc.kernels.cpu.pages import empty_in_huge_pages, release_memory, touch_in_background
+from llmc.kernels.cpu.pages import HugePages, release_memory, touch_in_background
 
 _HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23  # madvise(2)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="huge pages are asked of Linux")
-@pytest.mark.parametrize("rows", [1024, 1500, 4096])
+CPU = torch.device("cpu")
+needs_linux = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="huge pages are asked of Linux"
+)
+
+
+@needs_linux
+@pytest.mark.parametrize("rows", [1024, 1500, 40_000])
 def test_large_tensors_begin_with_a_huge_page(rows: int) -> None:
-    tensor = empty_in_huge_pages((rows, 1024), torch.bfloat16)
+    tensor = HugePages(CPU).empty((rows, 1024), torch.bfloat16)
     assert tensor.shape == (rows, 1024) and tensor.dtype == torch.bfloat16
     assert tensor.is_contiguous() and tensor.data_ptr() % _HUGE_PAGE == 0
     tensor.fill_(3)
     assert int(tensor.float().sum()) == 3 * rows * 1024
 
 
-def test_small_tensors_take_no_room_for_alignment() -> None:
-    tensor = empty_in_huge_pages((100, 10), torch.float32)
-    assert tensor.shape == (100, 10)
-    assert tensor.untyped_storage().nbytes() == 4000 < mmap.PAGESIZE
+@needs_linux
+def test_small_tensors_share_huge_pages() -> None:
+    memory = HugePages(CPU)
+    sizes = (100, 1, 5000, 262_144, 33)
+    tensors = [memory.empty((2, size), torch.float32) for size in sizes]
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    assert [int(t.max()) for t in tensors] == [int(t.min()) for t in tensors] == [0, 1, 2, 3, 4]
+    assert tensors[0].data_ptr() % _HUGE_PAGE == 0
+    for tensor, after in itertools.pairwise(tensors):
+        assert 0 <= after.data_ptr() - tensor.data_ptr() - tensor.nbytes < 256
+        assert after.data_ptr() % 64 == 0
+
+
+@needs_linux
+def test_tensors_of_many_threads_do_not_overlap() -> None:
+    memory = HugePages(CPU)
+
+    def fill(number: int) -> torch.Tensor:
+        return memory.empty((100_000,), torch.int32).fill_(number)
+
+    with ThreadPoolExecutor(8) as pool:  # 120 MB: several chunks
+        tensors = list(pool.map(fill, range(300)))
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
 
 
 def test_other_devices_are_left_alone() -> None:
-    tensor = empty_in_huge_pages((1024, 4096), torch.bfloat16, "meta")
+    tensor = HugePages(torch.device("meta")).empty((1024, 4096), torch.bfloat16)
     assert tensor.device.type == "meta" and tensor.shape == (1024, 4096)
 
 
-def test_a_scalar_has_a_shape_too() -> None:
-    assert empty_in_huge_pages((), torch.float32).shape == ()
+def test_scalars_and_empty_tensors_have_their_shapes() -> None:
+    memory = HugePages(CPU)
+    assert memory.empty((), torch.float32).shape == ()
+    assert memory.empty((0, 3), torch.bfloat16).shape == (0, 3)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident pages are Linux's")

@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
+from llmc.kernels.cpu.pages import HugePages
 from llmc.passes.base import Pass, PassReport, histogram, remove_dead_code, run_passes
 from llmc.passes.inputs import (
     AdapterInput,
@@ -136,7 +137,8 @@ class Values:
         shapes = {name: tuple(t.shape) for name, t in self.weights.items()}
         dtype = torch.float32 if role.quantized else node.meta["val"].dtype
         source = _Plain(self.weights)
-        return make_weights(role, shapes, dtype, source, torch.device("cpu"), self.rank)[role]
+        memory = HugePages(torch.device("cpu"))
+        return make_weights(role, shapes, dtype, source, memory, self.rank)[role]
 
 
 def run(gm: fx.GraphModule, values: Values) -> Any:
