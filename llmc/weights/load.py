@@ -312,16 +312,16 @@ def _computed(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     source: WeightSource,
-    device: torch.device,
+    memory: HugePages | None,
     rank: int,
 ) -> Tensor:
     """A plain recipe's weight with its rows in another order, and functions applied to it."""
     plain = dataclasses.replace(role, order=(), functions=())
     read = getattr(torch, role.functions[0]) if role.functions else dtype
-    made = make_weight(plain, shapes, read, source, device, passing=bool(role.order), rank=rank)
+    made = make_weight(plain, shapes, read, source, None if role.order else memory, rank=rank)
     if role.order:
         size = (sum(length for _, length in role.order), *made.shape[1:])
-        out = empty_in_huge_pages(size, read, device)
+        out = staging(size, read) if memory is None else memory.empty(size, read)
         rows = [made.narrow(0, start, length) for start, length in role.order]
         for part, to in zip(rows, out.split([length for _, length in role.order]), strict=True):
             to.copy_(part)
@@ -429,7 +429,7 @@ def make_weight(
     Without a `memory` it is temporary and on CPU, and its memory is released when it is freed.
     """
     if role.functions or role.order:
-        return _computed(role, shapes, dtype, source, device, rank)
+        return _computed(role, shapes, dtype, source, memory, rank)
     sizes = _sizes(role, shapes)
     shape = _shape(role, shapes)
     out = staging(shape, dtype) if memory is None else memory.empty(shape, dtype)

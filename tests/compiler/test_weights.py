@@ -65,7 +65,9 @@ def test_rows_in_another_order() -> None:
     assert torch.equal(got, torch.cat((A, B))[[7, 8, 0, 3, 4, 5]])
     rows = shard(0, (6, 2))
     role = WeightInput(parts=("a",), shards=(rows,), order=((1, 2), (0, 1)))
-    assert torch.equal(make_weight(role, SHAPES, torch.bfloat16, SOURCE, CPU, rank=1), A[[4, 5, 3]])
+    assert torch.equal(
+        make_weight(role, SHAPES, torch.bfloat16, SOURCE, MEMORY, rank=1), A[[4, 5, 3]]
+    )
 
 
 def test_functions_of_a_part() -> None:
@@ -74,7 +76,7 @@ def test_functions_of_a_part() -> None:
     assert torch.equal(got, -torch.arange(3.0).exp())
     source = Plain({"a": torch.full((3,), 1.001)})
     role = WeightInput(parts=("a",), functions=("bfloat16", "float32", "exp"))
-    rounded = make_weight(role, {"a": (3,)}, torch.float32, source, CPU)
+    rounded = make_weight(role, {"a": (3,)}, torch.float32, source, MEMORY)
     assert torch.equal(rounded, torch.ones(3).exp())
 
 
