@@ -46,11 +46,15 @@ struct Words {  // inputs j and j + kSteps of a line are a pair of 16-bit values
   LLMC_INLINE vf total(Register sum) { return convert<vf>((vi)sum); }
   static Packed pack(const float* x, int64_t count, int64_t width, int32_t* to) {
     const FixedPoint<int16_t, 1> fixed(x, count);
-    const int16_t* digit = fixed.digit[0].data();
-    for (int64_t i = 0; i < count; i += kInputs, digit += kInputs)
+    const __m128i order = kSteps == 4  // bytes of pairs
+        ? _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+        : _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    for (int64_t i = 0; i < count; i += 8) {
+      const auto pairs =
+          (__v4si)_mm_shuffle_epi8(load_as<__m128i>(fixed.digit[0].data() + i), order);
 #pragma GCC unroll 4
-      for (int j = 0; j < kSteps; ++j, to += width)
-        *to = int32_t(uint32_t(digit[j + kSteps]) << 16 | uint16_t(digit[j]));
+      for (int j = 0; j < 4; ++j, to += width) *to = pairs[j];
+    }
     return fixed.packed;
   }
 };
