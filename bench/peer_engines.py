@@ -121,6 +121,39 @@ class LlamaCpp(Engine):
         return f"{release}, continuous batching, 32 slots, micro-batch 512, fp16 cache"
 
 
+class NativeLlamaCpp(Engine):
+    """llama.cpp from the package llama-cpp-python, whose installation compiles it for this CPU.
+
+    The package xllamacpp has no instructions beyond AVX2. One request at a time.
+    """
+
+    def __init__(self, path: Path, threads: int) -> None:
+        from llama_cpp import Llama
+
+        self._llama = Llama(
+            model_path=str(path),
+            n_ctx=MAX_MODEL_LEN,
+            n_batch=2048,
+            n_ubatch=512,
+            n_threads=threads,
+            n_threads_batch=threads,
+            n_gpu_layers=0,
+            flash_attn=True,  # faster here
+            verbose=False,
+        )
+
+    def run(self, job: Job) -> None:
+        [prompt], [num_tokens] = job.prompts, job.num_tokens
+        self._llama.reset()
+        tokens = list(prompt)
+        for _ in range(num_tokens):
+            self._llama.eval(tokens)
+            tokens = [self._llama.sample(temp=0)]
+
+    def settings(self) -> str:
+        return f"{version('llama-cpp-python')}, compiled here, micro-batch 512, flash attention, fp16 cache"
+
+
 class Transformers(Engine):
     """transformers with weights dequantized to float32, its fastest dtype without AVX-512."""
 
@@ -186,6 +219,7 @@ ENGINES: dict[str, type[Engine]] = {
     "llmc": Llmc,
     "llmc-8-bits": LlmcOf8Bits,
     "llama.cpp": LlamaCpp,
+    "llama.cpp-native": NativeLlamaCpp,
     "transformers": Transformers,
 }
 

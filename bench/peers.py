@@ -4,7 +4,9 @@
     python -m bench.peers [--peer llama.cpp,transformers] [--type BF16] [--rounds 5] [--threads 2]
                           [--only decode,prefill-128] [--output-json FILE] [MODEL.gguf]
 
-MODEL defaults to the default model. `--peer llmc-8-bits` adds llmc with `activation_bits=8`.
+MODEL defaults to the default model. `--peer llmc-8-bits` adds llmc with `activation_bits=8`, and
+`--peer llama.cpp-native` llama.cpp compiled for this CPU (`pip install llama-cpp-python`), which
+serves one request at a time and so has no mixed load. xllamacpp has no instructions beyond AVX2.
 `--type` first rewrites the file's matrices in another type. Every engine has a separate process,
 gets the same token ids, and generates greedily to the same lengths. Rounds alternate between the
 engines, each in a different order; medians are printed, and every sample is in the JSON. The
@@ -142,6 +144,8 @@ def main() -> None:
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         parser.error(f"--only has {', '.join(unknown)}; known are {', '.join(KINDS)}")
+    if "llama.cpp-native" in peers and "mixed" in kinds:
+        parser.error("llama.cpp-native serves one request at a time: leave mixed out of --only")
     model = args.model or default_model_path()
     with tempfile.TemporaryDirectory() as folder:
         if args.type is not None:
