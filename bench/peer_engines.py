@@ -151,7 +151,8 @@ class NativeLlamaCpp(Engine):
             tokens = [self._llama.sample(temp=0)]
 
     def settings(self) -> str:
-        return f"{version('llama-cpp-python')}, compiled here, micro-batch 512, flash attention, fp16 cache"
+        release = version("llama-cpp-python")
+        return f"{release}, compiled here, micro-batch 512, flash attention, fp16 cache"
 
 
 class Transformers(Engine):

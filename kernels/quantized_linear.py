@@ -82,6 +82,14 @@ def quantized_linear(
     return F.linear(x32, w, None if bias is None else bias.float()).to(x.dtype)
 
 
+def take_channels(blocks: Tensor, channels: Tensor) -> Tensor:
+    """`channels` [M] of a weight, or of its scales, zeros or minimums, in blocks [N / 16, n, 16 k]
+    -> [M / 16, n, 16 k]."""
+    num, lines, width = blocks.shape
+    rows = blocks.view(num, lines, CHANNELS, -1).transpose(1, 2).flatten(0, 1)[channels]
+    return rows.unflatten(0, (-1, CHANNELS)).transpose(1, 2).reshape(-1, lines, width)
+
+
 def supports_bits(weight: Tensor, scale: Tensor, bits: int) -> int:
     """The smallest `x_bits`, at least `bits`, that a weight of `quantized_linear` (or experts)
     supports."""

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from llmc.kernels.quantized_linear import quantized_linear
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, calls, emit, is_call, only_user, reshaped, val
 from llmc.passes.inputs import WeightInput, add_input, fake_like, input_of
 
 _SPLITS = (aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default)
+_BY_ROW = ("weight", "scale", "zero", "bias", "minimum")
 _MOVES = (
     aten.view.default, aten.reshape.default, aten.cat.default, aten.slice.Tensor, operator.getitem,
 )  # fmt: skip
@@ -23,7 +25,8 @@ _MOVES = (
 def order_channels(gm: fx.GraphModule) -> Notes:
     """Permute the rows of a weight, so that what is cut out of a linear's result lies together.
 
-    A projection that stores its outputs head by head is otherwise copied apart in every step.
+    A projection that stores its outputs head by head is otherwise copied apart in every step. The
+    same for llmc.quantized_linear, with its scales, zeros and minimums; a bias is permuted too.
 
     Before:
         y [1, T, N] = aten.linear(x, w)
@@ -34,22 +37,24 @@ def order_channels(gm: fx.GraphModule) -> Notes:
     """
     graph = gm.graph
     notes = []
-    for linear in calls(graph, aten.linear.default):
+    for linear in calls(graph, aten.linear.default, quantized_linear.overload):
         parts = _parts(linear)
         if parts is None:
             continue
-        given = arguments(linear)
-        role, weight, order = input_of(given.weight), given.weight, _ranges(parts)
+        args, order = dict(vars(arguments(linear))), _ranges(parts)
         if len(order) > 1:
-            if not isinstance(role, WeightInput) or only_user(weight) is not linear:
+            rows = {name: args[name] for name in _BY_ROW if args.get(name) is not None}
+            if any(not _is_movable(weight, linear) for weight in rows.values()):
                 notes.append(f"{linear.name}: its weight is computed, or also read elsewhere")
                 continue
-            if given.bias is not None:
-                notes.append(f"{linear.name} has a bias")
-                continue
-            weight = _ordered(graph, weight, role, order)
-        _cut(graph, linear, weight, parts)
+            for name, weight in rows.items():
+                args[name] = _ordered(graph, weight, order)
+        _cut(graph, linear, tuple(args.values()), parts)
     return notes
+
+
+def _is_movable(weight: fx.Node, linear: fx.Node) -> bool:
+    return isinstance(input_of(weight), WeightInput) and only_user(weight) is linear
 
 
 def _parts(linear: fx.Node) -> dict[fx.Node, Tensor] | None:
@@ -124,19 +129,20 @@ def _ranges(parts: dict[fx.Node, Tensor]) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
-def _ordered(
-    graph: fx.Graph, weight: fx.Node, role: WeightInput, order: tuple[tuple[int, int], ...]
-) -> fx.Node:
+def _ordered(graph: fx.Graph, weight: fx.Node, order: tuple[tuple[int, int], ...]) -> fx.Node:
+    role = input_of(weight)
+    assert isinstance(role, WeightInput)
     fake = fake_like(weight, *val(weight).shape, dtype=val(weight).dtype)
     wanted = dataclasses.replace(role, order=order)
     return add_input(graph, f"{weight.name}_ordered", wanted, fake)
 
 
-def _cut(graph: fx.Graph, linear: fx.Node, weight: fx.Node, parts: dict[fx.Node, Tensor]) -> None:
-    """Read the parts as ranges of the linear over `weight`, in whose order they come."""
-    given = arguments(linear)
+def _cut(
+    graph: fx.Graph, linear: fx.Node, args: tuple[Any, ...], parts: dict[fx.Node, Tensor]
+) -> None:
+    """Read the parts as ranges of the linear called with `args`, in whose order they come."""
     with graph.inserting_after(linear):
-        out = emit(graph, aten.linear.default, given.input, weight, given.bias)
+        out = emit(graph, linear.target, *args)
     with graph.inserting_after(out):
         split = emit(
             graph, aten.split_with_sizes.default, out, [i.numel() for i in parts.values()], -1

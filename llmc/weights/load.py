@@ -20,6 +20,7 @@ from llmc.kernels.quantized_linear import (
     quantization_of,
     quantize,
     some_inputs,
+    take_channels,
 )
 from llmc.passes.inputs import FUNCTIONS, Shard, WeightInput
 from llmc.weights.assignment import Assignment
@@ -288,7 +289,7 @@ def make_weights(
         return {role: memory.empty(_shape(role, shapes), dtype).zero_()}
     if role.quantized is None:
         return {role: make_weight(role, shapes, dtype, source, memory, rank=rank)}
-    to, plain = role.quantized.to, dataclasses.replace(role, quantized=None)
+    to, plain = role.quantized.to, dataclasses.replace(role, quantized=None, order=())
     size = _shape(plain, shapes)
     if to.transposed:
         size = (*size[:-2], size[-1], size[-2])
@@ -301,6 +302,10 @@ def make_weights(
             flat[part][start:end] = blocks
         start = end
     assert start == len(flat["weight"]), f"{start} blocks of {role.parts} are filled"
+    if role.order:
+        rows = torch.cat([torch.arange(first, first + n) for first, n in role.order])
+        for blocks in out.values():
+            blocks.copy_(take_channels(blocks, rows.to(blocks.device)))
     return {
         dataclasses.replace(role, quantized=dataclasses.replace(role.quantized, part=part)): tensor
         for part, tensor in out.items()

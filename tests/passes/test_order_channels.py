@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from tiny_graphs import (
@@ -20,9 +21,11 @@ from tiny_graphs import (
 )
 from torch import Tensor
 
+from llmc.kernels.quantized_linear import Format
 from llmc.passes.inputs import WeightInput
 from llmc.passes.merge_linears import merge_linears
 from llmc.passes.order_channels import order_channels
+from llmc.passes.quantize_linears import quantize_linears
 
 GEN = torch.Generator().manual_seed(0)
 X = step(torch.randn(1, 5, 8, generator=GEN), dynamic=1)
@@ -90,9 +93,32 @@ def test_leaves_alone_results_that_are_also_read_whole_or_only_in_part() -> None
     unchanged(some)
 
 
-def test_leaves_alone_a_linear_with_a_bias() -> None:
-    def biased(x: Tensor, w: Tensor, v: Tensor) -> Any:
-        a, b = F.linear(x, w, v.view(-1)[:24]).view(1, -1, 12, 2).split([1, 1], dim=3)
-        return a.reshape(1, -1, 12).exp(), b.reshape(1, -1, 12).exp()
+def pairs_of(y: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    a, b = y.view(1, -1, size, y.shape[2] // size).split([1, y.shape[2] // size - 1], dim=3)
+    return a.reshape(1, -1, size).exp(), b.reshape(1, -1, y.shape[2] - size).exp()
 
-    unchanged(biased, "has a bias")
+
+def test_a_bias_is_permuted_too() -> None:
+    inputs = {**INPUTS, "b": weight("b", torch.randn(24, generator=GEN))}
+    gm = trace(lambda x, w, v, b: (*pairs_of(F.linear(x, w, b), 12), v), **inputs)
+    ordered, (report,) = apply(gm, order_channels())
+    assert report.changed and not report.notes
+    assert {role.parts for role in roles(ordered, WeightInput) if role.order} == {("w",), ("b",)}
+    assert_equal(run(ordered, Values.of(**inputs)), run(gm, Values.of(**inputs)))
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+def test_rows_of_a_quantized_weight_are_permuted_with_their_scales(format: Format) -> None:
+    inputs = {
+        "x": step(torch.randn(1, 5, 64, generator=GEN), dynamic=1),
+        "w": weight("w", torch.randn(48, 64, generator=GEN)),
+    }
+    gm = trace(lambda x, w: pairs_of(F.linear(x, w), 8), **inputs)
+    quantized, _ = apply(gm, quantize_linears(format=format))
+    ordered, (report,) = apply(quantized, order_channels())
+    assert report.changed and not report.notes
+    orders = {role.order for role in roles(ordered, WeightInput)}
+    assert len(orders) == 1 and () not in orders
+    want = run(quantized, Values.of(**inputs))
+    assert_equal(run(ordered, Values.of(**inputs)), want)
+    assert_idempotent(quantized, order_channels())
