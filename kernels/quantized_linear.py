@@ -87,7 +87,8 @@ def take_channels(blocks: Tensor, channels: Tensor) -> Tensor:
     -> [M / 16, n, 16 k]."""
     num, lines, width = blocks.shape
     rows = blocks.view(num, lines, CHANNELS, -1).transpose(1, 2).flatten(0, 1)[channels]
-    return rows.unflatten(0, (-1, CHANNELS)).transpose(1, 2).reshape(-1, lines, width)
+    back = rows.view(-1, CHANNELS, *rows.shape[1:]).transpose(1, 2)
+    return back.reshape(-1, lines, width)
 
 
 def supports_bits(weight: Tensor, scale: Tensor, bits: int) -> int:
