@@ -21,6 +21,7 @@ from bench.clock import time_call
 from bench.kernel_work import attention_case
 from bench.rewrite_gguf import rewrite
 from llmc.engine.plan import StepPlan
+from llmc.kernels.cpu.pages import HugePages
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.process_logits import process_logits
 from llmc.kernels.registry import Impl, Op
@@ -101,6 +102,14 @@ def _uncompiled(bench: Bench) -> Subject:
 def _on_references(bench: Bench) -> Subject:
     with references_only():
         return bench.variant("references")
+
+
+def _in_small_pages(bench: Bench) -> Subject:
+    def empty(self: HugePages, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    with mock.patch.object(HugePages, "empty", empty):
+        return bench.variant("small pages")
 
 
 def _bfloat16(bench: Bench) -> Subject:
@@ -380,6 +389,7 @@ ROWS = (
     _token_row(
         "kernels", "C++ ops", "with", "their references in plain torch", _small, _on_references
     ),
+    _token_row("huge-pages", "weights in huge pages", "with", "without", _small, _in_small_pages),
     _token_row("low-bits", "weights of 4 bits", "Q4_1", "BF16", _small, _bfloat16),
     Row(
         name="fp8-cache",
