@@ -84,6 +84,8 @@ def _take_decay(graph: fx.Graph, node: fx.Node) -> None:
         if not is_call(total, aten.add.Tensor) or total.kwargs:
             continue
         for a, bias in operands(total):
+            if not isinstance(a, fx.Node) or not same_shape(a, total):
+                continue  # the same number for several channels
             if not _per_channel(bias, total, heads, decays, decays):
                 continue
             if _per_channel(rate, product, heads, decays, 1):

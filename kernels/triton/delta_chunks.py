@@ -20,7 +20,7 @@ import triton.language as tl
 from llmc.kernels.triton.state import sigmoid, softplus, span
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def delta_units_kernel(
     query, key, queries, keys, rows, scale, norm_eps, query_token, query_head, key_token, key_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,

@@ -49,8 +49,12 @@ def gated_norm_kernel(
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """[..., H, N] -> [T, H, N], a view if the strides allow it; [N] counts as one head."""
-    return x.reshape(-1, x.shape[-2] if x.dim() > 1 else 1, x.shape[-1])
+    """[1, T, H, N], [T, H, N], [1, T, N] or [T, N] -> [T, H, N], a view if the strides allow it.
+
+    Rows without heads become one head: the kernel is compiled for H, which must not be T.
+    """
+    rows = x[0] if x.dim() > 2 and x.shape[0] == 1 else x
+    return rows.reshape(-1, rows.shape[-2] if rows.dim() > 2 else 1, rows.shape[-1])
 
 
 def plan(

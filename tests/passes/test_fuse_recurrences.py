@@ -118,8 +118,12 @@ def test_the_delta_rule_takes_gates_per_channel(dtype: torch.dtype) -> None:
         lambda a, rate, bias: rate * torch.tanh(a + bias),
         lambda a, rate, bias: rate.flip(0).cumsum(0)[:1] * F.softplus(a + bias),
         lambda a, rate, bias: a * F.softplus(a + bias),  # no rate of a head, but of a token
+        lambda a, rate, bias: rate * F.softplus(a[..., :1] + bias),
     ],
-    ids=["another softplus", "another function", "one rate for all heads", "no weight"],
+    ids=[
+        "another softplus", "another function", "one rate for all heads", "no weight",
+        "one number for all heads",
+    ],
 )  # fmt: skip
 def test_other_decays_stay(decay: Callable[..., Tensor]) -> None:
     def layer(x: Tensor, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> Tensor:

@@ -348,6 +348,15 @@ def delta(tokens: int, requests: int, *, by_channel: bool = False) -> Plan[Tenso
     )  # fmt: skip
 
 
+def units(tokens: int) -> Plan[None]:
+    """Three heads, so that not all sizes divide by 16."""
+    query, key = meta(tokens, 1152).split([384, 768], dim=-1)
+    _, launches = delta_rule._units(
+        query.unflatten(-1, (3, 128)), key[:, :384].unflatten(-1, (3, 128)), 128**-0.5, 1e-6
+    )
+    return Plan(out=None, launches=launches)
+
+
 def scan(requests: int, heads: int, width: int, size: int) -> Plan[Tensor]:
     """A state per channel also has a gate; one per head is normalized after it, in float32."""
     by_state = width == 1
@@ -374,12 +383,17 @@ def conv(tokens: int, requests: int) -> Plan[Tensor]:
     return causal_conv.plan(meta(tokens, 12288)[:, :8192], meta(8192, 4), meta(8192), "silu", *step)
 
 
-def gated_norm(tokens: int, heads: int, width: int, *, gate_first: bool) -> Plan[Tensor]:
-    """Of heads before the gate, or of eight groups of channels after it."""
-    gate = meta(tokens, 3 * heads * width)[:, : heads * width].unflatten(-1, (heads, width))
-    x = floats(tokens, heads, width) if gate_first else meta(tokens, heads, width)
-    group = width // 8 if gate_first else width
-    return gated_rms_norm.plan(x, gate, meta(width), 1e-6, 0.0, "silu", gate_first, group, BF16)
+def gated_norm(tokens: int, heads: int, width: int) -> Plan[Tensor]:
+    """Of heads, before the gate."""
+    gate = meta(1, tokens, 3 * heads * width)[..., : heads * width].unflatten(-1, (heads, width))
+    x = meta(1, tokens, heads, width)
+    return gated_rms_norm.plan(x, gate, meta(width), 1e-6, 0.0, "silu", False, width, BF16)
+
+
+def grouped_norm(tokens: int, width: int) -> Plan[Tensor]:
+    """Of eight groups of channels, after the gate."""
+    x, gate = floats(1, tokens, width), meta(1, tokens, 3 * width)[..., :width]
+    return gated_rms_norm.plan(x, gate, meta(width), 1e-6, 0.0, "silu", True, width // 8, BF16)
 
 
 def recurrence(tokens: int, requests: int) -> Plan[Tensor]:
@@ -491,8 +505,8 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "token_logprobs": lambda: token_logprobs.plan(floats(128, VOCAB), longs(128), 20),
     "process_logits": lambda: process_logits.plan(*logits_tables()),
     "sample_rows": whole_sampler,
-    "gated_rms_norm": lambda: gated_norm(64, 32, 128, gate_first=False),
-    "gated_rms_norm of groups": lambda: gated_norm(64, 1, 8192, gate_first=True),
+    "gated_rms_norm": lambda: gated_norm(64, 32, 128),
+    "gated_rms_norm of groups": lambda: grouped_norm(64, 8192),
     "rms_norm": lambda: norm.plan(meta(64, 4096), meta(4096), 1e-6, 0.0),
     "add_rms_norm": lambda: norm.add_plan(meta(64, 4096), meta(64, 4096), meta(4096), 1e-6, 1.0),
     "act_mul silu": lambda: act_mul.plan(meta(64, 24576), "silu"),
@@ -608,11 +622,15 @@ SIZED: dict[str, Callable[[int], Plan[Any]]] = {
     "token_logprobs": lambda n: token_logprobs.plan(floats(4, VOCAB), longs(4), n),
     "token_logprobs rows": lambda n: token_logprobs.plan(floats(n, VOCAB), longs(n), 5),
     "rms_norm": lambda n: norm.plan(meta(n, 4096), meta(4096), 1e-6, 0.0),
+    "gated_rms_norm": lambda n: gated_norm(n, 32, 128),
+    "gated_rms_norm of groups": lambda n: grouped_norm(n, 8192),
     "act_mul": lambda n: act_mul.plan(meta(n, 24576), "silu"),
     "quantized_embedding": lambda n: embedding(n, "int4"),
     "choose_experts": lambda n: choose_experts.plan(meta(n, 128), longs(n), 8, True, BF16),
     "sum_experts": lambda n: choose_experts.plan_sum(meta(8 * n, 2048), meta(n, 8), BF16),
     "delta_rule": lambda n: delta(n, n),
+    "delta_rule of chunks": lambda n: delta(16 * n, n),
+    "queries and keys of delta_rule": units,
     "selective_scan by state": lambda n: scan(n, 5120, 1, 16),
     "selective_scan": lambda n: scan(n, 80, 64, 128),
     "linear_recurrence": lambda n: recurrence(n, n),
