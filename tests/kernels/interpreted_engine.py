@@ -35,6 +35,8 @@ LAUNCHED = {
     "mixtral": ALWAYS | {"expert_kernel", "choose_experts_kernel", "sum_experts_kernel"},
     "gpt_oss": ALWAYS | {"expert_kernel"},
     "gpt_oss in mxfp4": ALWAYS | {"low_bit_expert_kernel"},
+    "qwen3_next": ALWAYS | {"delta_rule_kernel", "delta_chunks_kernel", "gated_norm_kernel"},
+    "mamba2": {"causal_conv_kernel", "selective_scan_kernel", "gated_norm_kernel"},
 }
 
 
@@ -42,7 +44,7 @@ def for_gpus(**options: Any) -> PipelineOptions:
     return PipelineOptions(**{**options, "device_type": "cuda"})
 
 
-@pytest.mark.parametrize("family", tiered(LAUNCHED, "qwen3", "mixtral"))
+@pytest.mark.parametrize("family", tiered(LAUNCHED, "qwen3", "mixtral", "mamba2"))
 def test_greedy_tokens_with_every_op_in_triton(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,7 +61,10 @@ def test_greedy_tokens_with_every_op_in_triton(
     monkeypatch.setattr(paged_attention, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(compile_module, "PipelineOptions", for_gpus)
     name, _, form = family.partition(" in ")
-    path = wide = tiny_models.save_checkpoint(name, tmp_path, **(SIZES if form else {}))
+    if name in tiny_models.FAMILIES:
+        path = wide = tiny_models.save_checkpoint(name, tmp_path, **(SIZES if form else {}))
+    else:
+        path = wide = save_random(tiny_config(name), tmp_path)
     if form == "mxfp4":
         path, wide = write_mxfp4(path, tmp_path)
     engine = tiny_engine.start(path).engine(max_num_batched_tokens=16)  # so prompts are chunked
