@@ -1,5 +1,5 @@
-// Routed experts: rows of x with the same expert are gathered, multiplied by its weight in one product,
-// and scattered back. The product is that of the linear or the quantized_linear op.
+// Routed experts: rows of x with the same expert are gathered, multiplied by its weight in one
+// product, and scattered back. The product is that of the linear or the quantized_linear op.
 #pragma once
 
 #include "bindings.h"
@@ -15,7 +15,7 @@ namespace llmc::ops {
 template <class Multiply>
 Tensor by_expert(const Tensor& x, const Tensor& expert, int64_t experts, int64_t channels,
                  const Multiply& multiply) {
-  TORCH_CHECK(x.dim() == 2 && expert.dim() == 1 && 
+  TORCH_CHECK(x.dim() == 2 && expert.dim() == 1 &&
                   (x.size(0) ? expert.size(0) % x.size(0) == 0 : expert.size(0) == 0) &&
                   expert.scalar_type() == at::kLong,
               "x ", x.sizes(), " and its experts ", expert.sizes(), " do not fit together");

@@ -1,4 +1,5 @@
-// rms_norm, add_rms_norm, gated_rms_norm, act_mul, a sum and a copy: one pass over each row, computed in float.
+// rms_norm, add_rms_norm, gated_rms_norm, act_mul, a sum and a copy: one pass over each row,
+// computed in float.
 #include "dtypes.h"
 #include "fp8.h"
 #include "kernels.h"

@@ -60,8 +60,9 @@ Tensor by_token(const Tensor& t, Tensor& kept) {
 }
 
 Tensor causal_conv(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias,
-                   const optional<std::string>& act, const optional<Tensor>& state, const optional<Tensor>& query_start,
-                   const optional<Tensor>& context_len, const optional<Tensor>& request_row) {
+                   const optional<std::string>& act, const optional<Tensor>& state,
+                   const optional<Tensor>& query_start, const optional<Tensor>& context_len,
+                   const optional<Tensor>& request_row) {
   TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && weight.size(0) == x.size(1),
               "weight ", weight.sizes(), " does not fit x ", x.sizes());
   TORCH_CHECK(!act || *act == "silu", "act must be silu, got ", *act);

@@ -303,9 +303,8 @@ def make_weights(
         start = end
     assert start == len(flat["weight"]), f"{start} blocks of {role.parts} are filled"
     if role.order:
-        rows = torch.cat([torch.arange(first, first + n) for first, n in role.order])
         for blocks in out.values():
-            blocks.copy_(take_channels(blocks, rows.to(blocks.device)))
+            blocks.copy_(take_channels(blocks, _rows(role).to(blocks.device)))
     return {
         dataclasses.replace(role, quantized=dataclasses.replace(role.quantized, part=part)): tensor
         for part, tensor in out.items()
@@ -325,15 +324,17 @@ def _computed(
     read = getattr(torch, role.functions[0]) if role.functions else dtype
     made = make_weight(plain, shapes, read, source, None if role.order else memory, rank=rank)
     if role.order:
-        size = (sum(length for _, length in role.order), *made.shape[1:])
-        out = staging(size, read) if memory is None else memory.empty(size, read)
-        rows = [made.narrow(0, start, length) for start, length in role.order]
-        for part, to in zip(rows, out.split([length for _, length in role.order]), strict=True):
-            to.copy_(part)
-        made = out
+        made = made.index_select(0, _rows(role))
+        if memory is not None:
+            made = memory.empty(made.shape, read).copy_(made)
     for name in role.functions:
         made = FUNCTIONS[name](made) if name in FUNCTIONS else made.to(getattr(torch, name))
     return made
+
+
+def _rows(role: WeightInput) -> Tensor:
+    """The numbers of the rows that a recipe keeps, in its order."""
+    return torch.cat([torch.arange(first, first + length) for first, length in role.order])
 
 
 def _low_bit(
