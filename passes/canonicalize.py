@@ -22,7 +22,7 @@ from llmc.passes.edit import (
     same_shape,
     val,
 )
-from llmc.passes.inputs import WeightInput, add_input, input_of
+from llmc.passes.inputs import WeightInput, add_input, input_of, placeholder_of
 
 _PASS_THROUGH = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
 _TURNS = (aten.numpy_T.default, aten.t.default)
@@ -161,10 +161,9 @@ def _matmul_to_linear(graph: fx.Graph, node: fx.Node) -> None:
 
 def _transposed_input(graph: fx.Graph, weight: fx.Node, role: WeightInput) -> fx.Node:
     wanted = WeightInput(parts=role.parts, transposed=True)
-    node: fx.Node
-    for node in graph.nodes:
-        if node.op == "placeholder" and node.meta["input"] == wanted:
-            return node
+    node = placeholder_of(graph, wanted)
+    if node is not None:
+        return node
     shape = val(weight)
     return add_input(
         graph, f"{weight.name}_t", wanted, shape.new_empty(shape.shape[1], shape.shape[0])

@@ -10,7 +10,7 @@ from torch import fx
 from llmc.kernels.causal_conv import causal_conv
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, calls, emit, is_call, pads_zeros, replace, val
-from llmc.passes.inputs import StepInput, add_constant
+from llmc.passes.inputs import StepInput, add_constant, placeholder_of
 
 
 @graph_pass(required=True)
@@ -83,11 +83,8 @@ def _shift(graph: fx.Graph, source: fx.Node) -> fx.Node:
 
 
 def _starting_with(graph: fx.Graph, first: fx.Node, shifted: fx.Node) -> fx.Node:
-    positions = next(
-        n
-        for n in graph.nodes
-        if n.op == "placeholder" and n.meta["input"] == StepInput(name="positions")
-    )
+    positions = placeholder_of(graph, StepInput(name="positions"))
+    assert positions is not None, "every graph has it"
     begins = emit(graph, aten.eq.Scalar, positions, 0)
     rows = emit(graph, aten.view.default, begins, [1, -1, 1])
     return emit(graph, aten.where.self, rows, first, shifted)

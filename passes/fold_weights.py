@@ -10,7 +10,7 @@ from torch import fx
 
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import CASTS, aten, calls, emit, is_call, keeps_order, replace, val
-from llmc.passes.inputs import WeightInput, add_input, fake_like, input_of
+from llmc.passes.inputs import WeightInput, add_input, fake_like, input_of, placeholder_of
 
 _NAMES: Mapping[Any, str] = {aten.exp.default: "exp", aten.neg.default: "neg"}
 
@@ -52,9 +52,8 @@ def fold_weights(gm: fx.GraphModule) -> Notes:
 
 def _weight(graph: fx.Graph, role: WeightInput, base: fx.Node, like: fx.Node) -> fx.Node:
     """The placeholder of a recipe, which layers that share the parameter share too."""
-    node: fx.Node
-    for node in graph.nodes:
-        if node.op == "placeholder" and node.meta["input"] == role:
-            return node
+    node = placeholder_of(graph, role)
+    if node is not None:
+        return node
     fake = fake_like(base, *val(base).shape, dtype=val(like).dtype)
     return add_input(graph, f"{base.name}_{role.functions[-1]}", role, fake)

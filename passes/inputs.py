@@ -173,6 +173,11 @@ def input_of(node: Any) -> Input | None:
     return None
 
 
+def placeholder_of(graph: fx.Graph, role: Input) -> fx.Node | None:
+    """The placeholder with this role, if the graph has it."""
+    return next((n for n in graph.nodes if input_of(n) == role), None)
+
+
 def add_input(graph: fx.Graph, name: str, role: Input, val: Tensor) -> fx.Node:
     """Add a placeholder after the existing ones; `val` is a fake tensor of its shape and dtype."""
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
@@ -210,10 +215,9 @@ def step_input(
     `val`: its fake value, for an input that kernels/step_inputs.py does not define; `sizes`:
     dimensions to take from another value of the graph.
     """
-    node: fx.Node
-    for node in graph.nodes:
-        if node.op == "placeholder" and node.meta["input"] == StepInput(name=name):
-            return node
+    node = placeholder_of(graph, StepInput(name=name))
+    if node is not None:
+        return node
     fake = _fake(graph, name, sizes) if val is None else val
     return add_input(graph, name, StepInput(name=name), fake)
 

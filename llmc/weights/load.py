@@ -303,8 +303,9 @@ def make_weights(
         start = end
     assert start == len(flat["weight"]), f"{start} blocks of {role.parts} are filled"
     if role.order:
+        rows = _rows(role).to(memory.device)
         for blocks in out.values():
-            blocks.copy_(take_channels(blocks, _rows(role).to(blocks.device)))
+            blocks.copy_(take_channels(blocks, rows))
     return {
         dataclasses.replace(role, quantized=dataclasses.replace(role.quantized, part=part)): tensor
         for part, tensor in out.items()
