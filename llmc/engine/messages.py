@@ -6,7 +6,7 @@ therefore detected by the engine, and stop *strings* by the frontend, which then
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -131,12 +131,22 @@ class EngineStats:
     num_deferred: int = 0  # waiting requests that need a grammar, an adapter or another's prompt
     num_cached_prompt_tokens: int = 0  # prompt tokens not computed for their request
     num_step_tokens: int = 0  # tokens of all steps
-    # steps without a CUDA graph where graphs are used, by EagerReason
+    # the values of `eager_steps`
     num_eager_not_captured: int = 0
     num_eager_images: int = 0
     num_eager_long_prompts: int = 0
     num_eager_too_large: int = 0
     step_sizes: Sequence[int] = ()  # number of steps in each bucket of STEP_SIZES
+
+    @property
+    def eager_steps(self) -> Mapping[str, int]:
+        """Steps without a CUDA graph where graphs are used, by their EagerReason."""
+        return {
+            "not_captured": self.num_eager_not_captured,
+            "images": self.num_eager_images,
+            "long_prompts": self.num_eager_long_prompts,
+            "too_large": self.num_eager_too_large,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

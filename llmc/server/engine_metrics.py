@@ -72,17 +72,8 @@ class EngineCollector:
         yield self._counter("wasted_row_steps", stats.num_wasted_row_steps)
         yield self._counter("num_swaps", stats.num_swaps)
         yield self._counter("runtime_compiles", stats.num_runtime_compiles)
-        yield self._by_label(
-            CounterMetricFamily,
-            "eager_steps",
-            "reason",
-            {
-                "not_captured": stats.num_eager_not_captured,
-                "images": stats.num_eager_images,
-                "long_prompts": stats.num_eager_long_prompts,
-                "too_large": stats.num_eager_too_large,
-            },
-        )
+        eager = stats.eager_steps
+        yield self._by_label(CounterMetricFamily, "eager_steps", "reason", eager)
         yield self._counter("prefix_cache_queries", stats.prefix_cache_queries)
         yield self._counter("prefix_cache_hits", stats.prefix_cache_hits)
         yield self._counter("spec_decode_num_drafts", stats.num_drafts)
@@ -168,7 +159,7 @@ class EngineCollector:
         kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
         name: str,
         label: str,
-        values: dict[str, float],
+        values: Mapping[str, float],
     ) -> Metric:
         family = kind(f"llmc:{name}", _help(name), labels=(*LABELS, label))
         for key, value in values.items():

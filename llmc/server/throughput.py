@@ -45,16 +45,9 @@ def throughput_line(before: EngineStats, after: EngineStats, seconds: float) -> 
 
 def _eager(before: EngineStats, after: EngineStats) -> str:
     """What to add if steps ran without a CUDA graph."""
-    counts = {
-        reason: max(0, getattr(after, name) - getattr(before, name))
-        for reason, name in {
-            "not captured": "num_eager_not_captured",
-            "images": "num_eager_images",
-            "long prompts": "num_eager_long_prompts",
-            "too large": "num_eager_too_large",
-        }.items()
-    }
-    reasons = ", ".join(f"{reason}: {count}" for reason, count in counts.items() if count)
+    was = before.eager_steps
+    counts = {why: max(0, count - was[why]) for why, count in after.eager_steps.items()}
+    reasons = ", ".join(f"{why.replace('_', ' ')}: {n}" for why, n in counts.items() if n)
     steps = max(0, after.num_steps - before.num_steps)
     total = sum(counts.values())
     return f", Steps without CUDA graph: {total} of {steps} ({reasons})" if total else ""
