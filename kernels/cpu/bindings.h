@@ -13,7 +13,7 @@ inline Dtype dtype_of(const Tensor& t, const char* name = "llmc_cpu's input") {
   if (t.scalar_type() == at::kFloat) return Dtype::f32;
   if (t.scalar_type() == at::kBFloat16) return Dtype::bf16;
   if (t.scalar_type() == at::kHalf) return Dtype::f16;
-  at::fail(name, " must be float32, bfloat16 or float16, got ", t.scalar_type());
+  at::fail({name, " must be float32, bfloat16 or float16, got ", t.scalar_type()});
 }
 
 namespace ops {

@@ -25,10 +25,10 @@ SOURCES = Path(__file__).parent
 OnFile = Callable[[int, int], None]  # (files compiled so far, total files)
 _TORCH = "libtorch_cpu.so"
 _COMPILERS = ("g++", "clang++", "c++")
-_GLUE = ("levels.cpp", "recording.cpp", "team.cpp")  # in addition to the bindings
+_GLUE = ("levels.cpp", "recording.cpp", "team.cpp", "tensor.cpp")  # in addition to the bindings
 _FLAGS = ("-std=c++20", "-fPIC", "-pthread", "-w")
 # Included by nearly every source: parsed once per library instead of once per file.
-_KERNEL_HEADERS = ("vec.h", "dtypes.h", "parallel.h", "kernels.h", "<functional>", "<numeric>")
+_KERNEL_HEADERS = ("vec.h", "dtypes.h", "parallel.h", "kernels.h", "<numeric>")
 _GLUE_HEADERS = ("bindings.h",)
 
 

@@ -76,7 +76,7 @@ void linear(const LinearArgs& a) {
   if (a.rows <= kMaxDotRows) return linear_dot(a);
   with_type(a.dtype, [&](auto t) {
     using T = decltype(t);
-    matmul::multiply<T>(a, Stored<T>{static_cast<const T*>(a.weight), a.weight_stride});
+    matmul::multiply(a, Stored<T>{static_cast<const T*>(a.weight), a.weight_stride});
   });
 }
 
@@ -84,7 +84,7 @@ void linear_columns(const LinearArgs& a) {
   if (a.rows <= kFewRows) return few_columns(a);
   with_type(a.dtype, [&](auto t) {
     using T = decltype(t);
-    matmul::multiply<T>(a, Columns<T>{static_cast<const T*>(a.weight), a.weight_stride});
+    matmul::multiply(a, Columns<T>{static_cast<const T*>(a.weight), a.weight_stride});
   });
 }
 

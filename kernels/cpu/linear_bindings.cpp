@@ -13,7 +13,7 @@ Format format_of(const Tensor& weight, const Tensor& scale) {
   if (weight.scalar_type() == at::kByte)
     return scale.scalar_type() == at::kByte ? Format::mxfp4 : Format::int4;
   if (weight.scalar_type() == at::kFloat8_e4m3fn) return Format::fp8;
-  at::fail("weight must be int8, uint8 or float8_e4m3fn, got ", weight.scalar_type());
+  at::fail({"weight must be int8, uint8 or float8_e4m3fn, got ", weight.scalar_type()});
 }
 
 const void* bias_data(const optional<Tensor>& bias, const Tensor& x, int64_t channels) {

@@ -76,7 +76,7 @@ template <Format kFormat>
 void run(const LowBitArgs& a) {
   const LinearArgs product{a.dtype, a.x, nullptr, a.bias, a.out, a.rows, a.depth, a.channels,
                            a.x_stride, 0, a.channels, a.threads};
-  with_type(a.dtype, [&](auto t) { matmul::multiply<decltype(t)>(product, LowBit<kFormat>{a}); });
+  matmul::multiply(product, LowBit<kFormat>{a});
 }
 
 }  // namespace

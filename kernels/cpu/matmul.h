@@ -89,16 +89,17 @@ struct Panels {  // rows [row, row + rows) of x; the last panel may be a half on
 };
 
 // Packs inputs [k, k + n) of up to sixteen rows as [input][width].
-template <class T>
-void pack(const LinearArgs& a, int64_t row, int64_t rows, int64_t k, int64_t n, int64_t width,
-          float* to) {
+inline void pack(const LinearArgs& a, int64_t row, int64_t rows, int64_t k, int64_t n,
+                 int64_t width, float* to) {
   alignas(64) float lines[kLanes][kLanes] = {}, turned[kLanes][kLanes];
   for (int64_t i = 0; i < n; i += kLanes) {
     const int64_t left = std::min<int64_t>(kLanes, n - i);
-    for (int64_t m = 0; m < rows; ++m) {
-      const T* from = static_cast<const T*>(a.x) + (row + m) * a.x_stride + k + i;
-      store(lines[m], left == kLanes ? load(from) : load_n(from, left));
-    }
+    with_type(a.dtype, [&](auto t) {
+      for (int64_t m = 0; m < rows; ++m) {
+        const auto* from = static_cast<const decltype(t)*>(a.x) + (row + m) * a.x_stride + k + i;
+        store(lines[m], left == kLanes ? load(from) : load_n(from, left));
+      }
+    });
     transpose(lines[0], kLanes, turned[0], kLanes);
     for (int64_t j = 0; j < left; ++j)
       std::memcpy(to + (i + j) * width, turned[j], width * sizeof(float));
@@ -106,27 +107,29 @@ void pack(const LinearArgs& a, int64_t row, int64_t rows, int64_t k, int64_t n, 
 }
 
 // Writes sums [channel][kLanes] of `count` channels from n on to rows of the output.
-template <class T>
-void write(const LinearArgs& a, const float* sums, int64_t n, int64_t count, int64_t row,
-           int64_t rows) {
+inline void write(const LinearArgs& a, const float* sums, int64_t n, int64_t count, int64_t row,
+                  int64_t rows) {
   alignas(64) float lines[kLanes][kLanes];
   for (int64_t c = 0; c < count; c += kLanes) {
     const int64_t left = std::min<int64_t>(kLanes, count - c);
-    v16f bias = {};
-    if (a.bias) {
-      const T* from = static_cast<const T*>(a.bias) + n + c;
-      bias = left == kLanes ? load(from) : load_n(from, left);
-    }
     transpose(sums + c * kLanes, kLanes, lines[0], kLanes);
-    for (int64_t m = 0; m < rows; ++m) {
-      T* to = static_cast<T*>(a.out) + (row + m) * a.out_stride + n + c;
-      const v16f y = load(lines[m]) + bias;
-      left == kLanes ? store(to, y) : store_n(to, y, left);
-    }
+    with_type(a.dtype, [&](auto t) {
+      using T = decltype(t);
+      v16f bias = {};
+      if (a.bias) {
+        const T* from = static_cast<const T*>(a.bias) + n + c;
+        bias = left == kLanes ? load(from) : load_n(from, left);
+      }
+      for (int64_t m = 0; m < rows; ++m) {
+        T* to = static_cast<T*>(a.out) + (row + m) * a.out_stride + n + c;
+        const v16f y = load(lines[m]) + bias;
+        left == kLanes ? store(to, y) : store_n(to, y, left);
+      }
+    });
   }
 }
 
-template <class T, class Source>
+template <class Source>
 void block(const LinearArgs& a, const Source& source, const Panels& x, int64_t n) {
   Arena& arena = block_arena();
   arena.reset((kBlock * kStride + x.count * kBlock * kLanes) * sizeof(float));
@@ -152,11 +155,11 @@ void block(const LinearArgs& a, const Source& source, const Panels& x, int64_t n
     }
   }
   for (int64_t p = 0; p < x.count; ++p)
-    write<T>(a, sums + p * kBlock * kLanes, n, count, x.row + p * kLanes,
-             std::min<int64_t>(kLanes, x.rows - p * kLanes));
+    write(a, sums + p * kBlock * kLanes, n, count, x.row + p * kLanes,
+          std::min<int64_t>(kLanes, x.rows - p * kLanes));
 }
 
-template <class T, class Source>
+template <class Source>
 void multiply(const LinearArgs& a, const Source& source) {
   constexpr int64_t kPiece = 2 * kDepth;  // inputs of a panel that are packed at a time
   const int64_t fit = kPackedBytes / (a.depth * sizeof(float)) / kLanes * kLanes;
@@ -176,10 +179,10 @@ void multiply(const LinearArgs& a, const Source& source) {
     parallel_items(panels * pieces, threads, [&](int64_t i) {
       const int64_t p = i / pieces, k = i % pieces * kPiece;
       const int64_t width = x.half && p + 1 == panels ? kHalf : kLanes;
-      pack<T>(a, row + p * kLanes, std::min<int64_t>(kLanes, rows - p * kLanes), k,
-              std::min(kPiece, a.depth - k), width, data + p * x.floats + k * width);
+      pack(a, row + p * kLanes, std::min<int64_t>(kLanes, rows - p * kLanes), k,
+           std::min(kPiece, a.depth - k), width, data + p * x.floats + k * width);
     });
-    parallel_pieces(blocks, threads, [&](int64_t i) { block<T>(a, source, x, i * kBlock); });
+    parallel_pieces(blocks, threads, [&](int64_t i) { block(a, source, x, i * kBlock); });
   }
 }
 

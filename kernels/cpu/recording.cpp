@@ -1,6 +1,41 @@
 // The C functions with which Python records ops and replays them (recording.py).
 #include "recording.h"
 
+#include <tuple>
+
+namespace llmc {
+namespace {
+
+template <auto kMember, class Function>
+struct Entry;
+
+template <auto kMember, class Result, class... Arguments>
+struct Entry<kMember, Result (*)(Arguments...)> {
+  static Result call(Arguments... arguments) {
+    const auto function = chosen_kernels->*kMember;
+    if constexpr (std::is_void_v<Result>) {
+      function(arguments...);
+      recorder->current.calls.push_back(
+          [function, kept = std::tuple<std::decay_t<Arguments>...>(arguments...)] {
+            std::apply(function, kept);
+          });
+    } else {
+      return function(arguments...);  // a query about the machine
+    }
+  }
+};
+
+}  // namespace
+
+const Kernels recording_kernels = {
+    "",
+#define LLMC_ENTRY(name) &Entry<&Kernels::name, decltype(Kernels::name)>::call,
+    LLMC_KERNELS(LLMC_ENTRY)
+#undef LLMC_ENTRY
+};
+
+}  // namespace llmc
+
 namespace llmc::aten {
 
 void leave_out() {

@@ -11,7 +11,6 @@
 
 #include <functional>
 #include <memory>
-#include <tuple>
 
 namespace llmc {
 
@@ -30,39 +29,11 @@ struct Recorder {
 
 inline thread_local Recorder* recorder = nullptr;  // not null while this thread records
 
-namespace recorded {
-
-template <auto kMember, class Function>
-struct Entry;
-
-template <auto kMember, class Result, class... Arguments>
-struct Entry<kMember, Result (*)(Arguments...)> {
-  static Result call(Arguments... arguments) {
-    const auto function = chosen_kernels->*kMember;
-    if constexpr (std::is_void_v<Result>) {
-      function(arguments...);
-      recorder->current.calls.push_back(
-          [function, kept = std::tuple<std::decay_t<Arguments>...>(arguments...)] {
-            std::apply(function, kept);
-          });
-    } else {
-      return function(arguments...);  // a query about the machine
-    }
-  }
-};
-
-inline const Kernels kTable = {
-    "",
-#define LLMC_ENTRY(name) &Entry<&Kernels::name, decltype(Kernels::name)>::call,
-    LLMC_KERNELS(LLMC_ENTRY)
-#undef LLMC_ENTRY
-};
-
-}  // namespace recorded
+extern const Kernels recording_kernels;  // each function also records its call
 
 // The table that the bindings call through.
 struct KernelTable {
-  const Kernels* operator->() const { return recorder ? &recorded::kTable : chosen_kernels; }
+  const Kernels* operator->() const { return recorder ? &recording_kernels : chosen_kernels; }
 };
 inline constexpr KernelTable kernels;
 

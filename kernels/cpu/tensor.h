@@ -54,11 +54,7 @@ constexpr ScalarType type_of = std::is_same_v<T, int64_t>   ? kLong
                                : std::is_same_v<T, float>   ? kFloat
                                                             : kOther;
 
-inline ScalarType scalar_type_of(int32_t code) {
-  int type = 0;
-  while (type != int(kOther) && kTypes[type].code != code) ++type;
-  return ScalarType(type);
-}
+ScalarType scalar_type_of(int32_t code);  // kOther for a dtype that is not listed
 
 struct Sizes {  // borrowed
   const int64_t* data;
@@ -78,24 +74,26 @@ struct Sizes {  // borrowed
   }
 };
 
-inline std::string text(const std::string& s) { return s; }
-inline std::string text(const char* s) { return s; }
-inline std::string text(int64_t n) { return std::to_string(n); }
-inline std::string text(ScalarType type) { return kTypes[int(type)].name; }
-inline std::string text(const Sizes& sizes) {
-  std::string out = "[";
-  for (int64_t n : sizes) out += (out.size() > 1 ? ", " : "") + std::to_string(n);
-  return out + "]";
-}
+// A part of a message: words, a number, or a list of numbers. All are borrowed.
+struct Part {
+  const char* words = nullptr;
+  bool is_list = false;
+  Sizes numbers{nullptr, 0};
+  int64_t number = 0;
 
-template <class... Parts>
-[[noreturn, gnu::noinline]] void fail(const Parts&... parts) {
-  throw std::runtime_error((text(parts) + ...));
-}
+  Part(const char* words) : words(words) {}
+  Part(const std::string& words) : words(words.c_str()) {}
+  Part(int64_t number) : number(number) {}
+  Part(ScalarType type) : words(kTypes[int(type)].name) {}
+  Part(const Sizes& numbers) : is_list(true), numbers(numbers) {}
+};
+
+// Throws the parts in one string.
+[[noreturn]] void fail(std::initializer_list<Part> parts);
 
 #define TORCH_CHECK(condition, ...)                                    \
   do {                                                                \
-    if (!(condition)) [[unlikely]] llmc::aten::fail(__VA_ARGS__);      \
+    if (!(condition)) [[unlikely]] llmc::aten::fail({__VA_ARGS__});    \
   } while (false)
 
 // See recording.h: leave_out() makes torch call the current op again; keep() keeps a tensor's
@@ -103,23 +101,15 @@ template <class... Parts>
 void leave_out();
 void keep(AtenTensorHandle handle);
 
-inline void must(AOTITorchError error) {  // torch has printed its own message
-  TORCH_CHECK(error == 0, "a call into torch failed; its message is above");
+[[noreturn]] void fail_in_torch();
+inline void must(AOTITorchError error) {
+  if (error != 0) [[unlikely]] fail_in_torch();
 }
 
 class Tensor {
  public:
   Tensor() = default;
-  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {  // takes ownership
-    int32_t code;
-    int64_t *sizes, *strides;
-    must(aoti_torch_get_dim(handle, &dim_));
-    must(aoti_torch_get_sizes(handle, &sizes));
-    must(aoti_torch_get_strides(handle, &strides));
-    must(aoti_torch_get_dtype(handle, &code));
-    sizes_ = sizes, strides_ = strides;
-    type_ = scalar_type_of(code);
-  }
+  explicit Tensor(AtenTensorHandle handle);  // takes ownership
   Tensor(Tensor&& other) noexcept { swap(other); }
   Tensor& operator=(Tensor&& other) noexcept {
     swap(other);
@@ -177,11 +167,7 @@ class Tensor {
                                         &handle));
     return Tensor(handle);
   }
-  Tensor narrow(int64_t d, int64_t from, int64_t count) const {
-    std::vector<int64_t> sizes = this->sizes().vec();
-    sizes[d] = count;
-    return view(sizes, strides(), from * stride(d));
-  }
+  Tensor narrow(int64_t d, int64_t from, int64_t count) const;
   Tensor select(int64_t index) const {  // in the first dimension
     return view(sizes().slice(1), strides().slice(1), index * stride(0));
   }
@@ -207,28 +193,7 @@ class Tensor {
   ScalarType type_ = kByte;
 };
 
-inline Tensor empty(Sizes sizes, ScalarType type) {
-  constexpr int64_t kUsual = 8;
-  int64_t few[kUsual], step = 1;
-  std::vector<int64_t> many(sizes.count > kUsual ? sizes.count : 0);
-  int64_t* strides = many.empty() ? few : many.data();
-  for (int64_t d = sizes.count - 1; d >= 0; --d) {
-    strides[d] = step;
-    step *= sizes[d] > 0 ? sizes[d] : 1;
-  }
-  AtenTensorHandle handle;
-  must(aoti_torch_empty_strided(sizes.count, sizes.data, strides, kTypes[int(type)].code,
-                                aoti_torch_device_type_cpu(), 0, &handle));
-  keep(handle);
-  return Tensor(handle);
-}
-
-inline Tensor Tensor::contiguous() const {
-  if (is_contiguous()) return Tensor(share());
-  Tensor out = empty(sizes(), type_);
-  out.copy_(*this);
-  return out;
-}
+Tensor empty(Sizes sizes, ScalarType type);
 
 // `t` if its last dimension is contiguous, else a copy, which is stored in `kept`.
 inline const Tensor& dense_rows(const Tensor& t, Tensor& kept) {
@@ -252,15 +217,7 @@ StableIValue to_stack(const T& value) {
 
 // torch's own linear, with a contiguous result. Not named `linear`, since argument-dependent lookup
 // would make that ambiguous with ours.
-inline Tensor torch_linear(const Tensor& x, const Tensor& weight, const Tensor* bias) {
-  StableIValue stack[3] = {to_stack(x.share()), to_stack(weight.share()), 0};
-  if (bias) stack[2] = to_stack(new StableIValue(to_stack(bias->share())));  // torch deletes it
-  leave_out();
-  must(torch_call_dispatcher("aten::linear", "", stack, kTorchVersion));
-  AtenTensorHandle out;
-  std::memcpy(&out, stack, sizeof out);
-  return Tensor(out).contiguous();
-}
+Tensor torch_linear(const Tensor& x, const Tensor& weight, const Tensor* bias);
 
 // Converts the 64-bit words on torch's stack to function arguments, taking ownership of each.
 template <class T>
@@ -284,17 +241,7 @@ struct Argument<Tensor> {
 
 template <>
 struct Argument<std::string> {
-  static std::string take(StableIValue word) {
-    StringHandle handle;
-    const char* data;
-    size_t length;
-    std::memcpy(&handle, &word, sizeof handle);
-    must(torch_string_c_str(handle, &data));
-    must(torch_string_length(handle, &length));
-    std::string out(data, length);
-    must(torch_delete_string(handle));
-    return out;
-  }
+  static std::string take(StableIValue word);
 };
 
 template <class T>
@@ -322,12 +269,10 @@ using Boxed = void (*)(StableIValue*, uint64_t, uint64_t);
 
 template <auto kFunction, class Result, class... Arguments, size_t... I>
 void call(StableIValue* stack, Result (*)(Arguments...), std::index_sequence<I...>) {
-  std::tuple<std::remove_cvref_t<Arguments>...> arguments{
-      Argument<std::remove_cvref_t<Arguments>>::take(stack[I])...};
   if constexpr (std::is_void_v<Result>)
-    std::apply(kFunction, arguments);
+    kFunction(Argument<std::remove_cvref_t<Arguments>>::take(stack[I])...);
   else
-    put(stack, std::apply(kFunction, arguments));
+    put(stack, kFunction(Argument<std::remove_cvref_t<Arguments>>::take(stack[I])...));
 }
 
 template <class Result, class... Arguments>
