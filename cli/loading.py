@@ -26,8 +26,11 @@ def load_async_llm(config: EngineConfig, console: Console, *, quiet: bool = Fals
     check_paths(config)
     with phases(console, quiet=quiet) as on_phase:
         from llmc.async_llm import AsyncLLM
+        from llmc.startup.start import keep_forever
 
-        return AsyncLLM(config.model, on_phase=on_phase, **_options(config))
+        llm = AsyncLLM(config.model, on_phase=on_phase, **_options(config))
+        keep_forever()
+        return llm
 
 
 def load_engine(config: EngineConfig, console: Console) -> Started:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
@@ -23,7 +23,7 @@ from llmc.background_thread import BackgroundThread
 _MADV_DONTNEED = 4  # madvise(2): frees the pages, which then read as zeros
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # faults pages in without changing them; since Linux 5.14
-_IDLE = 19  # the lowest priority
+_PAUSE = 4  # times as long as the previous page took
 _PAGE = 4096
 _HUGE_PAGE = 2 << 20
 _LEAST_BYTES = 2 * _HUGE_PAGE  # a smaller tensor may not contain a whole huge page
@@ -117,8 +117,10 @@ def touch_in_background(tensors: Sequence[Tensor], limit_bytes: int) -> threadin
     """Fault in the first pages of CPU tensors, an equal share of `limit_bytes` for each.
 
     The first write to a page is several times slower than the second, and requests should not pay
-    for it. A thread with the lowest priority does it. Contents do not change, so other threads can
-    write meanwhile.
+    for it. Contents do not change, so other threads can write meanwhile. The thread sleeps most of
+    the time instead of having a low priority: while it clears a page, it holds a lock of the
+    process's memory that every allocation of other threads may need, so it must not be preempted
+    for long.
     """
     thread = BackgroundThread(partial(_touch, tuple(tensors), limit_bytes), "llmc-touch")
     thread.start()
@@ -129,13 +131,15 @@ def _touch(tensors: Sequence[Tensor], limit_bytes: int) -> None:
     madvise = _madvise()
     if madvise is None or not tensors:
         return
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IDLE)
     share = limit_bytes // len(tensors)
     for offset in range(0, share, _HUGE_PAGE):  # the first blocks of all tensors come first
         for tensor in tensors:
             start, end = _whole_pages(tensor)
             size = min(_HUGE_PAGE, share - offset, end - start - offset) // _PAGE * _PAGE
-            if size > 0 and madvise(
-                ctypes.c_void_p(start + offset), ctypes.c_size_t(size), _MADV_POPULATE_WRITE
-            ):
+            if size <= 0:
+                continue
+            begun = time.perf_counter()
+            at = ctypes.c_void_p(start + offset)
+            if madvise(at, ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
                 return  # an older Linux: pages are faulted in when they are written
+            time.sleep(_PAUSE * (time.perf_counter() - begun))

@@ -76,10 +76,12 @@ def _serve(
     from llmc.frontend import engine_options as engine
     from llmc.processes.engine_host import EngineHost, bind
     from llmc.processes.wire import Ready
+    from llmc.startup.start import keep_forever
 
     load = start or engine.start
     with zmq.Context() as context, bind(context, order.address) as socket:
         started = load(order.config, report)
+        keep_forever()
         report(Ready(info=started.info, stats=started.engine.stats()))
         try:
             EngineHost(started.engine, socket, is_stopped).run()

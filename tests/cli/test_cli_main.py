@@ -151,3 +151,43 @@ def test_a_bug_is_called_a_bug(
     assert code == 1
     assert err.startswith("error: RuntimeError: first line second line\nhint: ")
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("words, code", [(["--version"], 0), (["serve", "/nothing"], 2)])
+def test_the_process_ends_without_losing_anything(
+    tmp_path: Path, words: list[str], code: int
+) -> None:
+    """Output is flushed, threads are joined and exit handlers run; only the interpreter's cleanup,
+    which would print "cleaned up", is skipped."""
+    script = (
+        "import atexit, sys, threading, time\n"
+        "from llmc.cli.main import run\n"
+        "class Cleanup:\n"
+        "    def __del__(self, write=sys.stderr.write): write('cleaned up')\n"
+        "sys.kept = Cleanup()\n"
+        "def late(): time.sleep(0.3); print('thread')\n"
+        "def on_exit(): print('handler')\n"
+        f"sys.argv[1:] = {words!r}\n"
+        "threading.Thread(target=late).start()\n"
+        "from llmc.cli import main as module\n"
+        "given = module.main\n"
+        "def with_handler():\n"
+        "    code = given()\n"
+        "    atexit.register(on_exit)\n"
+        "    return code\n"
+        "module.main = with_handler\n"
+        "run()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["thread", "handler"]
+    assert "cleaned up" not in done.stderr
+    assert ("/nothing" in done.stderr) == (code == 2)
+
+
+def test_an_output_that_nobody_reads_is_no_traceback(tmp_path: Path) -> None:
+    command = f"{sys.executable} -P -m llmc.cli serve --help | true"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -11,6 +12,10 @@ from pathlib import Path
 
 import pytest
 from tiny_models import save_checkpoint
+
+from llmc.config import EngineConfig
+from llmc.errors import ConfigError
+from llmc.startup.start import start_engine
 
 HEAVY = ("torch", "numpy", "transformers", "uvicorn")
 COMPILERS = ("torch._dynamo", "torch._inductor", "transformers", "tokenizers", "sympy")
@@ -98,3 +103,15 @@ def test_a_warm_start_imports_neither_transformers_nor_a_compiler(tmp_path: Path
     phases, _, eos, _ = run(START, str(path), "32", cache=tmp_path)
     assert isinstance(phases, list) and "import transformers" in phases, "its config changed"
     assert eos == [7]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_starting_leaves_garbage_collection_as_it_was(enabled: bool) -> None:
+    was = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(ConfigError):
+            start_engine(EngineConfig(model="/nothing"))
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
