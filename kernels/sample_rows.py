@@ -1,4 +1,4 @@
-"""`sample_rows`: `process_logits`, `ban_words` and `sample` in one op, for GPUs."""
+"""`sample_rows`: `process_logits`, `ban_words` and `sample` in one op."""
 
 from __future__ import annotations
 

@@ -18,8 +18,9 @@ _PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 @graph_pass()
-def fuse_sampler(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
-    """Take two kernels from the logits to the tokens.
+def fuse_sampler(gm: fx.GraphModule) -> Notes:
+    """Take two kernels from the logits to the tokens on a GPU, and one call on a CPU, which copies
+    only the logits of rows with penalties, masks or banned words.
 
     Before:
         processed = llmc.process_logits(logits, row, length, history, penalties, masks ...)
@@ -29,8 +30,6 @@ def fuse_sampler(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
         token = llmc.sample_rows(logits, row, length, history, penalties, masks ..., words, places,
                                  temperature, ..., seed, 0)
     """
-    if unwanted is not None:
-        return [unwanted]
     for node in calls(gm.graph, sample.overload):
         _fuse(gm.graph, node)
     return []

@@ -168,9 +168,7 @@ def pipeline(
         share_routing(  # after the passes that match or replace the experts' linears
             unwanted=_unless_gpu(options, "this fusion")
         ),
-        fuse_sampler(  # after processor_passes: a processor comes before process_logits
-            unwanted=_unless_gpu(options, "this fusion")
-        ),
+        fuse_sampler(),  # after processor_passes: a processor comes before process_logits
         fuse_linears(  # after the passes that fuse the norms and activations that it absorbs
             unwanted=_unless_gpu(options, "this fusion")
         ),

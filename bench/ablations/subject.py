@@ -51,8 +51,8 @@ class AtOnce:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
 
-    def use_idle_time(self) -> bool:
-        return bool(self._runner.use_idle_time())
+    def use_idle_time(self, *, has_work: bool = False) -> bool:
+        return bool(self._runner.use_idle_time(has_work=has_work))
 
     def start_profile(self) -> None:
         self._runner.start_profile()

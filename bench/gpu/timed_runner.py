@@ -36,8 +36,8 @@ class TimedRunner:
     def max_in_flight(self) -> int:
         return self._runner.max_in_flight
 
-    def use_idle_time(self) -> bool:
-        return bool(self._runner.use_idle_time())
+    def use_idle_time(self, *, has_work: bool = False) -> bool:
+        return bool(self._runner.use_idle_time(has_work=has_work))
 
     def start_profile(self) -> None:
         self._runner.start_profile()

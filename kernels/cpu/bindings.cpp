@@ -204,93 +204,6 @@ Tensor expert_linear(const Tensor& x, const Tensor& weight, const optional<Tenso
   return multiply_experts(x, weight, bias, expert, transposed);
 }
 
-template <class T>
-const T* column(const Tensor& t, const char* name, at::ScalarType dtype, int64_t size) {
-  check(t, name, dtype, 1);
-  TORCH_CHECK(t.size(0) >= size, name, " must have ", size, " elements, got ", t.size(0));
-  return t.data_ptr<T>();
-}
-
-Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
-              const Tensor& top_p, const Tensor& min_p, const Tensor& seed,
-              const Tensor& position) {
-  check(logits, "logits", logits.scalar_type(), 2);
-  const int64_t rows = logits.size(0);
-  Tensor out = at::empty({rows}, at::kLong);
-  kernels->sample({dtype_of(logits), logits.data_ptr(), rows, logits.size(1), logits.stride(0),
-                column<float>(temperature, "temperature", at::kFloat, rows),
-                column<float>(top_p, "top_p", at::kFloat, rows),
-                column<float>(min_p, "min_p", at::kFloat, rows),
-                column<int32_t>(top_k, "top_k", at::kInt, rows),
-                column<int64_t>(seed, "seed", at::kLong, rows),
-                column<int64_t>(position, "position", at::kLong, rows), out.data_ptr<int64_t>(),
-                at::num_threads()});
-  return out;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> token_logprobs(const Tensor& logits,
-                                                          const Tensor& token, int64_t k) {
-  check(logits, "logits", logits.scalar_type(), 2);
-  TORCH_CHECK(k >= 0, "k must not be negative, got ", k);
-  const int64_t rows = logits.size(0);
-  Tensor chosen = at::empty({rows}, at::kFloat), rank = at::empty({rows}, at::kLong);
-  Tensor ids = at::empty({rows, k}, at::kLong), values = at::empty({rows, k}, at::kFloat);
-  kernels->token_logprobs({dtype_of(logits), logits.data_ptr(), rows, logits.size(1),
-                        logits.stride(0), k, column<int64_t>(token, "token", at::kLong, rows),
-                        chosen.data_ptr<float>(), values.data_ptr<float>(),
-                        rank.data_ptr<int64_t>(), ids.data_ptr<int64_t>(), at::num_threads()});
-  return {std::move(chosen), std::move(rank), std::move(ids), std::move(values)};
-}
-
-Tensor process_logits(const Tensor& logits, const Tensor& row, const Tensor& length,
-                      const Tensor& history, const Tensor& prompt_len, const Tensor& repetition,
-                      const Tensor& presence, const Tensor& frequency, const Tensor& bias_token,
-                      const Tensor& bias_value, const Tensor& bias_until, const Tensor& has_mask,
-                      const Tensor& mask) {
-  check(logits, "logits", logits.scalar_type(), 2);
-  check(history, "history", at::kInt, 2);
-  check(bias_token, "bias_token", at::kInt, 2);
-  check(bias_value, "bias_value", at::kFloat, 2);
-  check(bias_until, "bias_until", at::kInt, 2);
-  check(mask, "mask", at::kInt, 2);
-  const int64_t samples = logits.size(0), vocab = logits.size(1), rows = history.size(0);
-  TORCH_CHECK(bias_value.sizes() == bias_token.sizes() && bias_until.sizes() == bias_token.sizes() &&
-                  bias_token.size(0) == rows && mask.size(0) == rows &&
-                  mask.size(1) * 32 >= vocab,
-              "the tables do not fit: bias ", bias_token.sizes(), ", mask ", mask.sizes(),
-              ", history ", history.sizes(), ", logits ", logits.sizes());
-  Tensor out = at::empty(logits.sizes(), at::kFloat);
-  ProcessArgs a{};
-  a.dtype = dtype_of(logits);
-  a.logits = logits.data_ptr();
-  a.out = out.data_ptr<float>();
-  a.rows = samples;
-  a.vocab = vocab;
-  a.logits_stride = logits.stride(0);
-  a.row = column<int64_t>(row, "row", at::kLong, samples);
-  a.length = column<int32_t>(length, "length", at::kInt, samples);
-  a.history = history.data_ptr<int32_t>();
-  a.prompt_len = column<int32_t>(prompt_len, "prompt_len", at::kInt, rows);
-  a.history_stride = history.stride(0);
-  a.history_width = history.size(1);
-  a.repetition = column<float>(repetition, "repetition", at::kFloat, rows);
-  a.presence = column<float>(presence, "presence", at::kFloat, rows);
-  a.frequency = column<float>(frequency, "frequency", at::kFloat, rows);
-  a.bias_token = bias_token.data_ptr<int32_t>();
-  a.bias_until = bias_until.data_ptr<int32_t>();
-  a.bias_value = bias_value.data_ptr<float>();
-  a.bias_stride[0] = bias_token.stride(0);
-  a.bias_stride[1] = bias_value.stride(0);
-  a.bias_stride[2] = bias_until.stride(0);
-  a.bias_width = bias_token.size(1);
-  a.has_mask = column<int32_t>(has_mask, "has_mask", at::kInt, rows);
-  a.mask = mask.data_ptr<int32_t>();
-  a.mask_stride = mask.stride(0);
-  a.threads = at::num_threads();
-  kernels->process_logits(a);
-  return out;
-}
-
 void add_lora(const Tensor& out, const Tensor& x, const Tensor& a, const Tensor& b,
               const Tensor& bounds, const Tensor& adapter, const optional<Tensor>& expert) {
   const int64_t rows = expert ? expert->numel() : adapter.numel();
@@ -330,12 +243,9 @@ const at::Ops kOps = {
     {"add_rms_norm", &at::boxed<&add_rms_norm>},
     {"gated_rms_norm", &at::boxed<&gated_rms_norm>},
     {"act_mul", &at::boxed<&act_mul>},
-    {"sample", &at::boxed<&sample>},
-    {"token_logprobs", &at::boxed<&token_logprobs>},
     {"linear", &at::boxed<&linear>},
     {"expert_linear", &at::boxed<&expert_linear>},
     {"add_lora", &at::boxed<&add_lora>},
-    {"process_logits", &at::boxed<&process_logits>},
 };
 
 }  // namespace

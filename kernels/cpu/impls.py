@@ -38,6 +38,7 @@ from llmc.kernels.registry import Fn, Impl, Op
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.kernels.rope_write import rope_write
 from llmc.kernels.sample import sample
+from llmc.kernels.sample_rows import sample_rows
 from llmc.kernels.selective_scan import selective_scan
 from llmc.kernels.token_logprobs import token_logprobs
 from llmc.kernels.write_kv import write_kv
@@ -208,6 +209,7 @@ _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (choose_keys, _choose_keys),
     (choose_blocks, _choose_blocks),
     (sample, _all_of("logits")),
+    (sample_rows, _all_of("logits")),
     (process_logits, _all_of("logits")),
     (token_logprobs, _all_of("logits")),
     (linear, _all_of("x", "weight", "bias")),

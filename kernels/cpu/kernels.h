@@ -149,7 +149,7 @@ struct SampleArgs {
   int64_t rows, vocab, logits_stride;
   const float *temperature, *top_p, *min_p;
   const int32_t* top_k;
-  const int64_t *seed, *position;
+  const int64_t *seed, *position;  // position is not used by sample_rows
   int64_t* out;
   int threads;
 };

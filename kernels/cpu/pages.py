@@ -10,20 +10,16 @@ import ctypes
 import math
 import sys
 import threading
-import time
-from collections.abc import Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmc.background_thread import BackgroundThread
-
 _MADV_DONTNEED = 4  # madvise(2): frees the pages, which then read as zeros
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # faults pages in without changing them; since Linux 5.14
-_PAUSE = 4  # times as long as the previous page took
 _PAGE = 4096
 _HUGE_PAGE = 2 << 20
 _LEAST_BYTES = 2 * _HUGE_PAGE  # a smaller tensor may not contain a whole huge page
@@ -113,22 +109,15 @@ def _aligned(size: int) -> Tensor:
     return room[start : start + size]
 
 
-def touch_in_background(tensors: Sequence[Tensor], limit_bytes: int) -> threading.Thread:
-    """Fault in the first pages of CPU tensors, an equal share of `limit_bytes` for each.
+def touch_pages(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[bool]:
+    """Make the first pages of CPU tensors present, an equal share of `limit_bytes` for each.
 
     The first write to a page is several times slower than the second, and requests should not pay
-    for it. Contents do not change, so other threads can write meanwhile. The thread sleeps most of
-    the time instead of having a low priority: while it clears a page, it holds a lock of the
-    process's memory that every allocation of other threads may need, so it must not be preempted
-    for long.
+    for it. Contents do not change. Each iteration yields True after about a millisecond: meanwhile
+    the process holds a lock of its memory that allocations in other threads wait for.
     """
-    thread = BackgroundThread(partial(_touch, tuple(tensors), limit_bytes), "llmc-touch")
-    thread.start()
-    return thread
-
-
-def _touch(tensors: Sequence[Tensor], limit_bytes: int) -> None:
     madvise = _madvise()
+    tensors = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     if madvise is None or not tensors:
         return
     share = limit_bytes // len(tensors)
@@ -138,8 +127,7 @@ def _touch(tensors: Sequence[Tensor], limit_bytes: int) -> None:
             size = min(_HUGE_PAGE, share - offset, end - start - offset) // _PAGE * _PAGE
             if size <= 0:
                 continue
-            begun = time.perf_counter()
             at = ctypes.c_void_p(start + offset)
             if madvise(at, ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
                 return  # an older Linux: pages are faulted in when they are written
-            time.sleep(_PAUSE * (time.perf_counter() - begun))
+            yield True

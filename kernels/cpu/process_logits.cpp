@@ -3,6 +3,7 @@
 #include "dtypes.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "sampling.h"
 #include "vec.h"
 
 #include <algorithm>
@@ -58,10 +59,20 @@ void mask_row(float* out, const int32_t* mask, int64_t vocab) {
   }
 }
 
-template <class T>
-void process_row(const ProcessArgs& a, int64_t s, std::vector<int32_t>& count) {
-  float* out = a.out + s * a.vocab;
-  copy_row(static_cast<const T*>(a.logits) + s * a.logits_stride, out, a.vocab);
+}  // namespace
+
+bool changes_logits(const ProcessArgs& a, int64_t s) {
+  const int64_t r = a.row[s];
+  if (a.repetition[r] != 1 || a.presence[r] != 0 || a.frequency[r] != 0 || a.has_mask[r]) return true;
+  const int32_t* biased = a.bias_token + r * a.bias_stride[0];
+  return std::any_of(biased, biased + a.bias_width, [](int32_t token) { return token >= 0; });
+}
+
+void process_row(const ProcessArgs& a, int64_t s, float* out) {
+  static thread_local std::vector<int32_t> count;
+  with_type(a.dtype, [&](auto t) {
+    copy_row(static_cast<const decltype(t)*>(a.logits) + s * a.logits_stride, out, a.vocab);
+  });
   const int64_t r = a.row[s], length = a.length[s], prompt = a.prompt_len[r];
   penalize(out, a.vocab, a.history + r * a.history_stride, prompt,
            std::min(length, a.history_width),
@@ -75,19 +86,9 @@ void process_row(const ProcessArgs& a, int64_t s, std::vector<int32_t>& count) {
   if (a.has_mask[r]) mask_row(out, a.mask + r * a.mask_stride, a.vocab);
 }
 
-template <class T>
-void process_rows(const ProcessArgs& a) {
-  const int threads = worth_threads(a.rows * a.vocab, a.rows, a.threads);
-  parallel_items(a.rows, threads, [&](int64_t s) {
-    static thread_local std::vector<int32_t> count;
-    process_row<T>(a, s, count);
-  });
-}
-
-}  // namespace
-
 void process_logits(const ProcessArgs& a) {
-  with_type(a.dtype, [&](auto t) { process_rows<decltype(t)>(a); });
+  const int threads = worth_threads(a.rows * a.vocab, a.rows, a.threads);
+  parallel_items(a.rows, threads, [&](int64_t s) { process_row(a, s, a.out + s * a.vocab); });
 }
 
 }  // namespace llmc

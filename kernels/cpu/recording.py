@@ -30,7 +30,8 @@ class NotRecordable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _TorchCall:
-    """An op that torch calls again. `results` has None for results that alias its arguments."""
+    """An op that torch calls again. `results` are those to copy new ones into, None for one that
+    aliases its arguments; empty if nothing has to be copied."""
 
     op: Callable[..., Any]
     args: tuple[Any, ...]
@@ -39,9 +40,10 @@ class _TorchCall:
 
     def replay(self) -> None:
         again = self.op(*self.args, **self.kwargs)
-        for result, new in zip(self.results, _tensors(again), strict=True):
-            if result is not None:
-                result.copy_(new)
+        if self.results:
+            for result, new in zip(self.results, _tensors(again), strict=True):
+                if result is not None:
+                    result.copy_(new)
 
 
 class _Kernels:
@@ -129,7 +131,7 @@ class _Mode(TorchDispatchMode):
         given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
         made = tuple(None if t.untyped_storage()._cdata in given else t for t in _tensors(result))
         if func._schema.is_mutable or any(t is not None for t in made):
-            self._call_again(_TorchCall(func, args, kwargs, made))
+            self._call_again(_call(func, args, kwargs, made))
         return result
 
     def _call_again(self, call: _TorchCall) -> None:
@@ -140,6 +142,27 @@ class _Mode(TorchDispatchMode):
         handle = _library().llmc_take_recording()
         if handle:
             self.parts.append(_Kernels(handle))
+
+
+def _call(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: tuple[Tensor | None, ...]
+) -> _TorchCall:
+    """`made`: the op's results, None for those that alias its arguments."""
+    if len(made) == 1 and made[0] is not None and (into := _with_out(op)) is not None:
+        return _TorchCall(into, args, {**kwargs, "out": made[0]}, ())
+    return _TorchCall(op, args, kwargs, made if any(t is not None for t in made) else ())
+
+
+def _with_out(op: Any) -> Any:
+    """The overload of an op that writes its result to one more argument, `out`, or None."""
+    wanted = [(argument.name, str(argument.type)) for argument in op._schema.arguments]
+    for name in op.overloadpacket.overloads():
+        other = getattr(op.overloadpacket, name)
+        *given, last = other._schema.arguments or [None]
+        is_into = last is not None and last.is_out and last.name == "out"
+        if is_into and [(argument.name, str(argument.type)) for argument in given] == wanted:
+            return other
+    return None
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-// sample: the next token of each row without sorting the vocabulary.
+// sample and sample_rows: the next token of each row without sorting the vocabulary.
 //
 // One pass divides by the temperature and keeps the maximum of every block of 64 logits. The block
 // maxima bound which tokens can still win under top_k, top_p and the noise, so later passes read
@@ -7,6 +7,7 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "philox.h"
+#include "sampling.h"
 
 #include <algorithm>
 #include <functional>
@@ -24,7 +25,7 @@ struct Candidate {
 };
 
 struct Scratch {  // per thread, kept between calls
-  std::vector<float> scaled, block_max, order;
+  std::vector<float> processed, scaled, block_max, order;
   std::vector<Candidate> candidates, selection;
 };
 
@@ -202,17 +203,16 @@ int64_t draw_all(const Scratch& s, float floor, int64_t start, const Philox& phi
   return best.token;
 }
 
+// `r` is the row of the parameters.
 template <class T>
-int64_t sample_row(const SampleArgs& a, int64_t r, Scratch& s) {
+int64_t draw(const SampleArgs& a, const T* logits, int64_t r, int64_t position, Scratch& s) {
   const float temperature = a.temperature[r];
   const bool greedy = temperature < kGreedyBelow;
   float highest;
-  if (!scan(static_cast<const T*>(a.logits) + r * a.logits_stride, a.vocab,
-            greedy ? 1.0f : temperature, s, highest))
-    return -1;
+  if (!scan(logits, a.vocab, greedy ? 1.0f : temperature, s, highest)) return -1;
   const int64_t argmax = first_equal(s, highest);
   if (greedy) return argmax;
-  const Philox philox(a.seed[r], a.position[r]);
+  const Philox philox(a.seed[r], position);
   const int64_t k = a.top_k[r];
   const float top_p = a.top_p[r];
   const bool has_k = k > 0 && k < a.vocab, has_p = top_p < 1;
@@ -238,19 +238,40 @@ int64_t sample_row(const SampleArgs& a, int64_t r, Scratch& s) {
   return draw_candidates(s, philox);
 }
 
-template <class T>
-void sample_rows(const SampleArgs& a) {
+int64_t draw_stored(const SampleArgs& a, int64_t sample, int64_t r, int64_t position, Scratch& s) {
+  return with_type(a.dtype, [&](auto t) {
+    const auto* logits = static_cast<const decltype(t)*>(a.logits);
+    return draw(a, logits + sample * a.logits_stride, r, position, s);
+  });
+}
+
+// run(sample, scratch) for each sample.
+template <class Run>
+void each_sample(const SampleArgs& a, const Run& run) {
   const int threads = worth_threads(a.rows * a.vocab * 2, a.rows, a.threads);
-  parallel_items(a.rows, threads, [&](int64_t r) {
+  parallel_items(a.rows, threads, [&](int64_t i) {
     static thread_local Scratch scratch;
-    a.out[r] = sample_row<T>(a, r, scratch);
+    a.out[i] = run(i, scratch);
   });
 }
 
 }  // namespace
 
 void sample(const SampleArgs& a) {
-  with_type(a.dtype, [&](auto t) { sample_rows<decltype(t)>(a); });
+  each_sample(a, [&](int64_t i, Scratch& s) { return draw_stored(a, i, i, a.position[i], s); });
+}
+
+void sample_rows(const SampleArgs& a, const ProcessArgs& process, const BanArgs& ban,
+                 int64_t ahead) {
+  each_sample(a, [&](int64_t i, Scratch& s) {
+    const int64_t r = process.row[i], position = int64_t(process.length[i]) + ahead;
+    const bool is_banned = bans_words(ban, i);
+    if (!is_banned && !changes_logits(process, i)) return draw_stored(a, i, r, position, s);
+    s.processed.resize(a.vocab);
+    process_row(process, i, s.processed.data());
+    if (is_banned) ban_words_of(ban, i, s.processed.data());
+    return draw(a, s.processed.data(), r, position, s);
+  });
 }
 
 }  // namespace llmc

@@ -69,33 +69,9 @@ void record_tokens(const Tensor& history, const Tensor& row, const Tensor& lengt
                       dense<int64_t>(token, "token", 1, samples), samples);
 }
 
-void ban_words(const Tensor& logits, const Tensor& row, const Tensor& length,
-               const Tensor& history, const Tensor& prompt_len, const Tensor& words,
-               int64_t places) {
-  const int64_t samples = logits.size(0), rows = history.size(0);
-  TORCH_CHECK(words.dim() == 2 && places > 0 && words.size(1) % places == 0,
-              "words must be [", rows, ", W * ", places, "], got ", words.sizes());
-  BanArgs a;
-  a.logits = dense<float>(logits, "logits", 2, 0);
-  a.samples = samples;
-  a.vocab = logits.size(1);
-  a.logits_stride = logits.stride(0);
-  a.row = dense<int64_t>(row, "row", 1, samples);
-  a.length = dense<int32_t>(length, "length", 1, samples);
-  a.history = dense<int32_t>(history, "history", 2, 0);
-  a.history_stride = history.stride(0);
-  a.prompt_len = dense<int32_t>(prompt_len, "prompt_len", 1, rows);
-  a.words = dense<int32_t>(words, "words", 2, rows);
-  a.words_stride = words.stride(0);
-  a.num_words = words.size(1) / places;
-  a.places = places;
-  kernels->ban_words(a);
-}
-
 const at::Ops kOps = {
     {"write_segments", &at::boxed<&write_segments>},
     {"prepare_step", &at::boxed<&prepare_step>},
-    {"ban_words", &at::boxed<&ban_words>},
     {"record_tokens", &at::boxed<&record_tokens>},
 };
 

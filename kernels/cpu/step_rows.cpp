@@ -1,6 +1,6 @@
 // write_segments, prepare_step, record_tokens and ban_words: a few hundred words per step, so they
 // use one thread.
-#include "step_rows.h"
+#include "sampling.h"
 
 #include <cstring>
 #include <limits>
@@ -90,18 +90,24 @@ bool ends_with(const int32_t* output, int64_t count, const int32_t* word, int64_
 
 }  // namespace
 
-void ban_words(const BanArgs& a) {
-  for (int64_t s = 0; s < a.samples; ++s) {
-    const int64_t r = a.row[s], prompt = a.prompt_len[r];
-    const int32_t* output = a.history + r * a.history_stride + prompt;
-    for (int64_t w = 0; w < a.num_words; ++w) {
-      const int32_t* word = a.words + r * a.words_stride + w * a.places;
-      const int32_t last = word[a.places - 1];
-      if (last < 0) break;
-      if (last < a.vocab && ends_with(output, a.length[s] - prompt, word, a.places))
-        a.logits[s * a.logits_stride + last] = -std::numeric_limits<float>::infinity();
-    }
+bool bans_words(const BanArgs& a, int64_t sample) {
+  return a.num_words > 0 && a.words[a.row[sample] * a.words_stride + a.places - 1] >= 0;
+}
+
+void ban_words_of(const BanArgs& a, int64_t sample, float* logits) {
+  const int64_t r = a.row[sample], prompt = a.prompt_len[r];
+  const int32_t* output = a.history + r * a.history_stride + prompt;
+  for (int64_t w = 0; w < a.num_words; ++w) {
+    const int32_t* word = a.words + r * a.words_stride + w * a.places;
+    const int32_t last = word[a.places - 1];
+    if (last < 0) break;
+    if (last < a.vocab && ends_with(output, a.length[sample] - prompt, word, a.places))
+      logits[last] = -std::numeric_limits<float>::infinity();
   }
+}
+
+void ban_words(const BanArgs& a) {
+  for (int64_t s = 0; s < a.samples; ++s) ban_words_of(a, s, a.logits + s * a.logits_stride);
 }
 
 }  // namespace llmc

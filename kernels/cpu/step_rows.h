@@ -1,8 +1,8 @@
-// The interface between step_bindings.cpp and step_rows.cpp: row tables, deltas, the packed inputs
-// of a step, and ops that use the rows after it.
+// The kernels of step_rows.cpp: row tables, deltas, the packed inputs of a step, and ops that use
+// the rows after it.
 #pragma once
 
-#include <cstdint>
+#include "kernels.h"
 
 namespace llmc {
 

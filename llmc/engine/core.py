@@ -210,7 +210,7 @@ class EngineCore:
     def use_idle_time(self) -> bool:
         """Do a small piece of work that would otherwise delay a step, such as capturing a CUDA
         graph. To be called when idle. -> whether there may be more to do."""
-        return self.runner.use_idle_time()
+        return self.runner.use_idle_time(has_work=self.has_work)
 
     @property
     def has_work(self) -> bool:

@@ -202,8 +202,11 @@ class Runner(Protocol):
     def eager_steps(self) -> Mapping[EagerReason, int]:
         """Steps that ran without a CUDA graph, by the reason; empty if graphs are not used."""
 
-    def use_idle_time(self) -> bool:
-        """Do a small piece of work that would otherwise delay a step. -> whether more remains."""
+    def use_idle_time(self, *, has_work: bool = False) -> bool:
+        """Do a small piece of work that would otherwise delay a step. -> whether more remains.
+
+        `has_work`: requests are waiting, so only do what would delay every step.
+        """
 
     def start_profile(self) -> None:
         """Start profiling steps. Raises RuntimeError if a profile is already being recorded."""

@@ -24,7 +24,7 @@ from llmc.compiler.lower import StepFunction
 from llmc.engine.plan import EagerReason, PendingStep, StepPlan, StepResult
 from llmc.errors import EngineDeadError
 from llmc.kernels.collectives import ranks as ranks_of
-from llmc.kernels.cpu.pages import release_memory
+from llmc.kernels.cpu.pages import release_memory, touch_pages
 from llmc.kernels.prompts import Prompts
 from llmc.kernels.record_tokens import record_tokens
 from llmc.kernels.write_segments import write_segments
@@ -47,6 +47,8 @@ from llmc.runner.step_shapes import StepShapes
 from llmc.runner.swap_space import SwapSpace
 
 T = TypeVar("T")
+
+_TOUCHED_BYTES = 512 << 20  # of the caches' first blocks, which the first requests write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +103,20 @@ class ModelRunner:
         self._graphs: StepGraphs | None = None
         if use_graphs and self._device.graphs is not None:
             self._graphs = StepGraphs(self._device.graphs)
+        self._recordings: StepRecordings | None = None
+        if rows.device.type == "cpu" and self._graphs is None:
+            self._recordings = StepRecordings()
         # a step's minimum size may require two dummies
         self._buffers = StepBuffers(
             rows,
             max_tokens=max(max_tokens, rows.padding_row) + 2,
             max_requests=rows.padding_row + 2,
-            keeps_delta=self._graphs is not None and not (images and images.moves_positions),
+            keeps_delta=(
+                (self._graphs is not None or self._recordings is not None)
+                and not (images and images.moves_positions)
+            ),
         )
+        self._untouched = touch_pages(self.caches, _TOUCHED_BYTES)
         self._tables = {name: rows.tables[name] for name in rows.tables if name in step.inputs}
         self._packed = tuple(name for name in step.inputs if name not in self._tables)
         self._hints = tuple(name for name in NO_HINTS if name in step.inputs)
@@ -119,7 +128,6 @@ class ModelRunner:
             max_model_len=rows.max_model_len,
         )
         self._pools = pools
-        self._recordings = StepRecordings() if rows.device.type == "cpu" else None
         self._offered: StepFunction | None = None  # to be swapped in when idle
         self._watch = CompileWatch()
         self._profiler = StepProfiler()
@@ -154,6 +162,7 @@ class ModelRunner:
             raise RuntimeError(
                 "only a CPU engine with a single rank can release its caches in place; use level 2"
             )
+        self._untouched = iter(())
         return release_memory((*self.caches, *self._states))
 
     def _on_step_thread(self, do: Callable[[], T]) -> T:
@@ -268,7 +277,8 @@ class ModelRunner:
         with torch.inference_mode(), self._watch.launching(), ranks_of(self._group):
             step, delta = self.step, received.delta
             sent = self._device.upload(delta.words, self._buffers.delta)
-            self._swap(received.out_slots, received.back_slots, sent[delta.swaps :])
+            if received.out_slots or received.back_slots:
+                self._swap(received.out_slots, received.back_slots, sent[delta.swaps :])
             self._copy(delta, sent)
             if delta.num_requests:
                 self._compute(step, received.shape, delta, sent)
@@ -313,7 +323,9 @@ class ModelRunner:
         self._tell(step_order(plan, shape, delta) if self._ranks is not None else None)
         sent = self._device.upload(delta.words, self._buffers.delta)
         out_slots = [copy.target for copy in plan.swap_out]
-        self._swap(out_slots, [copy.source for copy in plan.swap_in], sent[delta.swaps :])
+        in_slots = [copy.source for copy in plan.swap_in]
+        if out_slots or in_slots:
+            self._swap(out_slots, in_slots, sent[delta.swaps :])
         self._copy(delta, sent)
         return delta, sent
 
@@ -324,8 +336,6 @@ class ModelRunner:
 
     def _swap(self, out_slots: Sequence[int], in_slots: Sequence[int], blocks: Tensor) -> None:
         """Copy blocks of preempted requests to host memory, then those of resumed ones back."""
-        if not (out_slots or in_slots):
-            return
         assert self.swap_space is not None, "the plan swaps, but the runner has no swap space"
         out = len(out_slots)
         if out_slots:
@@ -372,19 +382,27 @@ class ModelRunner:
         plan: StepPlan | None = None,
         reason: EagerReason = "not_captured",
     ) -> tuple[StepInputs, StepOutputs]:
-        """Prepare the step's inputs and run it, or replay the graph of both. `plan`: on rank 0."""
+        """Prepare the step's inputs and run it, or replay both. `plan`: on rank 0."""
         graph = self._graphs.find(step, shape, reason) if self._graphs is not None else None
         if graph is not None and self._buffers.delta is not None:
             self._buffers.keep(delta, sent)
             return self._buffers.inputs(*shape), graph.replay()
+        if self._recordings is not None and self._buffers.delta is not None:
+            self._buffers.keep(delta, sent)
+
+            def run(step: StepFunction) -> StepOutputs:
+                inputs = self._buffers.update_from_delta(*shape)
+                return self._run(step, self._with_hints(inputs, delta.hints()))
+
+            return self._buffers.inputs(*shape), self._recordings.run(step, shape, run)
         inputs = self._prepare(delta, sent)
         if plan is not None and self.images is not None:
             self.images.shift(plan, inputs["positions"])
         if graph is not None:
             return inputs, graph.replay()
         if self._recordings is not None:
-            run = functools.partial(self._run, inputs=inputs)
-            return inputs, self._recordings.run(step, shape, run)
+            ready = functools.partial(self._run, inputs=inputs)
+            return inputs, self._recordings.run(step, shape, ready)
         return inputs, self._run(step, inputs)
 
     def _run(self, step: StepFunction, inputs: StepInputs) -> StepOutputs:
@@ -408,14 +426,17 @@ class ModelRunner:
         else:
             self._offered = step
 
-    def use_idle_time(self) -> bool:
-        """Do what would otherwise delay a step: swap in an offered step, capture one graph.
+    def use_idle_time(self, *, has_work: bool = False) -> bool:
+        """Do what would otherwise delay a step: swap in an offered step, capture one graph, or make
+        some memory of the caches present, unless requests are waiting.
 
         -> whether there may be more to do.
         """
         if self._offered is not None:
             self.step, self._offered = self._offered, None
-        return self.capture_next() is not None
+        if self.capture_next() is not None:
+            return True
+        return not has_work and next(self._untouched, False)
 
     def capture_next(self) -> StepShape | None:
         """Capture the step at a shape that has no graph yet: those in use first.

@@ -15,7 +15,6 @@ from llmc.config import EngineConfig
 from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
 from llmc.engine.kv.swap import SwapConfig, SwapCost
 from llmc.errors import ConfigError
-from llmc.kernels.cpu.pages import touch_in_background
 from llmc.passes.tap_states import tap_names
 from llmc.runner import kv_cache
 from llmc.runner.adapter_store import AdapterStore, lora_targets, plain_weights
@@ -30,8 +29,6 @@ from llmc.startup.images import ImageModel
 from llmc.startup.sizing import ModelProfile
 from llmc.startup.verify_packing import LENGTHS
 from llmc.weights.load import WeightSource
-
-_TOUCHED_BYTES = 512 << 20  # of the cache's first blocks, which the first requests write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +82,6 @@ def bind_model(
         runner.warm_up()
         while runner.capture_next() is not None:
             pass
-    elif runner.caches:
-        touch_in_background(runner.caches, _TOUCHED_BYTES)
     swap_config = _swap_config(runner.swap_space, profile.prefill_seconds_per_token)
     return replace(made, swap_config=swap_config)
 

@@ -35,7 +35,7 @@ class Runner:
         self.order: list[str] = []  # requests as they are given rows
         self.errors: list[Exception] = []
 
-    def use_idle_time(self) -> bool:
+    def use_idle_time(self, *, has_work: bool = False) -> bool:
         return False
 
     def submit(self, plan: StepPlan) -> DoneStep:

@@ -31,7 +31,7 @@ class ScriptedRunner:
         self.num_runtime_compiles = 0
         self.eager_steps: Mapping[EagerReason, int] = {}
 
-    def use_idle_time(self) -> bool:
+    def use_idle_time(self, *, has_work: bool = False) -> bool:
         return False
 
     def submit(self, plan: StepPlan) -> DoneStep:

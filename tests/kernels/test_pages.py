@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from llmc.kernels.cpu.pages import HugePages, release_memory, touch_in_background
+from llmc.kernels.cpu.pages import HugePages, release_memory, touch_pages
 
 _HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23  # madvise(2)
@@ -78,7 +78,7 @@ def test_touching_makes_pages_present_and_changes_nothing() -> None:
     tensors[0][:100] = 7
     if not _has_populate():
         pytest.skip("this kernel has no MADV_POPULATE_WRITE")
-    touch_in_background(tensors, limit_bytes=size).join(60)
+    assert list(touch_pages(tensors, limit_bytes=size)) == [True] * 8
     half = size // mmap.PAGESIZE // 2
     assert [_resident_pages(tensor) for tensor in tensors] == [half, half]
     assert (tensors[0][:100] == 7).all()

@@ -28,12 +28,6 @@ def test_one_op_draws_the_same_tokens(is_head: bool) -> None:
     assert_idempotent(plain, fuse_sampler())
 
 
-def test_does_nothing_where_it_is_unwanted() -> None:
-    plain, _ = apply(graph(), append_sampler())
-    _, (report,) = apply(plain, fuse_sampler(unwanted="no GPU"))
-    assert not report.changed and report.notes == ("no GPU",)
-
-
 def test_a_sampler_with_parameters_of_its_own_is_left_alone() -> None:
     plain, _ = apply(graph(), append_sampler())
     [token] = [n for n in plain.graph.nodes if str(n.target) == "llmc.sample.default"]

@@ -22,6 +22,9 @@ from tests.support.tiny_models import save_checkpoint
 pytestmark = pytest.mark.skipif(not load(), reason="there are no C++ ops on this machine")
 
 
+PICKED = torch.tensor([3, 0])
+
+
 def ours(name: str, *args: Any) -> Any:
     return getattr(torch.ops.llmc_cpu, name)(*args)
 
@@ -186,3 +189,28 @@ def test_a_compiled_step_leaves_decodes_of_few_rows_to_recordings(tmp_path: Path
         assert again == expected
         assert compiled_tokens == [6], "only the prompts use the compiled step"
         assert runner.num_replayed_steps >= before + 3
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.index_select(1, PICKED),  # has an overload with `out`
+        lambda x: torch.ops.aten.add.Scalar(x, 2),  # its `out` overload has another name
+        lambda x: torch.ops.aten.to.dtype(x, torch.float64),  # has none
+        lambda x: torch.ops.aten.sum.dim_IntList(x, [0]),
+        lambda x: torch.ops.aten.max.dim(x, 1)[1],  # has two results
+    ],
+)
+def test_torchs_ops_are_replayed_into_the_same_results(call: Any) -> None:
+    x = torch.randn(4, 32)
+
+    def run() -> Tensor:
+        made: Tensor = call(ours("rms_norm", x, None, 1e-5, 0.0))
+        return made
+
+    recorded = record(run)
+    assert recorded.num_torch_calls == 1
+    kept = recorded.results
+    fill(x)
+    assert recorded.replay() is kept and torch.equal(kept, run())

@@ -219,7 +219,7 @@ class FakeRunner:
         self.fail_at_swap = False  # once
         self.most_blocks = 0  # that rows held at one time
 
-    def use_idle_time(self) -> bool:
+    def use_idle_time(self, *, has_work: bool = False) -> bool:
         return False
 
     def release_caches(self) -> int:

@@ -31,7 +31,7 @@ class ScriptedRunner:
         self.fail_next: Exception | None = None
         self._rows: dict[int, tuple[NewRow, list[int]]] = {}
 
-    def use_idle_time(self) -> bool:
+    def use_idle_time(self, *, has_work: bool = False) -> bool:
         return False
 
     def release_caches(self) -> int:
