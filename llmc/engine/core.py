@@ -164,7 +164,9 @@ class EngineCore:
                     constraint.start()
                 except Exception as error:  # third-party code: any exception ends this request only
                     logger.warning("request %r: %s", request_id, error)
-                    updates.append(self.scheduler.fail_request(request_id, str(error)))
+                    failed = self.scheduler.fail_request(request_id, str(error))
+                    failed.is_refused = True
+                    updates.append(failed)
         return updates
 
     def _sibling(self, fork_of: str | None, request: Request) -> Request | None:
