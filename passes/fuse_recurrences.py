@@ -44,6 +44,7 @@ def fuse_recurrences(gm: fx.GraphModule) -> Notes:
     Before:
         y = aten.silu(llmc.causal_conv(x, w, b, None, ...))
         g = aten.mul(rate [H], aten.softplus(aten.add(a [1, T, H], bias [H])))
+        q, k = (aten.repeat_interleave(x [1, T, G, D], H / G, 2) for x in (q, k))
         o = llmc.delta_rule(q, k, v, g, aten.sigmoid(c), scale, eps, None, None, None, ...)
         z = aten.mul(llmc.selective_scan(..., gate=None, ...), aten.silu(u))
     After:
@@ -55,6 +56,7 @@ def fuse_recurrences(gm: fx.GraphModule) -> Notes:
     for node in calls(graph, causal_conv.overload):
         _take_activation(node)
     for node in calls(graph, delta_rule.overload):
+        _read_groups(graph, node)
         _take_decay(graph, node)
         _take_beta(graph, node)
     for node in calls(graph, selective_scan.overload):
@@ -71,6 +73,29 @@ def _take_activation(conv: fx.Node) -> None:
     if is_call(user, aten.silu.default) and arguments(conv).act is None:
         set_arguments(conv, act="silu")
         replace(user, at)  # type: ignore[arg-type]
+
+
+def _read_groups(graph: fx.Graph, node: fx.Node) -> None:
+    """Read query and key without copies for the heads that share a group of them."""
+    given = arguments(node)
+    groups = {name: _before_repeat(getattr(given, name)) for name in ("query", "key")}
+    if None in groups.values() or len({val(g).shape[-2] for g in groups.values()}) > 1:
+        return
+    with graph.inserting_before(node):
+        for name, group in groups.items():
+            num_tokens, _, dim = val(getattr(given, name)).shape
+            shape = (num_tokens, val(group).shape[-2], dim)
+            set_arguments(node, **{name: reshaped(graph, group, shape)})
+
+
+def _before_repeat(heads: fx.Node) -> Any:
+    """x of repeat_interleave(x [..., G, D], n, -2), which is `heads` in another shape, or None."""
+    repeated = through_reshapes(heads)
+    if not is_call(repeated, aten.repeat_interleave.self_int):
+        return None
+    given, shape = arguments(repeated), val(repeated).shape
+    is_by_head = given.dim in (-2, len(shape) - 2) and shape[-2:] == val(heads).shape[-2:]
+    return given.self if is_by_head else None
 
 
 def _take_decay(graph: fx.Graph, node: fx.Node) -> None:

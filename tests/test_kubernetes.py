@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+pytest.importorskip("starlette", reason="the server's dependencies are not installed")
+
 from llmc.integrations.ray.serve import _settings
 from llmc.server.app import ROUTES
 from llmc.server.settings import ServerSettings

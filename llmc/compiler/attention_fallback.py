@@ -7,6 +7,7 @@ attention, which `passes/find_attention.py` then recognizes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,14 +26,18 @@ _EAGER = "eager"
 
 
 def build_model(
-    config: Any, dtype: torch.dtype, head: Head = LM, context: int | None = None
+    config: Any,
+    dtype: torch.dtype,
+    head: Head = LM,
+    context: int | None = None,
+    apart: Sequence[str] = (),
 ) -> BuiltModel:
     """Build the model on meta, with llmc's attention if its class supports choosing one."""
     try:
-        return build(config, dtype, head=head, context=context)
+        return build(config, dtype, head=head, context=context, apart=apart)
     except CheckpointError as reason:
         try:
-            return build(config, dtype, _EAGER, head, context)
+            return build(config, dtype, _EAGER, head, context, apart)
         except CheckpointError:
             raise reason from reason.__cause__
 
@@ -65,7 +70,7 @@ def capture_model(
 
 def _build_eager(built: BuiltModel) -> BuiltModel:
     """The same model with eager attention and the same number of layers (`inspect` keeps fewer)."""
-    eager = build(built.source_config, built.dtype, _EAGER, built.head, built.context)
+    eager = build(built.source_config, built.dtype, _EAGER, built.head, built.context, built.apart)
     path, _ = layer_list(name for name, _ in built.module.named_parameters())
     kept, layers = built.module.get_submodule(path), eager.module.get_submodule(path)
     if isinstance(kept, nn.ModuleList) and isinstance(layers, nn.ModuleList):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,7 @@ class BuiltModel:
     buffers: dict[str, Tensor]  # name -> value, for buffers that are not read from checkpoints
     context: int | None  # maximum sequence length, if a table depends on it
     head: Head = LM
+    apart: tuple[str, ...] = ()  # parameters that the config ties to others, but not here
 
 
 def build(
@@ -68,11 +70,13 @@ def build(
     attention: str = interface.NAME,
     head: Head = LM,
     context: int | None = None,
+    apart: Sequence[str] = (),
 ) -> BuiltModel:
     """Build a model. Raises CheckpointError if the config is not a decoder-only causal LM.
 
     `attention` is a name in transformers' attention interface: ours, or `eager` for models that
     implement attention in their own code. `context`: maximum sequence length; None: the config's.
+    `apart`: names of parameters that are not tied, whatever the config says.
     """
     source, config = config, copy.deepcopy(config)  # the copy's fields are set below
     if not head.encoder:
@@ -91,6 +95,10 @@ def build(
             f"({type(config).__name__}): {reason_of(e)}"
         ) from e
     module.eval()
+    for name in apart:  # not by the config, which may tie shared layers by the same field
+        path, _, leaf = name.rpartition(".")
+        own = torch.empty_like(module.get_parameter(name))
+        module.get_submodule(path).register_parameter(leaf, nn.Parameter(own))
     _keep_float32(module, dtype)
     interface.use_experts(module)
     interface.choose_all_keys(module)
@@ -115,6 +123,7 @@ def build(
         buffers=buffers,
         head=head,
         context=context if has_tables else None,
+        apart=tuple(apart),
     )
 
 

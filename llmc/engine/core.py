@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
+from concurrent.futures import Future
 
 from llmc.engine.adapters import AdapterSlots
 from llmc.engine.admission import Limits, admit, derive_seed
@@ -32,7 +33,7 @@ from llmc.engine.messages import (
 )
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.parallel_sampling import same_prompt
-from llmc.engine.plan import PendingStep, Runner, StepPlan
+from llmc.engine.plan import PendingStep, Runner, StepPlan, StepResult
 from llmc.engine.request import Request
 from llmc.engine.scheduler import Scheduler
 from llmc.engine.state import collect_state
@@ -163,7 +164,9 @@ class EngineCore:
                     constraint.start()
                 except Exception as error:  # third-party code: any exception ends this request only
                     logger.warning("request %r: %s", request_id, error)
-                    updates.append(self.scheduler.fail_request(request_id, str(error)))
+                    failed = self.scheduler.fail_request(request_id, str(error))
+                    failed.is_refused = True
+                    updates.append(failed)
         return updates
 
     def _sibling(self, fork_of: str | None, request: Request) -> Request | None:
@@ -191,7 +194,7 @@ class EngineCore:
             plan = self.scheduler.schedule()
             if plan is None:
                 break
-            self._in_flight.append((plan, self.runner.submit(plan)))
+            self._in_flight.append((plan, self._submit(plan)))
         adapters = self.scheduler.adapters
         if adapters is not None:
             updates += self._end_failed(adapters)
@@ -205,6 +208,13 @@ class EngineCore:
         try:
             return updates + self.scheduler.update(plan, pending.result())
         except Exception as error:
+            if not self.scheduler.is_oldest(
+                plan
+            ):  # the step succeeded: running it again won't help
+                raise EngineDeadError(
+                    f"the result of step {plan.step} could not be processed: "
+                    f"{type(error).__name__}: {error}; please report this"
+                ) from error
             return updates + self._fail(plan, error)
 
     def use_idle_time(self) -> bool:
@@ -284,6 +294,15 @@ class EngineCore:
     def check(self) -> None:
         """Raise AssertionError if a block or a row was leaked. To be called when idle."""
         self.scheduler.check()
+
+    def _submit(self, plan: StepPlan) -> PendingStep:
+        """Submit a step. One that can't be submitted is a step that failed: it is in flight too."""
+        try:
+            return self.runner.submit(plan)
+        except Exception as error:
+            failed: Future[StepResult] = Future()
+            failed.set_exception(error)
+            return failed
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestUpdate]:
         """A step failed: wait for the steps after it, and search for the request that caused it."""

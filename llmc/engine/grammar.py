@@ -87,7 +87,9 @@ class Constraint(Extension):
                 self._mask = self._matcher.mask()
         except Exception as error:  # third-party code: any exception ends this request only
             problem = f"structured_outputs failed: {error or type(error).__name__}"
-            return request.ended("error", problem)
+            failed = request.ended("error", problem)
+            failed.is_refused = True  # a grammar that is too complex fails again if it is retried
+            return failed
         update = request.append(token, logprob)
         if is_complete and update.finish_reason != "stop":
             update.finish_reason, update.is_whole = "stop", True

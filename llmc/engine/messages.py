@@ -80,7 +80,7 @@ class RequestUpdate:
     the first token, one for each prompt token but the first. A pooling model returns `vector`
     alone: float32 values in native byte order, and one vector per prompt token, in order, if
     `prompt_logprobs` were requested. `error` comes with finish_reason "error"; with `is_refused`
-    the request was invalid and never started.
+    the request itself is at fault, and would fail again.
     """
 
     request_id: str

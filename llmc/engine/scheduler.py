@@ -477,8 +477,12 @@ class Scheduler:
             self.rows.release_again(void.plan.released_rows)
         return updates
 
+    def is_oldest(self, plan: StepPlan) -> bool:
+        """Whether no earlier plan is in flight, and the result of this one was not applied."""
+        return bool(self._in_flight) and self._in_flight[0].plan is plan
+
     def _oldest(self, plan: StepPlan) -> PlanBuilder:
-        if not self._in_flight or self._in_flight[0].plan is not plan:
+        if not self.is_oldest(plan):
             raise ValueError(f"step {plan.step} is not the oldest step in flight")
         return self._in_flight[0]
 

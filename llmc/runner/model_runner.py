@@ -131,6 +131,8 @@ class ModelRunner:
         self._offered: StepFunction | None = None  # to be swapped in when idle
         self._watch = CompileWatch()
         self._profiler = StepProfiler()
+        self._num_unread = 0  # submitted steps whose result was not read
+        self._has_failed = False  # one of them, so that no later one of them can run
         self._executor: ThreadPoolExecutor | None = None
         if rows.device.type == "cpu" and max_in_flight > 1:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="llmc-runner")
@@ -138,15 +140,38 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> PendingStep:
         """Start a step. On a GPU its kernels are queued. On CPU it runs in another thread, or
         synchronously if only one step can be in flight."""
+        self._num_unread += 1
         if self._executor is not None:
-            return self._executor.submit(self.execute, plan)
-        pending: Future[StepResult] = Future()
+            future = self._executor.submit(self._in_order, self._launch_and_collect, plan)
+            return _Pending(self, future.result)
         try:
-            launched = self.launch(plan)
+            launched = self._in_order(self.launch, plan)
         except Exception as error:
-            pending.set_exception(self.classified(error))
-            return pending
-        return _Pending(self, launched)
+            failed: Future[StepResult] = Future()
+            failed.set_exception(error)
+            return _Pending(self, failed.result)
+        return _Pending(self, functools.partial(self.collect, launched))
+
+    def _in_order(self, start: Callable[[StepPlan], T], plan: StepPlan) -> T:
+        """`start(plan)`, unless a step before it has failed.
+
+        That one may not have written the rows that this one reads. They would still name blocks
+        that belong to other requests or to the prefix cache by now, and this step would write them.
+        """
+        if self._has_failed:
+            raise RuntimeError("a step before this one failed")
+        try:
+            return start(plan)
+        except Exception:
+            self._has_failed = True
+            raise
+
+    def on_read(self) -> None:
+        """The result of a submitted step was read. Those submitted after all were read can run,
+        since the engine refills the rows of failed steps and of those behind them."""
+        self._num_unread -= 1
+        if not self._num_unread:
+            self._has_failed = False
 
     def start_profile(self) -> None:
         """Start recording the steps' kernels and operators with torch's profiler."""
@@ -172,7 +197,7 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step to completion."""
         try:
-            return self.collect(self.launch(plan))
+            return self._launch_and_collect(plan)
         except Exception as error:
             raise self.classified(error) from error
 
@@ -185,6 +210,9 @@ class ModelRunner:
                 f"sync: {why}; restart the engine"
             )
         return classified(error)
+
+    def _launch_and_collect(self, plan: StepPlan) -> StepResult:
+        return self.collect(self.launch(plan))
 
     def launch(self, plan: StepPlan) -> Launched:
         """Send the plan's delta, queue the step, and start copying its tokens to the host."""
@@ -501,14 +529,16 @@ class ModelRunner:
 
 
 class _Pending:
-    """A step that was queued on a GPU."""
+    """A submitted step; `wait` returns its result or raises its error."""
 
-    def __init__(self, runner: ModelRunner, launched: Launched) -> None:
+    def __init__(self, runner: ModelRunner, wait: Callable[[], StepResult]) -> None:
         self._runner = runner
-        self._launched = launched
+        self._wait = wait
 
     def result(self) -> StepResult:
         try:
-            return self._runner.collect(self._launched)
+            return self._wait()
         except Exception as error:
             raise self._runner.classified(error) from error
+        finally:
+            self._runner.on_read()

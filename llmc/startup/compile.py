@@ -6,12 +6,11 @@ transformers and Dynamo are imported only if a model has to be captured.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -147,11 +146,12 @@ def compile_model(
     if found is not None:
         parameters = found.program.parameters
         alike = _alike(source, parameters)
-        if alike.keys() <= parameters.shapes.keys() and _apart(alike, parameters) is None:
+        if alike.keys() <= parameters.shapes.keys() and not _apart(alike, parameters):
             return found
     built = build_as_stored(source, options.head)  # also if the checkpoint's names differ
     digest = config_digest(built.source_config)
-    if digest != source.facts.digest:  # weights that the config ties were separated
+    if built.apart:
+        digest = f"{digest} {' '.join(built.apart)}"
         found = _find(source, digest, options, cache)
     if found is not None:
         return replace(found, built=built)
@@ -202,18 +202,15 @@ def build_as_stored(source: ModelSource, head: Head | None = None) -> BuiltModel
     built = build_model(source.load_hf_config(), source.dtype, head, source.model_len)
     parameters = describe_parameters(built.module)
     alike = _alike(source, parameters)
-    names = _apart(Assignment(built.module, alike).direct, parameters) if alike else None
-    if names is None:
+    apart = _apart(Assignment(built.module, alike).direct, parameters) if alike else ()
+    if not apart:
         return built
-    log.warning("config.json ties %s, but they differ in the checkpoint; loading both", names)
-    return build_model(_untied(source.load_hf_config()), source.dtype, head, source.model_len)
-
-
-def _untied(hf_config: Any) -> Any:
-    untied = copy.deepcopy(hf_config)
-    for part in (untied, getattr(untied, "get_text_config", lambda: untied)()):
-        part.tie_word_embeddings = False
-    return untied
+    log.warning(
+        "config.json ties %s to another weight, but they differ in the checkpoint; loading both",
+        ", ".join(apart),
+    )
+    config = source.load_hf_config()
+    return build_model(config, source.dtype, head, source.model_len, apart)
 
 
 def _alike(source: ModelSource, parameters: Parameters) -> dict[str, Readable]:
@@ -224,13 +221,13 @@ def _alike(source: ModelSource, parameters: Parameters) -> dict[str, Readable]:
     return {name: t for name, t in source.open_tensors().items() if tuple(t.shape) in shapes}
 
 
-def _apart(tensors: Mapping[str, Readable], parameters: Parameters) -> str | None:
-    """The names of a tied weight whose stored values differ, as text; None if there is none."""
+def _apart(tensors: Mapping[str, Readable], parameters: Parameters) -> tuple[str, ...]:
+    """The names of tied weights whose stored values differ from those of the first name."""
+    apart = []
     for names in dict.fromkeys(parameters.aliases.values()):
-        stored = [tensors[n] for n in names if n in tensors]
-        if not all(stored[0].equals(other) for other in stored[1:]):
-            return " and ".join(names)
-    return None
+        first, *others = [n for n in names if n in tensors] or [""]
+        apart += [name for name in others if not tensors[first].equals(tensors[name])]
+    return tuple(apart)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
-from tiny_configs import tiny_config
+from tiny_configs import save_random, tiny_config
 from tiny_models import save_checkpoint
 
 from llmc.check import check as check_module
@@ -190,8 +190,12 @@ def test_made_up_weights_are_the_same_on_both_sides(checkpoint: Path, tmp_path: 
     assert certificate.float32 is not None and certificate.float32.relative < 2e-6
 
 
-def test_a_head_of_its_own_is_served_where_the_config_ties_it(tmp_path: Path) -> None:
-    save_checkpoint("llama", tmp_path, tie_word_embeddings=True, num_hidden_layers=1)
+@pytest.mark.parametrize("model_type", ["llama", "zamba2"])
+def test_a_head_of_its_own_is_served_where_the_config_ties_it(
+    model_type: str, tmp_path: Path
+) -> None:
+    """Zamba 2 ties its shared layers by the same field of the config: they stay tied."""
+    save_random(tiny_config(model_type, tie_word_embeddings=True), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})

@@ -119,6 +119,7 @@ def test_check_names_the_wrong_pass_and_serve_refuses(
 def test_serve_verifies_before_it_loads(
     checkpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("starlette", reason="the server's dependencies are not installed")
     wrong = f"{PLANTED}:wrong_attention"
     words = [checkpoint, *FLAGS, "-O0", "--port", "0", "--extra-pass", wrong, "--verify"]
     with mock.patch("llmc.cli.serve_run.run_server", side_effect=AssertionError):

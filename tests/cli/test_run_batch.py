@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("starlette", reason="the server's dependencies are not installed")
+
 from tiny_chat import tiny_chat_model
 
 from llmc.async_llm import AsyncLLM

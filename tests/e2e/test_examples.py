@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("starlette", reason="the server's dependencies are not installed")
+
 from live_server import live_server
 from scripted_engine import REPLY, make_hf_tokenizer
 from tiny_models import save_checkpoint

@@ -14,6 +14,7 @@ from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest, RequestUpdate
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan import EagerReason, StepPlan, StepResult
+from llmc.engine.request import Request
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from llmc.sampling_params import SamplingParams
 from llmc.structured_outputs import StructuredOutputsParams
@@ -25,6 +26,7 @@ class ScriptedRunner:
     def __init__(self, max_in_flight: int = 1) -> None:
         self.plans: list[StepPlan] = []
         self.errors: list[Exception | None] = []
+        self.refusals: list[Exception | None] = []  # raised by `submit` itself
         self.result: StepResult | None = None
         self.token = 9
         self.max_in_flight = max_in_flight
@@ -35,6 +37,9 @@ class ScriptedRunner:
         return False
 
     def submit(self, plan: StepPlan) -> DoneStep:
+        refusal = self.refusals.pop(0) if self.refusals else None
+        if refusal is not None:
+            raise refusal
         self.plans.append(plan)
         error = self.errors.pop(0) if self.errors else None
         samples = sum(work.sample for work in plan.work)
@@ -171,6 +176,37 @@ def test_a_result_of_the_wrong_size_is_a_failed_step() -> None:
     [update] = drain(core)["a"]
     assert update.finish_reason == "error"
     assert update.error is not None and "its result has 2 tokens, 0 logprobs" in update.error
+
+
+def test_a_step_that_cannot_be_submitted_is_a_failed_step(caplog: pytest.LogCaptureFixture) -> None:
+    """The second of two in flight is refused; later all are."""
+    caplog.set_level(logging.CRITICAL, "llmc.engine.core")
+    runner = ScriptedRunner(max_in_flight=2)
+    runner.refusals = [None, RuntimeError("no thread")]
+    core = engine(runner)
+    add(core, "a", max_tokens=8)
+    add(core, "b", max_tokens=8)
+    done = drain(core)
+    assert [len(done[name]) for name in "ab"] == [8, 8]
+    assert core.stats().num_failed_steps == 1
+    core.check()
+    runner.refusals = [RuntimeError("no thread")] * 9
+    add(core, "c")
+    add(core, "d")
+    for updates in drain(core).values():
+        assert [update.error for update in updates] == ["the step failed: RuntimeError: no thread"]
+    core.check()
+    assert core.stats().num_free_blocks == 32
+
+
+def test_a_result_that_cannot_be_processed_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step did not fail, and a later one is in flight: bisecting it would find no culprit."""
+    core = engine(ScriptedRunner(max_in_flight=2))
+    add(core, "a", max_tokens=8)
+    core.step()
+    monkeypatch.setattr(Request, "append", lambda *args: 1 / 0)
+    with pytest.raises(EngineDeadError, match="step 1 could not be processed: ZeroDivisionError"):
+        core.step()
 
 
 @pytest.mark.parametrize("first", [[], [RuntimeError("bad kernel")]], ids=["itself", "behind"])

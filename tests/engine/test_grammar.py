@@ -137,6 +137,20 @@ def test_a_matcher_that_breaks_ends_its_request_alone(
     assert engine.stats().num_failed_steps == 0
 
 
+def test_a_grammar_that_fails_is_told_as_the_fault_of_its_request(grammars: SlowGrammars) -> None:
+    """So that a server answers 400, which clients do not retry."""
+    engine = make_engine(grammars)
+    engine.add(message("wrong"))
+    grammars.asked[0][1].set_exception(InvalidRequestError("not a grammar"))
+    grammars.is_known = True
+    engine.add(message("breaks", "2!"))
+    updates = []
+    while engine.has_work:
+        updates += engine.step()
+    ended = {one.request_id: one.is_refused for one in updates if one.finish_reason is not None}
+    assert ended == {"wrong": True, "breaks": True}
+
+
 def test_a_request_that_waits_can_be_aborted_and_its_id_used_again(
     grammars: SlowGrammars,
 ) -> None:

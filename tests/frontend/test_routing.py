@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+
+pytest.importorskip("msgspec", reason="the server's dependencies are not installed")
+
 import scripted_process
 
 from llmc.config import EngineConfig

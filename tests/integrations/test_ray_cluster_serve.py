@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytest.importorskip(
+    "ray", reason="Ray is not installed here; tests/e2e/test_on_ray.py runs these elsewhere"
+)
+
 import httpx
 import openai
-import pytest
 import yaml
 from live_ray import MARKS, TINY, live_ray, placement_groups, processes, wait_for
 from tiny_adapters import save_adapter

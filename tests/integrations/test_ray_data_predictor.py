@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("starlette", reason="the server's dependencies are not installed")
+
 from tiny_chat import tiny_chat_model
 
 from llmc.errors import ConfigError

@@ -9,6 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
+
+pytest.importorskip("starlette", reason="the server's dependencies are not installed")
+
 from fake_adapters import Loader
 from scripted_engine import REPLY, make_scripted
 from starlette.applications import Starlette

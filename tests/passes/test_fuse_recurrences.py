@@ -141,6 +141,41 @@ def scan(x: Tensor, dt: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return selective_scan.overload(x[0], dt[0], a, b[0], b[0], *options, *[None] * 4)[None]
 
 
+def grouped(x: Tensor, q: Tensor, k: Tensor, b: Tensor) -> Tensor:
+    given = (q[0], k[0], x[0], b[0][..., None], b[0], 0.5, 1e-6, None, None, None)
+    return delta_rule.overload(*given, *[None] * 4)[None]
+
+
+def test_the_delta_rule_reads_groups_without_copies_for_each_head() -> None:
+    def layer(x: Tensor, q: Tensor, k: Tensor, b: Tensor) -> Tensor:
+        q, k = (y.repeat_interleave(HEADS // 2, dim=2) for y in (q, k))
+        return grouped(x, q, k, b)
+
+    small = {n: step(rand(1, TOKENS, 2, DIM), dynamic=1) for n in "qk"}
+    x, b = step(rand(1, TOKENS, HEADS, DIM), dynamic=1), step(rand(1, TOKENS, HEADS), dynamic=1)
+    given = fused(layer, delta_rule, set(), x=x, **small, b=b)
+    assert val(given.query).shape[1:] == val(given.key).shape[1:] == (2, DIM)
+
+
+@pytest.mark.parametrize(
+    "repeat",
+    [
+        lambda q, k: (q.repeat_interleave(2, 2), k.repeat(1, 1, 2, 1)),
+        lambda q, k: (q.repeat_interleave(2, 2), k[:, :, :1].repeat_interleave(4, 2)),
+        lambda q, k: [y.repeat_interleave(2, 3).view(1, -1, HEADS, DIM) for y in (q, k)],
+    ],
+    ids=["another order", "other groups", "channels"],
+)
+def test_other_copies_of_groups_stay(repeat: Callable[..., Any]) -> None:
+    def layer(x: Tensor, q: Tensor, k: Tensor, b: Tensor) -> Tensor:
+        return grouped(x, *repeat(q, k), b)
+
+    small = {n: step(rand(1, TOKENS, 2, DIM), dynamic=1) for n in "qk"}
+    x, b = step(rand(1, TOKENS, HEADS, DIM), dynamic=1), step(rand(1, TOKENS, HEADS), dynamic=1)
+    _, (report,) = apply(trace(layer, x=x, **small, b=b), fuse_recurrences())
+    assert not report.changed
+
+
 @DTYPES
 def test_a_scan_takes_the_gate_and_the_cast_after_it(dtype: torch.dtype) -> None:
     def layer(x: Tensor, dt: Tensor, b: Tensor, z: Tensor) -> Tensor:

@@ -258,6 +258,28 @@ def test_an_error_of_a_step_comes_with_its_result(max_in_flight: int) -> None:
     assert after.result().token_ids == [2]
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 2], ids=["this thread", "another thread"])
+def test_a_step_after_one_that_failed_does_not_run_over_rows_that_were_not_written(
+    max_in_flight: int,
+) -> None:
+    """The failed step was to fill row 0, which still names blocks that others may own by now."""
+    runner, fake = make(max_in_flight=max_in_flight)
+    prefill = RowWork(row=0, start=0, num_tokens=2, sample=True, new_blocks=(1,))
+    runner.submit(StepPlan(step=0, new_rows=[enter(0, [6, 7])], work=[prefill])).result()
+    refill = dataclasses.replace(prefill, new_blocks=(2,))
+    no_swap_space = [BlockCopy(source=0, target=0)]
+    failing = StepPlan(step=1, new_rows=[enter(0, [8, 9])], work=[refill], swap_out=no_swap_space)
+    decode = RowWork(row=0, start=2, num_tokens=1, sample=True)
+    first, second = runner.submit(failing), runner.submit(StepPlan(step=2, work=[decode]))
+    with pytest.raises(AssertionError, match="no swap space"):
+        first.result()
+    with pytest.raises(RuntimeError, match="a step before this one failed"):
+        second.result()
+    assert len(fake.seen) == 1
+    again = StepPlan(step=3, new_rows=[enter(0, [8, 9])], work=[refill])
+    assert runner.submit(again).result().token_ids == [10]
+
+
 def test_a_token_that_could_not_be_drawn_is_no_index() -> None:
     """A step already planned on top of it must read a token that exists."""
     runner, fake = make()

@@ -9,12 +9,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from live_models import LiveModels, live_models
 from scripted_process import wait_for
 
+from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
 from llmc.processes.engine_processes import EngineProcesses
 from llmc.server import model_manager
@@ -275,3 +277,11 @@ def test_requests_that_wait_for_a_model_are_limited(monkeypatch: pytest.MonkeyPa
         for thread in threads:
             thread.join(30)
         assert sorted(answers) == [200, 200, 429, 429, 429]
+
+
+def test_the_size_of_weights_is_that_of_all_parts(tmp_path: Path) -> None:
+    for part, count in ((1, 100), (2, 50), (3, 25)):
+        (tmp_path / f"m-0000{part}-of-00003.gguf").write_bytes(bytes(count))
+    (tmp_path / "m-00001-of-00002.gguf").write_bytes(bytes(1000))
+    first = tmp_path / "m-00001-of-00003.gguf"
+    assert model_manager.weight_file_bytes(EngineConfig(model=str(first))) == 175

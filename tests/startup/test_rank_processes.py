@@ -13,6 +13,10 @@ import httpx
 import psutil
 import pytest
 import torch
+
+pytest.importorskip("zmq", reason="the server's dependencies are not installed")
+pytest.importorskip("msgspec", reason="the server's dependencies are not installed")
+
 from live_processes import live_processes
 from scripted_process import has_ended, wait_for
 from tiny_chat import tiny_chat_model

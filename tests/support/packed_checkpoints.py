@@ -319,7 +319,8 @@ def mxfp8() -> Packing:
     def pack(weight: Tensor) -> Packed:
         groups = weight.double().view(len(weight), -1, 32)
         exponent = (groups.abs().amax(-1).log2().floor() - 8).int()
-        q = (groups / 2.0 ** exponent[..., None].double()).float().to(torch.float8_e4m3fn)
+        q = (groups / 2.0 ** exponent[..., None].double()).float()
+        q = q.clamp(-448, 448).to(torch.float8_e4m3fn)  # torch 2.11 makes NaN of larger numbers
         numbers = q.float() * 2.0 ** exponent[..., None].float()
         return {
             "weight": q.view(weight.shape),

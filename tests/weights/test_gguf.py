@@ -23,7 +23,6 @@ from llmc import LLM, PoolingParams, SamplingParams
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
 from llmc.kernels.quantized_linear import dequantize as op_numbers
-from llmc.server.model_manager import weight_file_bytes
 from llmc.startup.gguf_files import model_directory
 from llmc.startup.model_files import load_config, resolve_model
 from llmc.startup.resolve import resolve
@@ -101,14 +100,6 @@ def test_a_cache_that_cant_be_written_is_told_with_what_to_do(
     monkeypatch.setenv("LLMC_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(CheckpointError, match=r"\(Not a directory\); set LLMC_CACHE_DIR"):
         model_directory(path)
-
-
-def test_the_size_of_weights_is_that_of_all_parts(tmp_path: Path) -> None:
-    for part, count in ((1, 100), (2, 50), (3, 25)):
-        (tmp_path / f"m-0000{part}-of-00003.gguf").write_bytes(bytes(count))
-    (tmp_path / "m-00001-of-00002.gguf").write_bytes(bytes(1000))
-    first = tmp_path / "m-00001-of-00003.gguf"
-    assert weight_file_bytes(EngineConfig(model=str(first))) == 175
 
 
 def test_a_file_is_known_by_its_name_in_capitals_or_its_content(tmp_path: Path) -> None:
