@@ -107,8 +107,8 @@ def plan(
     rows, depth = expert.shape[0], x.shape[1]
     experts, channels = weight.shape[0], weight.shape[1] * CHANNELS
     config = low_bit_expert_config(rows, experts, x.element_size())
-    given, constants, covers_all = chosen_rows(x, expert, experts, order, offsets)
-    out = x.new_empty(rows, channels) if covers_all else x.new_zeros(rows, channels)
+    given, constants = chosen_rows(x, expert, experts, order, offsets)
+    out = x.new_empty(rows, channels)
     pdl = dependent_launch.applies_to(x.device)
     launch = Launch(
         kernel=low_bit_expert_kernel,

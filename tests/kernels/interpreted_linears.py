@@ -34,6 +34,7 @@ from llmc.kernels.triton import dequantize as triton_dequantize
 from llmc.kernels.triton import (
     expert_linear,
     fused_linear,
+    quantized_expert_linear,
     quantized_linear,
     quantized_rows,
     scaled_linear,
@@ -363,7 +364,7 @@ def test_experts_that_no_row_picked_are_not_read(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 17, 150, 1025])
 @pytest.mark.parametrize("experts", [3, 8])
 def test_rows_find_their_experts_and_those_without_one_get_zeros(rows: int, experts: int) -> None:
-    """Few rows without a sort, each from memory that holds NaN; more than 1024 are sorted."""
+    """From memory that holds NaN; few rows are not sorted, more than 1024 are."""
     gen = torch.Generator().manual_seed(rows)
     expert = torch.randint(-1, experts + 1, (rows,), generator=gen)
     case = (rand(rows, 20), rand(experts, 24, 20, seed=1), rand(experts, 24, seed=2), expert, False)
@@ -374,9 +375,32 @@ def test_rows_find_their_experts_and_those_without_one_get_zeros(rows: int, expe
         ]
         got, want = expert_linear.plan(*wide).run(), OPS["expert_linear"].reference(*wide)
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
-    if rows > 1024:
-        torch.testing.assert_close(
-            plan.run(), OPS["expert_linear"].reference(*case), rtol=2e-5, atol=2e-5
-        )
+    assert_equals_reference("expert_linear", plan, case)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [(0, 0), (300, 0), (0, 300), (16, 17), (1100, 0), (550, 550), (0, 1100)],
+    ids="{0[0]} below and {0[1]} above".format,
+)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_sorted_rows_without_an_expert_get_zeros(others: tuple[int, int], quantized: bool) -> None:
+    """All of them, some, or none; padding has the number of experts, other rows any number."""
+    below, above = others
+    inside = torch.arange(1100 - below - above) % 2
+    expert = torch.cat((torch.full((below,), -3), inside, torch.full((above,), 2)))
+    expert = expert[torch.randperm(1100, generator=torch.Generator().manual_seed(below))]
+    x = rand(1100, 32)
+    if quantized:
+        to = Quantization(format="int8")
+        weight, scale = (part.unflatten(0, (2, 1)) for part in quantize(rand(32, 32, seed=1), to))
+        case: tuple[Any, ...] = (x, weight, scale, None, None, expert)
+        plan = quantized_expert_linear.plan(*case)
+        assert_equals_reference("quantized_expert_linear", plan, case)
     else:
+        case = (x, rand(2, 16, 32, seed=1), None, expert, False)
+        plan = expert_linear.plan(*case)
         assert_equals_reference("expert_linear", plan, case)
+    outside = (expert < 0) | (expert >= 2)
+    assert (plan.out[outside] == 0).all() and int(outside.sum()) == below + above
+    assert len(plan.launches) == 1
