@@ -110,3 +110,13 @@ def low_bit_expert_config(rows: int, experts: int, itemsize: int) -> GemmConfig:
     if rows <= 64 * experts:
         return GemmConfig(block_m=32, block_n=64, block_k=64, num_warps=4, num_stages=3)
     return GemmConfig(block_m=128, block_n=64, block_k=64, num_warps=8, num_stages=3)
+
+
+def scaled_expert_config(rows: int, experts: int, group: int, depth: int) -> GemmConfig:
+    """The same for products of float8 with a scale per `group` of the depth: block_k divides it."""
+    block_k = 128 if group == depth else min(128, group & -group)
+    if rows <= 16 * experts:
+        return GemmConfig(block_m=16, block_n=64, block_k=block_k, num_warps=4, num_stages=4)
+    if rows <= 64 * experts:
+        return GemmConfig(block_m=64, block_n=128, block_k=block_k, num_warps=4, num_stages=3)
+    return GemmConfig(block_m=128, block_n=128, block_k=block_k, num_warps=8, num_stages=3)

@@ -318,6 +318,47 @@ def test_rounding_does_not_depend_on_the_number_of_rows(
     assert len(calls) == (has_products and rows >= 10)
 
 
+def float8_experts(
+    rows: int, choices: int, n: int, k: int, group: int, dtype: torch.dtype
+) -> tuple[Any, ...]:
+    """Arguments of `quantized_expert_linear`: three experts, and rows without one."""
+    x, *_, bias, _, bits = float8_case(rows // choices, n, k, group, dtype)
+    to = Quantization(format="fp8", group=group)
+    parts = [quantize(rand(n, k, seed=e) * k**-0.5, to) for e in range(3)]
+    weight, scale = (torch.stack(part) for part in zip(*parts, strict=True))
+    expert = torch.randint(-1, 4, (rows,), generator=torch.Generator().manual_seed(rows))
+    return x, weight, scale, None, torch.stack([bias] * 3), expert, None, bits
+
+
+@pytest.mark.parametrize(
+    ("rows", "choices", "n", "k", "group"),
+    [(12, 1, 48, 96, 0), (10, 2, 16, 160, 0), (150, 1, 80, 256, 128), (60, 4, 32, 192, 96)],
+)
+@pytest.mark.parametrize(
+    ("dtype", "has_products"),
+    [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)],
+)
+def test_experts_multiply_codes(
+    rows: int, choices: int, n: int, k: int, group: int, dtype: torch.dtype, has_products: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """GPUs without products of float8 multiply the same numbers, dequantized (in bfloat16, that
+    rounds them once more)."""
+    monkeypatch.setattr(quantized_expert_linear, "multiplies_codes", lambda device: has_products)
+    case = float8_experts(rows, choices, n, k, group, dtype)
+    want = OPS["quantized_expert_linear"].reference(*case)
+    assert want.isnan().any() and want.isfinite().any()
+    plan = quantized_expert_linear.plan(*case)
+    assert len(plan.launches) == 2
+    assert ("x_scale" in plan.launches[1].args) == has_products
+    plan.out.fill_(7.0)
+    got = plan.run()
+    tolerance = op_cases.TOLERANCE[dtype] | (
+        {"rtol": 2e-5, "atol": 2e-4} if dtype == torch.float32 else {}
+    )
+    torch.testing.assert_close(got, want, equal_nan=True, **tolerance)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_bench_times_ways_with_the_same_result(format: Format) -> None:
     """In bfloat16, which dequantized weights are rounded to; inputs in fp8 differ by 3 %."""

@@ -119,6 +119,21 @@ def test_chips_that_convert_float8_use_fewer_registers(
     assert use.spilled == 0 and use.registers < by_bits["registers"]
 
 
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("rows", ["few", "rows", "many"])
+def test_experts_multiply_words_of_codes_as_they_are_stored(rows: str, target: str) -> None:
+    """A thread's four codes go to shared memory together; no instruction of it widens them."""
+    launch = BUILDS[f"quantized_expert_linear fp8 product, {rows}"]().launches[-1]
+    code = compiled_code(launch, target).asm["ptx"]
+    products = {"sm_90": r"wgmma\S+\.e4m3\.e4m3", "sm_100": r"tcgen05\.mma\S+kind::f8f6f4"}
+    if rows == "few":  # too few for those
+        assert re.search(r"mma\.sync\S+m16n8", code)
+    else:
+        assert re.search(products[target], code)
+        assert "cvt.rn.f16x2.e4m3x2" not in code
+    assert not re.search(r"st\.shared\.(b8|v2\.b8|v4\.b8)", code)
+
+
 @pytest.mark.parametrize(
     "build", ["attention decode", "attention chosen", "rope_write", "write_kv", "rope_attention"]
 )

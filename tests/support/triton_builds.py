@@ -42,6 +42,7 @@ from llmc.kernels.triton import (
     rope_write,
     sample,
     sample_rows,
+    scaled_expert_linear,
     scaled_linear,
     selective_scan,
     step_rows,
@@ -313,6 +314,19 @@ def low_bit_experts(
     )
 
 
+def scaled_experts(rows: int, group: int = 0, *, choices: int = 1) -> Plan[Tensor]:
+    """Float8 by float8, with scales as in checkpoints; without the launch that rounds x."""
+    to = Quantization(format="fp8", group=group)
+    plan = scaled_expert_linear.plan(
+        meta(rows // choices, 2048),
+        meta(*to.shape("weight", 128, 1536, 2048), dtype=to.dtype),
+        floats(*to.shape("scale", 128, 1536, 2048)),
+        meta(128, 1536),
+        longs(rows),
+    )
+    return Plan(out=plan.out, launches=plan.launches[1:])
+
+
 def embedding(tokens: int, format: Format, *, minimum: bool = False) -> Plan[Tensor]:
     """In groups of 32, as in GGUF files."""
     to = Quantization(format=format, group=32, scale="float32", minimum=minimum)
@@ -573,6 +587,11 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_expert_linear int8 many": lambda: low_bit_experts(32768, "int8"),
     "quantized_expert_linear int8 of tokens": lambda: low_bit_experts(1000, "int8", choices=8),
     "quantized_expert_linear fp8 few": lambda: low_bit_experts(64, "fp8"),
+    "quantized_expert_linear fp8 product, few": lambda: scaled_experts(64, 128, choices=8),
+    "quantized_expert_linear fp8 product, few, groups of 32": lambda: scaled_experts(1000, 32),
+    "quantized_expert_linear fp8 product, rows": lambda: scaled_experts(4096, 128),
+    "quantized_expert_linear fp8 product, many": lambda: scaled_experts(32768, 128),
+    "quantized_expert_linear fp8 product, many, whole rows": lambda: scaled_experts(32768),
     "quantized_embedding int4": lambda: embedding(64, "int4", minimum=True),
     "quantized_embedding int8": lambda: embedding(64, "int8"),
     "quantized_embedding fp8": lambda: embedding(64, "fp8"),
