@@ -318,6 +318,22 @@ def test_rounding_does_not_depend_on_the_number_of_rows(
     assert len(calls) == (has_products and rows >= 10)
 
 
+@pytest.mark.parametrize("format", ["int4", "int8", "fp8", "mxfp4"])
+def test_experts_of_many_rows(format: Format) -> None:
+    """For each expert a full tile of the largest size, and a part of one."""
+    case = [c for c in op_cases.cases("quantized_expert_linear", torch.bfloat16)
+            if c[1].dtype == Quantization(format=format).dtype and len(c) == 7
+            and (c[2].dtype == torch.uint8) == (format == "mxfp4")][-1]  # fmt: skip
+    experts = case[1].shape[0]
+    rows = 300 * experts
+    x = rand(rows, case[0].shape[1]).bfloat16()
+    wide = (x, *case[1:5], torch.arange(rows) % experts, *case[6:])
+    plan = quantized_expert_linear.plan(*wide)
+    assert plan.launches[0].constants["BLOCK_M"] == 256
+    want = OPS["quantized_expert_linear"].reference(*wide)
+    torch.testing.assert_close(plan.run(), want, rtol=2e-2, atol=2e-2)
+
+
 def float8_experts(
     rows: int, choices: int, n: int, k: int, group: int, dtype: torch.dtype
 ) -> tuple[Any, ...]:
