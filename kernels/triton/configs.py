@@ -21,6 +21,9 @@ class AttentionConfig:
     combine_splits: int
     # load whole tiles through tensor descriptors where the cache allows it: off until measured
     descriptors: bool = False
+    # with descriptors, on GPUs for which Triton can: separate warps copy, multiply and compute the
+    # softmax. Off until measured
+    warp_specialize: bool = False
 
 
 def attention_config(rows: int, dim: int, itemsize: int, cache_itemsize: int) -> AttentionConfig:

@@ -36,7 +36,7 @@ from triton_aot import (  # noqa: E402
     is_for,
     variant,
 )
-from triton_builds import BUILDS, SIZED, attention, named_launches, sweep  # noqa: E402
+from triton_builds import BUILDS, SIZED, attention, copied, named_launches, sweep  # noqa: E402
 
 from llmc.kernels.triton import paged_attention  # noqa: E402
 
@@ -182,6 +182,31 @@ def test_tiles_of_keys_can_be_copied_by_the_copy_engine(
     assert "cp.async.bulk.tensor" in compiled_code(launch, target).asm["ptx"]
     use = compile_launch(launch, target)
     assert use.spilled == 0 and use.shared <= SHARED_LIMIT[target]
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_warps_are_specialized_where_triton_can(target: str) -> None:
+    """Each kind of warp asks for its own number of registers. Blackwell multiplies in tensor
+    memory; Hopper gets the same kernel as without the option (attention_tiles.py)."""
+    launch = BUILDS["attention prefill specialized"]().launches[0]
+    code = compiled_code(launch, target)
+    if target == "sm_100":
+        assert "setmaxnreg.inc" in code.asm["ptx"] and "setmaxnreg.dec" in code.asm["ptx"]
+        assert "tcgen05.mma" in code.asm["ptx"] and "cp.async.bulk.tensor" in code.asm["ptx"]
+        assert code.metadata.num_warps > launch.num_warps
+    else:
+        without = compiled_code(BUILDS["attention prefill copied"]().launches[0], target)
+        assert code.asm["ptx"] == without.asm["ptx"]
+        assert "setmaxnreg" not in code.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "features"), [(64, {}), (4, {"distances": 1024})], ids=["decode", "distances"]
+)
+def test_warps_are_not_specialized_for_other_shapes(rows: int, features: dict[str, int]) -> None:
+    tokens = 64 if rows == 64 else 4096
+    (launch,) = copied(tokens, rows, 128, specialize=True, **features).launches
+    assert not launch.constants["SPECIALIZE"]
 
 
 def test_each_wave_of_an_amd_gpu_waits_for_its_stores() -> None:

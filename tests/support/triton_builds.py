@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -110,6 +112,19 @@ def attention(
         v_dim * shared,
         meta(tokens, heads, distances, dtype=dtype) if distances else None,
     )
+
+
+def copied(tokens: int, rows: int, dim: int, *, specialize: bool, **features: Any) -> Plan[Tensor]:
+    """Attention with the options that are off until measured: tiles are copied as a whole, and
+    with `specialize` by a warp of its own."""
+    choose = paged_attention.attention_config
+    options = {"descriptors": True, "warp_specialize": specialize}
+    with mock.patch.object(
+        paged_attention, "attention_config", lambda *given: replace(choose(*given), **options)
+    ):
+        plan = attention(tokens, rows, 32, 8, dim, block_size=64, **features)
+    assert plan.launches[0].constants["DESCRIPTORS"]
+    return plan
 
 
 def latent(tokens: int, rows: int, *, cache: torch.dtype | None = None) -> Plan[Tensor]:
@@ -442,6 +457,10 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "rope_attention window sinks": lambda: rope_decode(64, 64, window=128, normed=False),
     "rope_attention fp8_e4m3": lambda: rope_decode(32, 128, cache=FP8[0]),
     "attention prefill": lambda: attention(4096, 4, 32, 8, 128),
+    "attention prefill copied": lambda: copied(4096, 4, 128, specialize=False),
+    "attention prefill specialized": lambda: copied(4096, 4, 128, specialize=True),
+    "attention prefill specialized 64": lambda: copied(4096, 4, 64, specialize=True),
+    "attention prefill specialized 256": lambda: copied(4096, 4, 256, specialize=True),
     "attention prompts out of pages": lambda: gather_pages.plan(
         meta(64, 8, 16, 128), meta(64, 8, 16, 128), ints(5), ints(4, 2048), 8192, 4096
     ),
