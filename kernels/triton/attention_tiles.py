@@ -6,7 +6,7 @@ BLOCK_N slots of one block and head are consecutive rows. Requires NVIDIA sm_90 
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def specializes(device: torch.device) -> bool:
     return device.type != "cuda" or _is_blackwell(device.index)
 
 
-@cache
+@lru_cache
 def _is_blackwell(index: int | None) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(index)[0] == 10
 

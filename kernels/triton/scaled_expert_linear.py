@@ -1,4 +1,4 @@
-"""`quantized_expert_linear` of fp8 weights with inputs rounded to fp8, on GPUs that multiply float8.
+"""`quantized_expert_linear` of fp8 weights with inputs in fp8, on GPUs that multiply float8.
 
 As in scaled_linear.py, tensor cores multiply the codes, and each group's sum is scaled in float32.
 A word of the weight is four codes of a channel in the order in which they are multiplied. So any
