@@ -11,6 +11,7 @@ A wide sweep over flags and head sizes runs on demand: `pytest -m slow tests/ker
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -39,6 +40,7 @@ from triton_aot import (  # noqa: E402
 from triton_builds import BUILDS, SIZED, attention, copied, named_launches, sweep  # noqa: E402
 
 from llmc.kernels.triton import paged_attention  # noqa: E402
+from llmc.kernels.triton.attention_kernel import load_tile  # noqa: E402
 
 BUDGET = Path(__file__).with_name("triton_budget.json")
 WRITING = bool(os.environ.get("LLMC_WRITE_TRITON_BUDGET"))
@@ -215,6 +217,32 @@ def test_each_wave_of_an_amd_gpu_waits_for_its_stores() -> None:
     _, last_store, between = stores.rpartition("global_store")
     before, barrier, _ = between.partition("s_barrier")
     assert atom and last_store and barrier and "s_waitcnt vmcnt(0)" in before
+
+
+@pytest.mark.parametrize("build", [name for name in BUILDS if name.startswith("rope_attention")])
+def test_each_wave_of_an_amd_gpu_has_stored_its_keys_before_any_reads_them(build: str) -> None:
+    """A program's waves share one L1, since it is not split over compute units."""
+    code = compiled_code(BUILDS[build]().launches[0], "gfx942").asm["amdgcn"]
+    assert ".amdhsa_tg_split 0" in code
+    first_product, _, _ = code.partition("v_mfma")
+    writes, *after = first_product.split(";;#ASMSTART\n\ts_waitcnt vmcnt(0)")
+    assert len(after) == 1 and len(re.findall(r"_store_", writes)) >= 2  # keys and values
+    waiting, barrier, reads = after[0].partition("s_barrier")
+    assert barrier and not re.search(r"(global|buffer|flat)_(load|store)", waiting)
+    lines, first = inspect.getsourcelines(load_tile.fn)
+    tiles = range(first, first + len(lines))
+
+    def loads_tiles(text: str) -> bool:
+        """Whether an instruction that `load_tile` was compiled to reads memory."""
+        line = 0
+        for part in text.splitlines():
+            if found := re.search(r"; (\w+\.py):(\d+):", part):
+                line = int(found[2]) if found[1] == "attention_kernel.py" else 0
+            elif line in tiles and re.search(r"(global|buffer|flat)_load", part):
+                return True
+        return False
+
+    assert loads_tiles(reads) and not loads_tiles(writes)
 
 
 def test_budget_lists_only_what_is_built(budget: dict[str, dict[str, int]]) -> None:
