@@ -34,6 +34,7 @@ from bench.linear_work import (
     embedding_work,
     expert_work,
     fused_work,
+    low_bit_expert_work,
     low_bit_work,
     ways_work,
 )
@@ -134,6 +135,8 @@ def gpu_work(device: torch.device, *, flex: bool = False) -> Iterator[Maker]:
             yield partial(embedding_work, format, tokens, 4096, 65536, device)
     for rows in (8, 4096):
         yield partial(expert_work, rows, 128, 8, 2048, 768, device)
+        for format in ("int4", "fp8"):
+            yield partial(low_bit_expert_work, format, rows, 128, 8, 2048, 768, device)
     for rows in (1, 64, 2048):
         yield partial(row_work, "bf16", rows, 4096, device)
     for rows, tokens in ((1, 1), (64, 1), (1, 4096)):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernel_work import CPU, Work, fast
-from llmc.kernels.quantized_linear import Format, quantization_of, quantize
+from llmc.kernels.quantized_linear import EXACT_BITS, Format, quantization_of, quantize
 
 _COLD_BYTES = 2**28
 _MAX_COPIES = 64
@@ -166,6 +166,45 @@ def expert_work(
         limit="bf16" if many else "read",
         device=device,
     )
+
+
+def low_bit_expert_work(
+    format: Format,
+    rows: int,
+    experts: int,
+    top_k: int,
+    depth: int,
+    channels: int,
+    device: torch.device = CPU,
+) -> Iterator[Work]:
+    """A routed layer's first linear over quantized weights, for fp8 also with inputs in fp8.
+
+    Compared with the same op over weights in bfloat16.
+    """
+    to = quantization_of(format, channels, depth)
+    if to is None:
+        raise ValueError(f"weights of {channels} x {depth} can't be stored in {format}")
+    wide = _rand(experts, channels, depth, device=device) * depth**-0.5
+    parts = [quantize(weight, to) for weight in wide]
+    weight, scale = (torch.stack(part) for part in zip(*parts, strict=True))
+    gen = torch.Generator().manual_seed(0)
+    picks = torch.stack([torch.randperm(experts, generator=gen)[:top_k] for _ in range(rows)])
+    picked = picks.flatten().to(device)
+    x = _rand(rows, depth, device=device)
+    many = rows * top_k > 16 * experts
+    used = len(picked.unique())
+    for bits in (EXACT_BITS, 8) if format == "fp8" else (EXACT_BITS,):
+        yield Work(
+            op="quantized_expert_linear",
+            case=f"{format}, {rows} rows, {top_k} of {experts} of {depth} -> {channels}"
+            + (", inputs in fp8" if bits == 8 else ""),
+            run=fast("quantized_expert_linear", (x, weight, scale, None, None, picked, None, bits)),
+            peers={"experts, bf16": fast("expert_linear", (x, wide, None, picked, False))},
+            num_bytes=0.0 if many else used / experts * (weight.nbytes + scale.nbytes),
+            num_flops=2.0 * rows * top_k * depth * channels if many else 0.0,
+            limit="bf16" if many else "read",
+            device=device,
+        )
 
 
 def _rand(*shape: int, device: torch.device) -> Tensor:

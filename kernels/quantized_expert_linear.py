@@ -14,6 +14,7 @@ from llmc.kernels.quantized_linear import (
     CHANNELS,
     EXACT_BITS,
     Format,
+    Quantization,
     mxfp4_draw,
     quantization_of,
     quantize,
@@ -60,16 +61,19 @@ def quantized_expert_linear(
 @quantized_expert_linear.cases
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
-    shapes: tuple[tuple[int, int, int, int, int, Format], ...] = (
-        (1, 1, 4, 16, 32, "int4"),
-        (13, 1, 8, 48, 96, "int4"),
-        (40, 4, 3, 32, 64, "int8"),
-        (9, 1, 5, 48, 160, "fp8"),
-        (2, 1, 4, 32, 64, "mxfp4"),
-        (60, 3, 3, 48, 96, "mxfp4"),
+    shapes: tuple[tuple[int, int, int, int, int, Format, int], ...] = (
+        (1, 1, 4, 16, 32, "int4", 0),
+        (13, 1, 8, 48, 96, "int4", 0),
+        (40, 4, 3, 32, 64, "int8", 0),
+        (9, 1, 5, 48, 160, "fp8", 0),
+        (20, 2, 3, 48, 256, "fp8", 128),
+        (2, 1, 4, 32, 64, "mxfp4", 0),
+        (60, 3, 3, 48, 96, "mxfp4", 0),
     )
-    for rows, choices, experts, n, k, format in shapes:
+    for rows, choices, experts, n, k, format, group in shapes:
         to = quantization_of(format, n, k)
+        if group:
+            to = Quantization(format=format, group=group)
         if format == "mxfp4":
             weight, scale = mxfp4_draw(gen, experts, n, k)
         else:

@@ -37,7 +37,13 @@ from bench.kernels import (
     made,
     measure,
 )
-from bench.linear_work import embedding_work, expert_work, fused_work, low_bit_work
+from bench.linear_work import (
+    embedding_work,
+    expert_work,
+    fused_work,
+    low_bit_expert_work,
+    low_bit_work,
+)
 from llmc.kernels.cpu.build import load
 
 if TYPE_CHECKING:
@@ -69,7 +75,8 @@ def run(settings: Settings, record: Record) -> None:
         release()
     if device.type == "cuda":
         record.measure("static split", partial(static_split, device))
-        record.measure("key tiles", partial(key_tiles, device))
+    tiny = ((32,), (4, 2, 16)) if settings.tiny else ()
+    record.measure("key tiles", partial(key_tiles, device, *tiny))
 
 
 def _measured(maker: Maker, most: dict[str, float]) -> list[dict[str, Any]]:
@@ -93,21 +100,34 @@ def tiny_work(device: torch.device) -> Iterator[Maker]:
     yield partial(low_bit_work, "fp8", 70, 64, 32, device)
     yield partial(embedding_work, "int4", 2, 64, 32, device)
     yield partial(expert_work, 2, 4, 2, 32, 16, device)
+    yield partial(low_bit_expert_work, "fp8", 2, 4, 2, 32, 16, device)
     yield partial(row_work, "bf16", 2, 64, device)
 
 
-def key_tiles(device: torch.device, lengths: tuple[int, ...] = (2048, 8192)) -> dict[str, float]:
-    """Prompts in blocks of 64 tokens, with tiles of keys loaded by pointers and by descriptors."""
+def key_tiles(
+    device: torch.device,
+    lengths: tuple[int, ...] = (2048, 8192),
+    sizes: tuple[int, int, int] = (_HEADS, _KV, _DIM),
+) -> dict[str, float]:
+    """Prompts in blocks of 64 tokens: tiles of keys loaded by pointers, through descriptors, and by
+    a warp of its own. Without a GPU, each is torch's or the C++ kernel."""
     from llmc.kernels.triton import paged_attention
+    from llmc.kernels.triton.attention_tiles import specializes
 
     choose = paged_attention.attention_config
+    ways: dict[str, dict[str, bool]] = {
+        "pointers": {"descriptors": False, "warp_specialize": False},
+        "descriptors": {"descriptors": True, "warp_specialize": False},
+    }
+    if specializes(device):
+        ways["warps"] = {"descriptors": True, "warp_specialize": True}
     found = {}
     for tokens in lengths:
-        case = attention_case([(tokens, tokens)], _HEADS, _KV, _DIM, torch.bfloat16, device, 64)
-        for name, wanted in (("pointers", False), ("descriptors", True)):
+        case = attention_case([(tokens, tokens)], *sizes, torch.bfloat16, device, 64)
+        for name, options in ways.items():
 
-            def config(*args: int, wanted: bool = wanted) -> AttentionConfig:
-                return replace(choose(*args), descriptors=wanted)
+            def config(*args: int, options: dict[str, bool] = options) -> AttentionConfig:
+                return replace(choose(*args), **options)
 
             with mock.patch.object(paged_attention, "attention_config", config):
                 seconds = time_call(fast("paged_attention", case), device).seconds

@@ -144,7 +144,7 @@ def attention_kernel(
     COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr,
     ROPE: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr, PDL: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
     # With ROPE the plan is made before the wait. Then its inputs are a step's own: the kernel that
@@ -253,7 +253,7 @@ def attention_kernel(
     if WINDOW == 0 and CHUNK == 0:
         # key tiles that are fully visible to all queries need no mask
         open_end = lo + tl.maximum(tl.minimum(pos_first + 1, hi) - lo, 0) // BLOCK_N * BLOCK_N
-        for start in tl.range(lo, open_end, BLOCK_N):
+        for start in tl.range(lo, open_end, BLOCK_N, warp_specialize=SPECIALIZE):
             m, norm, acc = attend_tile(
                 q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
                 keys_of_head, values_of_head, key_row, value_row,
@@ -263,7 +263,7 @@ def attention_kernel(
                 DESCRIPTORS,
             )  # fmt: skip
         lo = open_end
-    for start in tl.range(lo, hi, BLOCK_N):
+    for start in tl.range(lo, hi, BLOCK_N, warp_specialize=SPECIALIZE):
         m, norm, acc = attend_tile(
             q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
             keys_of_head, values_of_head, key_row, value_row,

@@ -12,7 +12,8 @@ its own key head, and only then reads the range.
   to the same slots, so it does not matter who is first, and all read only what they wrote too.
 - Padding has no context, hence no keys: nothing is written. A negative slot is skipped.
 
-The barrier makes the writes of a program's threads visible to its other threads.
+The barrier makes the writes of a program's threads visible to its other threads (`orders_stores` in
+counters.py says on which GPUs).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmc.kernels.triton.counters import barrier
 from llmc.kernels.triton.fp8 import scales_of, store_cached
 from llmc.kernels.triton.rope_write import turn
 from llmc.kernels.triton.write_kv import copy_heads
@@ -82,7 +84,7 @@ def write_new(key, value, key_norm, cos_table, sin_table, positions, slots,
                        value_cache + block * vc_block + inside * vc_slot, value_head, vc_head,
                        heads, v_scale, 1, V_DIM, V_DIM_PAD, FORMAT, V_SCALE_STRIDE,
                        head)  # fmt: skip
-    tl.debug_barrier()
+    barrier()
 
 
 def rope_args(rope: Rope | None) -> dict[str, Any]:

@@ -6,8 +6,10 @@ BLOCK_N slots of one block and head are consecutive rows. Requires NVIDIA sm_90 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from llmc.kernels.triton import dependent_launch
@@ -41,6 +43,21 @@ def _is_rows(cache: Tensor, query: Tensor, block_n: int) -> bool:
         and slot * cache.element_size() % 16 == 0
         and cache.data_ptr() % 16 == 0
     )
+
+
+def specializes(device: torch.device) -> bool:
+    """Whether Triton can give a loop's copies, products and softmax to separate warps for this GPU.
+
+    Only for Blackwell's (sm_100 and 103). For Hopper, Triton 3.6 leaves kernels with more than four
+    warps or an `else` as they are and fails to compile the others; later Blackwells (sm_120) have
+    no tensor memory, over which the warps pass their results.
+    """
+    return device.type != "cuda" or _is_blackwell(device.index)
+
+
+@lru_cache
+def _is_blackwell(index: int | None) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index)[0] == 10
 
 
 def tiles(key_cache: Tensor, value_cache: Tensor, block_n: int) -> dict[str, Any]:

@@ -21,6 +21,9 @@ class AttentionConfig:
     combine_splits: int
     # load whole tiles through tensor descriptors where the cache allows it: off until measured
     descriptors: bool = False
+    # with descriptors, on GPUs for which Triton can: separate warps copy, multiply and compute the
+    # softmax. Off until measured
+    warp_specialize: bool = False
 
 
 def attention_config(rows: int, dim: int, itemsize: int, cache_itemsize: int) -> AttentionConfig:
@@ -102,11 +105,30 @@ def expert_config(rows: int, experts: int, itemsize: int) -> GemmConfig:
 
 
 def low_bit_expert_config(rows: int, experts: int, itemsize: int) -> GemmConfig:
-    """The same for weights that are dequantized in registers, as for `low_bit_config`."""
+    """The same for weights that are dequantized in registers, as for `low_bit_config`.
+
+    Each tile of rows dequantizes its channels again. By the instructions in the code for an H100,
+    issuing those of a step of the loop takes as long as 1.8 (int4) to 2.5 (mxfp4) times its
+    products in tiles of 128 x 64, and 0.9 to 1.15 times in tiles of 256 x 128. So many rows are not
+    dequantized into a scratch first, as for a linear: writing and reading that takes the time of
+    the products of 500 rows, and few steps have as many for each expert.
+    """
     if itemsize == 4:
         return GemmConfig(block_m=16, block_n=32, block_k=64, num_warps=4, num_stages=2)
     if rows <= 16 * experts:
         return GemmConfig(block_m=16, block_n=32, block_k=128, num_warps=4, num_stages=3)
     if rows <= 64 * experts:
         return GemmConfig(block_m=32, block_n=64, block_k=64, num_warps=4, num_stages=3)
-    return GemmConfig(block_m=128, block_n=64, block_k=64, num_warps=8, num_stages=3)
+    if rows <= 128 * experts:
+        return GemmConfig(block_m=128, block_n=64, block_k=64, num_warps=8, num_stages=3)
+    return GemmConfig(block_m=256, block_n=128, block_k=32, num_warps=8, num_stages=3)
+
+
+def scaled_expert_config(rows: int, experts: int, group: int, depth: int) -> GemmConfig:
+    """The same for products of float8 with a scale per `group` of the depth: block_k divides it."""
+    block_k = 128 if group == depth else min(128, group & -group)
+    if rows <= 16 * experts:
+        return GemmConfig(block_m=16, block_n=64, block_k=block_k, num_warps=4, num_stages=4)
+    if rows <= 64 * experts:
+        return GemmConfig(block_m=64, block_n=128, block_k=block_k, num_warps=4, num_stages=3)
+    return GemmConfig(block_m=128, block_n=128, block_k=block_k, num_warps=8, num_stages=3)

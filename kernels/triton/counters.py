@@ -10,6 +10,8 @@ with dependent launch touches them only after its wait.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -41,13 +43,29 @@ def counters(device: torch.device, count: int) -> Tensor:
 def barrier():
     """Wait until all threads of the program are here and have stored what they stored before.
 
-    AMD's barrier alone does not wait for stores: each wave waits for its own first.
+    AMD's barrier alone does not wait for stores: each wave waits for its own first. `orders_stores`
+    says where the other threads then also read them.
     """
     if is_hip():
         tl.inline_asm_elementwise(
             "s_waitcnt vmcnt(0)", "=v,v", [tl.arange(0, 64)], dtype=tl.int32, is_pure=False, pack=1
         )
     tl.debug_barrier()
+
+
+def orders_stores(device: torch.device) -> bool:
+    """Whether after `barrier` a thread reads what the others of its program have stored.
+
+    On AMD, on CDNA (gfx9), where the waves of a program share one L1 (LLVM's memory model for
+    gfx942: nothing is invalidated within a workgroup, unless it is split over compute units, which
+    Triton does not ask for). RDNA has an L0 for each half of a program, and counts stores apart.
+    """
+    return device.type != "cuda" or torch.version.hip is None or _is_cdna(device.index)
+
+
+@lru_cache
+def _is_cdna(index: int | None) -> bool:
+    return str(torch.cuda.get_device_properties(index or 0).gcnArchName).startswith("gfx9")
 
 
 @triton.jit

@@ -47,18 +47,23 @@ def rows_of_tile(
     """(expert, its rows of x in this program's tile, mask of valid rows).
 
     chosen [rows]: the expert of each row, with ROWS >= rows. Expert EXPERTS stands for all numbers
-    outside [0, EXPERTS). ROWS = 0: `chosen` are the rows sorted by expert, and offsets
-    [EXPERTS + 1] the first index of each expert; the other numbers get no tile. A program with a
-    higher expert has nothing to do.
+    outside [0, EXPERTS), so that every row is in a tile. ROWS = 0: `chosen` are the rows sorted by
+    expert, and offsets [EXPERTS + 1] the first index of each expert. A program with a higher expert
+    has nothing to do.
     """
     e = tl.arange(0, EXPERTS_PAD)
     if ROWS == 0:
+        first = tl.load(offsets)
+        known = tl.load(offsets + EXPERTS) - first  # rows of all experts
         begin = tl.load(offsets + e, mask=e < EXPERTS, other=0)
         count = tl.load(offsets + e + 1, mask=e < EXPERTS, other=0) - begin
+        count = tl.where(e == EXPERTS, rows - known, count)
         expert, tile = locate(tl.program_id(0), (count + BLOCK_M - 1) // BLOCK_M, EXPERTS_PAD)
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         mine = m < at(count, expert, EXPERTS_PAD)
-        row = tl.load(chosen + at(begin, expert, EXPERTS_PAD) + m, mask=mine, other=0)
+        # rows without an expert are before those of the first one and after those of the last
+        place = tl.where((expert == EXPERTS) & (m >= first), m + known, m)
+        row = tl.load(chosen + at(begin, expert, EXPERTS_PAD) + place, mask=mine, other=0)
     else:
         every = tl.arange(0, ROWS)
         of_row = expert_of(chosen, every, rows, EXPERTS)
@@ -129,8 +134,8 @@ def are_sorted(rows: int, experts: int) -> bool:
 
 def chosen_rows(
     x: Tensor, expert: Tensor, experts: int, order: Tensor | None, offsets: Tensor | None
-) -> tuple[dict[str, Any], dict[str, int], bool]:
-    """Arguments and constants of `rows_of_tile`, and whether its tiles cover all rows."""
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Arguments and constants of `rows_of_tile`."""
     rows = expert.shape[0]
     constants = {
         "EXPERTS": experts, "EXPERTS_PAD": power_of_2(experts + 1),
@@ -139,10 +144,10 @@ def chosen_rows(
     if not are_sorted(rows, experts):
         size = next(size for size in _ROWS if rows <= size)
         given = {"chosen": expert.contiguous(), "offsets": None, "rows": rows}
-        return given, {"ROWS": size, **constants}, True
+        return given, {"ROWS": size, **constants}
     if order is None or offsets is None:
         order, offsets = sort_experts.reference(expert, experts)
-    return {"chosen": order, "offsets": offsets, "rows": rows}, {"ROWS": 0, **constants}, False
+    return {"chosen": order, "offsets": offsets, "rows": rows}, {"ROWS": 0, **constants}
 
 
 def _sort(expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -172,8 +177,8 @@ def plan(
     n = weight.shape[2] if transposed else weight.shape[1]
     n_axis, k_axis = (2, 1) if transposed else (1, 2)
     config = expert_config(rows, experts, x.element_size())
-    given, constants, covers_all = chosen_rows(x, expert, experts, order, offsets)
-    out = x.new_empty(rows, n) if covers_all else x.new_zeros(rows, n)
+    given, constants = chosen_rows(x, expert, experts, order, offsets)
+    out = x.new_empty(rows, n)
     pdl = dependent_launch.applies_to(x.device)
     launch = Launch(
         kernel=expert_kernel,

@@ -18,7 +18,7 @@ from llmc.kernels.prompts import Prompts, fits_flash
 from llmc.kernels.triton import chosen_attention, dependent_launch, prompt_attention
 from llmc.kernels.triton.attention_kernel import attention_kernel
 from llmc.kernels.triton.attention_rope import Rope, rope_args, rope_constants
-from llmc.kernels.triton.attention_tiles import fits_descriptors, tiles
+from llmc.kernels.triton.attention_tiles import fits_descriptors, specializes, tiles
 from llmc.kernels.triton.configs import attention_config, rows_capacity
 from llmc.kernels.triton.counters import counters
 from llmc.kernels.triton.define import define, needs_upcast, supports_tensors, token_stride
@@ -80,6 +80,13 @@ def plan(
         and not shared
         and fits_descriptors(query, key_cache, value_cache, config.block_n)
     )
+    specialize = (
+        config.warp_specialize
+        and descriptors
+        and block_m >= 64  # smaller products are not made in tensor memory
+        and distance_bias is None  # whose loads take more registers than the warps are given
+        and specializes(query.device)
+    )
     pdl = dependent_launch.applies_to(query.device)
     out = query.new_empty(tokens, heads, v_dim)
     parts = (2 * target, head_tiles, block_m)
@@ -124,6 +131,7 @@ def plan(
             "COMBINE_ROWS": min(config.combine_rows, power_of_2(block_q * group_tile)),
             "COMBINE_SPLITS": config.combine_splits,
             **rope_constants(rope), "PDL": pdl, "DESCRIPTORS": descriptors,
+            "SPECIALIZE": specialize,
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from llmc.kernels.quantized_expert_linear import quantized_expert_linear
 from llmc.kernels.quantized_linear import CHANNELS, EXACT_BITS
-from llmc.kernels.triton import dependent_launch
+from llmc.kernels.triton import dependent_launch, scaled_expert_linear
 from llmc.kernels.triton.configs import low_bit_expert_config
 from llmc.kernels.triton.define import define, needs_upcast
 from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.expert_linear import chosen_rows, rows_of_tile, tiles_of
 from llmc.kernels.triton.launch import Launch, Plan, cdiv
 from llmc.kernels.triton.quantized_linear import format_of, load_scale, supports, widen
-from llmc.kernels.triton.scaled_linear import plan_rounded
+from llmc.kernels.triton.scaled_linear import multiplies_codes, plan_rounded
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -101,14 +101,16 @@ def plan(
     offsets: Tensor | None = None,
 ) -> Plan[Tensor]:
     rounding: tuple[Launch, ...] = ()
+    if x_bits < EXACT_BITS and multiplies_codes(x.device):
+        return scaled_expert_linear.plan(x, weight, scale, bias, expert, order, offsets)
     if x_bits < EXACT_BITS:
         rounded = plan_rounded(x, x.shape[1] // scale.shape[2])
         x, rounding = rounded.out, rounded.launches
     rows, depth = expert.shape[0], x.shape[1]
     experts, channels = weight.shape[0], weight.shape[1] * CHANNELS
     config = low_bit_expert_config(rows, experts, x.element_size())
-    given, constants, covers_all = chosen_rows(x, expert, experts, order, offsets)
-    out = x.new_empty(rows, channels) if covers_all else x.new_zeros(rows, channels)
+    given, constants = chosen_rows(x, expert, experts, order, offsets)
+    out = x.new_empty(rows, channels)
     pdl = dependent_launch.applies_to(x.device)
     launch = Launch(
         kernel=low_bit_expert_kernel,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from llmc.kernels.paged_attention import paged_attention
@@ -19,6 +18,7 @@ from llmc.kernels.rope_write import rope_write
 from llmc.kernels.triton import paged_attention as attention
 from llmc.kernels.triton import rope_write as rope
 from llmc.kernels.triton.attention_rope import Rope
+from llmc.kernels.triton.counters import orders_stores
 from llmc.kernels.triton.define import define
 from llmc.kernels.triton.launch import Plan
 
@@ -37,8 +37,7 @@ def _run(*args: Any) -> Tensor:
     given = rope_attention.bind(args)
     hint = given["prompts"]
     few = given["query"].shape[0] <= given["context_len"].shape[0]
-    # on AMD, a program's barrier does not wait for its stores to global memory
-    few = few and torch.version.hip is None
+    few = few and orders_stores(given["query"].device)
     if few and (hint is None or not Prompts.read(hint).lengths):
         return plan(*args).run()
     rotated = rope.plan(**{name: given[name] for name in rope_write.defaults}).run()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import op_cases
@@ -16,11 +17,13 @@ from gpu import DEVICE, DRY_RUN, needs_gpu
 from torch import Tensor
 
 from llmc.kernels.fp8 import FP8
+from llmc.kernels.paged_attention import make_case
 from llmc.kernels.quantized_linear import EXACT_BITS, Format, Quantization, quantize
 from llmc.kernels.registry import OPS, Impl
 
 pytest.importorskip("triton", reason="triton is not installed: its ops cannot be tested")
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
+from llmc.kernels.triton import paged_attention as triton_attention
 
 pytestmark = needs_gpu
 WANTED = ("cpu", "torch") if DRY_RUN else ("triton",)
@@ -122,6 +125,53 @@ def test_many_rows_by_quantized_weights_dry_run(
         again = version("quantized_linear").op()(*case)
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
     assert torch.equal(got, again)
+
+
+@pytest.mark.parametrize(
+    ("format", "group", "x_bits"),
+    [("int4", 128, EXACT_BITS), ("fp8", 128, EXACT_BITS), ("fp8", 128, 8), ("fp8", 0, 8)],
+)
+@pytest.mark.parametrize("rows", [24, 200, 2400])
+def test_quantized_experts_dry_run(rows: int, format: Format, group: int, x_bits: int) -> None:
+    """In tiles of every size, sorted or not, with rows that have no expert."""
+    if DRY_RUN:
+        op_cases.require_cpu_ops()
+    gen = torch.Generator().manual_seed(0)
+    n, k, experts = 272, 384, 4
+    to = Quantization(format=format, group=group)
+    drawn = torch.randn(experts * n, k, generator=gen) * k**-0.5
+    weight, scale = (part.unflatten(0, (experts, -1)) for part in quantize(drawn, to))
+    bias = torch.randn(experts, n, generator=gen).to(DEVICE, torch.bfloat16)
+    x = torch.randn(rows // 2, k, generator=gen).to(DEVICE, torch.bfloat16)
+    expert = torch.randint(-1, experts + 1, (rows,), generator=gen).to(DEVICE)
+    case = x, weight.to(DEVICE), scale.to(DEVICE), None, bias, expert, None, x_bits
+    want = OPS["quantized_expert_linear"].reference(*case)
+    with poisoned_memory():
+        got = version("quantized_expert_linear").op()(*case)
+        again = version("quantized_expert_linear").op()(*case)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    assert torch.equal(got, again)
+
+
+@pytest.mark.parametrize("specialize", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_tiles_of_keys_by_the_copy_engine_dry_run(
+    dim: int, specialize: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The options that are off until measured; a GPU without them takes the usual way."""
+    if DRY_RUN:
+        op_cases.require_cpu_ops()
+    choose = triton_attention.attention_config
+    options = {"descriptors": True, "warp_specialize": specialize}
+    monkeypatch.setattr(
+        triton_attention, "attention_config", lambda *given: replace(choose(*given), **options)
+    )
+    lengths = [(300, 300), (1, 1), (77, 1000), (513, 600)]
+    case = make_case(lengths, 8, 2, dim, dim, 64, DEVICE, torch.bfloat16)
+    want = OPS["paged_attention"].reference(*case)
+    with poisoned_memory():
+        got = version("paged_attention").op()(*case)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
 def test_there_are_ops_to_test_dry_run() -> None:

@@ -34,6 +34,7 @@ from llmc.kernels.triton import dequantize as triton_dequantize
 from llmc.kernels.triton import (
     expert_linear,
     fused_linear,
+    quantized_expert_linear,
     quantized_linear,
     quantized_rows,
     scaled_linear,
@@ -317,6 +318,63 @@ def test_rounding_does_not_depend_on_the_number_of_rows(
     assert len(calls) == (has_products and rows >= 10)
 
 
+@pytest.mark.parametrize("format", ["int4", "int8", "fp8", "mxfp4"])
+def test_experts_of_many_rows(format: Format) -> None:
+    """For each expert a full tile of the largest size, and a part of one."""
+    case = [c for c in op_cases.cases("quantized_expert_linear", torch.bfloat16)
+            if c[1].dtype == Quantization(format=format).dtype and len(c) == 7
+            and (c[2].dtype == torch.uint8) == (format == "mxfp4")][-1]  # fmt: skip
+    experts = case[1].shape[0]
+    rows = 300 * experts
+    x = rand(rows, case[0].shape[1]).bfloat16()
+    wide = (x, *case[1:5], torch.arange(rows) % experts, *case[6:])
+    plan = quantized_expert_linear.plan(*wide)
+    assert plan.launches[0].constants["BLOCK_M"] == 256
+    want = OPS["quantized_expert_linear"].reference(*wide)
+    torch.testing.assert_close(plan.run(), want, rtol=2e-2, atol=2e-2)
+
+
+def float8_experts(
+    rows: int, choices: int, n: int, k: int, group: int, dtype: torch.dtype
+) -> tuple[Any, ...]:
+    """Arguments of `quantized_expert_linear`: three experts, and rows without one."""
+    x, *_, bias, _, bits = float8_case(rows // choices, n, k, group, dtype)
+    to = Quantization(format="fp8", group=group)
+    parts = [quantize(rand(n, k, seed=e) * k**-0.5, to) for e in range(3)]
+    weight, scale = (torch.stack(part) for part in zip(*parts, strict=True))
+    expert = torch.randint(-1, 4, (rows,), generator=torch.Generator().manual_seed(rows))
+    return x, weight, scale, None, torch.stack([bias] * 3), expert, None, bits
+
+
+@pytest.mark.parametrize(
+    ("rows", "choices", "n", "k", "group"),
+    [(12, 1, 48, 96, 0), (10, 2, 16, 160, 0), (150, 1, 80, 256, 128), (60, 4, 32, 192, 96)],
+)
+@pytest.mark.parametrize(
+    ("dtype", "has_products"),
+    [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)],
+)
+def test_experts_multiply_codes(
+    rows: int, choices: int, n: int, k: int, group: int, dtype: torch.dtype, has_products: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """GPUs without products of float8 multiply the same numbers, dequantized (in bfloat16, that
+    rounds them once more)."""
+    monkeypatch.setattr(quantized_expert_linear, "multiplies_codes", lambda device: has_products)
+    case = float8_experts(rows, choices, n, k, group, dtype)
+    want = OPS["quantized_expert_linear"].reference(*case)
+    assert want.isnan().any() and want.isfinite().any()
+    plan = quantized_expert_linear.plan(*case)
+    assert len(plan.launches) == 2
+    assert ("x_scale" in plan.launches[1].args) == has_products
+    plan.out.fill_(7.0)
+    got = plan.run()
+    tolerance = op_cases.TOLERANCE[dtype] | (
+        {"rtol": 2e-5, "atol": 2e-4} if dtype == torch.float32 else {}
+    )
+    torch.testing.assert_close(got, want, equal_nan=True, **tolerance)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_bench_times_ways_with_the_same_result(format: Format) -> None:
     """In bfloat16, which dequantized weights are rounded to; inputs in fp8 differ by 3 %."""
@@ -363,7 +421,7 @@ def test_experts_that_no_row_picked_are_not_read(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 17, 150, 1025])
 @pytest.mark.parametrize("experts", [3, 8])
 def test_rows_find_their_experts_and_those_without_one_get_zeros(rows: int, experts: int) -> None:
-    """Few rows without a sort, each from memory that holds NaN; more than 1024 are sorted."""
+    """From memory that holds NaN; few rows are not sorted, more than 1024 are."""
     gen = torch.Generator().manual_seed(rows)
     expert = torch.randint(-1, experts + 1, (rows,), generator=gen)
     case = (rand(rows, 20), rand(experts, 24, 20, seed=1), rand(experts, 24, seed=2), expert, False)
@@ -374,9 +432,32 @@ def test_rows_find_their_experts_and_those_without_one_get_zeros(rows: int, expe
         ]
         got, want = expert_linear.plan(*wide).run(), OPS["expert_linear"].reference(*wide)
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
-    if rows > 1024:
-        torch.testing.assert_close(
-            plan.run(), OPS["expert_linear"].reference(*case), rtol=2e-5, atol=2e-5
-        )
+    assert_equals_reference("expert_linear", plan, case)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [(0, 0), (300, 0), (0, 300), (16, 17), (1100, 0), (550, 550), (0, 1100)],
+    ids="{0[0]} below and {0[1]} above".format,
+)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_sorted_rows_without_an_expert_get_zeros(others: tuple[int, int], quantized: bool) -> None:
+    """All of them, some, or none; padding has the number of experts, other rows any number."""
+    below, above = others
+    inside = torch.arange(1100 - below - above) % 2
+    expert = torch.cat((torch.full((below,), -3), inside, torch.full((above,), 2)))
+    expert = expert[torch.randperm(1100, generator=torch.Generator().manual_seed(below))]
+    x = rand(1100, 32)
+    if quantized:
+        to = Quantization(format="int8")
+        weight, scale = (part.unflatten(0, (2, 1)) for part in quantize(rand(32, 32, seed=1), to))
+        case: tuple[Any, ...] = (x, weight, scale, None, None, expert)
+        plan = quantized_expert_linear.plan(*case)
+        assert_equals_reference("quantized_expert_linear", plan, case)
     else:
+        case = (x, rand(2, 16, 32, seed=1), None, expert, False)
+        plan = expert_linear.plan(*case)
         assert_equals_reference("expert_linear", plan, case)
+    outside = (expert < 0) | (expert >= 2)
+    assert (plan.out[outside] == 0).all() and int(outside.sum()) == below + above
+    assert len(plan.launches) == 1

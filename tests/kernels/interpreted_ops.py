@@ -361,12 +361,16 @@ def test_more_tokens_than_requests_take_two_launches(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (40, 24)])
-@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(("block_size", "rows"), [(16, 16), (64, 16), (16, 64)])
 @pytest.mark.usefixtures("cut_fine")
 def test_tiles_of_keys_come_through_descriptors(
-    block_size: int, dims: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = replace(triton_attention.attention_config(), descriptors=True)
+    block_size: int, rows: int, dims: tuple[int, int], dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """`rows` of queries in a tile: with 64, loops that a GPU's compiler divides among warps."""
+    config = replace(
+        triton_attention.attention_config(), block_m=rows, descriptors=True, warp_specialize=True
+    )
     monkeypatch.setattr(triton_attention, "attention_config", lambda *args: config)
     lengths = [(9, 200), (1, 1), (0, 0), (21, 21), (1, 70)]
     case = make_case(lengths, 6, 2, *dims, block_size, CPU, dtype, softcap=5.0, sinks=True)
@@ -380,6 +384,7 @@ def test_tiles_of_keys_come_through_descriptors(
     assert launch.constants["DESCRIPTORS"] and isinstance(
         launch.args["key_cache"], TensorDescriptor
     )
+    assert launch.constants["SPECIALIZE"] == (rows == 64)
     check(OPS["paged_attention"], case, dtype)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -31,3 +33,21 @@ def test_kernels_share_counters_and_growth_keeps_the_old_ones() -> None:
 def test_plans_for_absent_gpus_need_no_memory() -> None:
     assert counters(torch.device("meta"), 5).is_meta
     assert not module._made
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("gfx942:sramecc+:xnack-", True), ("gfx90a", True), ("gfx1100", False)]
+)
+def test_stores_are_ordered_by_a_barrier_on_cdna(
+    name: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cuda", 0)
+    assert module.orders_stores(CPU)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert module.orders_stores(device)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    module._is_cdna.cache_clear()
+    properties = SimpleNamespace(gcnArchName=name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert module.orders_stores(device) == expected
+    module._is_cdna.cache_clear()

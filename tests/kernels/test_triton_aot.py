@@ -11,6 +11,7 @@ A wide sweep over flags and head sizes runs on demand: `pytest -m slow tests/ker
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -36,9 +37,10 @@ from triton_aot import (  # noqa: E402
     is_for,
     variant,
 )
-from triton_builds import BUILDS, SIZED, attention, named_launches, sweep  # noqa: E402
+from triton_builds import BUILDS, SIZED, attention, copied, named_launches, sweep  # noqa: E402
 
 from llmc.kernels.triton import paged_attention  # noqa: E402
+from llmc.kernels.triton.attention_kernel import load_tile  # noqa: E402
 
 BUDGET = Path(__file__).with_name("triton_budget.json")
 WRITING = bool(os.environ.get("LLMC_WRITE_TRITON_BUDGET"))
@@ -119,6 +121,21 @@ def test_chips_that_convert_float8_use_fewer_registers(
     assert use.spilled == 0 and use.registers < by_bits["registers"]
 
 
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("rows", ["few", "rows", "many"])
+def test_experts_multiply_words_of_codes_as_they_are_stored(rows: str, target: str) -> None:
+    """A thread's four codes go to shared memory together; no instruction of it widens them."""
+    launch = BUILDS[f"quantized_expert_linear fp8 product, {rows}"]().launches[-1]
+    code = compiled_code(launch, target).asm["ptx"]
+    products = {"sm_90": r"wgmma\S+\.e4m3\.e4m3", "sm_100": r"tcgen05\.mma\S+kind::f8f6f4"}
+    if rows == "few":  # too few for those
+        assert re.search(r"mma\.sync\S+m16n8", code)
+    else:
+        assert re.search(products[target], code)
+        assert "cvt.rn.f16x2.e4m3x2" not in code
+    assert not re.search(r"st\.shared\.(b8|v2\.b8|v4\.b8)", code)
+
+
 @pytest.mark.parametrize(
     "build", ["attention decode", "attention chosen", "rope_write", "write_kv", "rope_attention"]
 )
@@ -169,12 +186,63 @@ def test_tiles_of_keys_can_be_copied_by_the_copy_engine(
     assert use.spilled == 0 and use.shared <= SHARED_LIMIT[target]
 
 
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_warps_are_specialized_where_triton_can(target: str) -> None:
+    """Each kind of warp asks for its own number of registers. Blackwell multiplies in tensor
+    memory; Hopper gets the same kernel as without the option (attention_tiles.py)."""
+    launch = BUILDS["attention prefill specialized"]().launches[0]
+    code = compiled_code(launch, target)
+    if target == "sm_100":
+        assert "setmaxnreg.inc" in code.asm["ptx"] and "setmaxnreg.dec" in code.asm["ptx"]
+        assert "tcgen05.mma" in code.asm["ptx"] and "cp.async.bulk.tensor" in code.asm["ptx"]
+        assert code.metadata.num_warps > launch.num_warps
+    else:
+        without = compiled_code(BUILDS["attention prefill copied"]().launches[0], target)
+        assert code.asm["ptx"] == without.asm["ptx"]
+        assert "setmaxnreg" not in code.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "features"), [(64, {}), (4, {"distances": 1024})], ids=["decode", "distances"]
+)
+def test_warps_are_not_specialized_for_other_shapes(rows: int, features: dict[str, int]) -> None:
+    tokens = 64 if rows == 64 else 4096
+    (launch,) = copied(tokens, rows, 128, specialize=True, **features).launches
+    assert not launch.constants["SPECIALIZE"]
+
+
 def test_each_wave_of_an_amd_gpu_waits_for_its_stores() -> None:
     code = compiled_code(BUILDS["attention decode"]().launches[0], "gfx942").asm["amdgcn"]
     stores, atom, _ = code.partition("global_atomic_add")
     _, last_store, between = stores.rpartition("global_store")
     before, barrier, _ = between.partition("s_barrier")
     assert atom and last_store and barrier and "s_waitcnt vmcnt(0)" in before
+
+
+@pytest.mark.parametrize("build", [name for name in BUILDS if name.startswith("rope_attention")])
+def test_each_wave_of_an_amd_gpu_has_stored_its_keys_before_any_reads_them(build: str) -> None:
+    """A program's waves share one L1, since it is not split over compute units."""
+    code = compiled_code(BUILDS[build]().launches[0], "gfx942").asm["amdgcn"]
+    assert ".amdhsa_tg_split 0" in code
+    first_product, _, _ = code.partition("v_mfma")
+    writes, *after = first_product.split(";;#ASMSTART\n\ts_waitcnt vmcnt(0)")
+    assert len(after) == 1 and len(re.findall(r"_store_", writes)) >= 2  # keys and values
+    waiting, barrier, reads = after[0].partition("s_barrier")
+    assert barrier and not re.search(r"(global|buffer|flat)_(load|store)", waiting)
+    lines, first = inspect.getsourcelines(load_tile.fn)
+    tiles = range(first, first + len(lines))
+
+    def loads_tiles(text: str) -> bool:
+        """Whether an instruction that `load_tile` was compiled to reads memory."""
+        line = 0
+        for part in text.splitlines():
+            if found := re.search(r"; (\w+\.py):(\d+):", part):
+                line = int(found[2]) if found[1] == "attention_kernel.py" else 0
+            elif line in tiles and re.search(r"(global|buffer|flat)_load", part):
+                return True
+        return False
+
+    assert loads_tiles(reads) and not loads_tiles(writes)
 
 
 def test_budget_lists_only_what_is_built(budget: dict[str, dict[str, int]]) -> None:

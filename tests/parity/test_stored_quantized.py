@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,27 +49,46 @@ def same_as_transformers(stored: Path, wide: Path, **options: Any) -> Running:
 
 
 def with_inputs_in_fp8(model: Any, group: int) -> Any:
-    """transformers' model, whose linears but the head round their inputs as its fp8 linears do."""
+    """transformers' model, whose linears but the head and routers, and whose experts, round their
+    inputs as its fp8 linears do (integrations/finegrained_fp8.py)."""
 
-    def rounded(module: torch.nn.Module, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        parts = given[0].unflatten(-1, (-1, group or given[0].shape[-1]))
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        parts = x.unflatten(-1, (-1, group or x.shape[-1]))
         scale = parts.abs().amax(-1, keepdim=True) / 448
         codes = (parts / scale).to(torch.float8_e4m3fn)
-        return ((codes.float() * scale).flatten(-2),)
+        return (codes.float() * scale).flatten(-2)
 
+    linear = torch.nn.functional.linear
+
+    def in_experts(forward: Any, *given: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                torch.nn.functional, "linear", lambda x, *others: linear(rounded(x), *others)
+            )
+            return forward(*given)
+
+    model.set_experts_implementation("eager")
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            module.register_forward_pre_hook(rounded)
+            module.register_forward_pre_hook(lambda _, given: (rounded(given[0]),))
+        elif name.endswith("experts"):
+            module.forward = partial(in_experts, module.forward)
     return model
 
 
 @pytest.mark.parametrize(
-    ("name", "group"), [("fp8 in blocks of 32", 32), ("float-quantized channel", 0)]
+    ("family", "name", "group"),
+    [
+        ("qwen3", "fp8 in blocks of 32", 32),
+        ("qwen3", "float-quantized channel", 0),
+        ("mixtral", "fp8 in blocks of 32", 32),
+    ],
 )
 def test_inputs_are_rounded_to_fp8_on_request(
-    name: str, group: int, plain: Path, tmp_path: Path
+    family: str, name: str, group: int, tmp_path: Path
 ) -> None:
     """Rounding turns a last bit into a step of 1/16, so sums in another order differ visibly."""
+    plain = save_checkpoint(family, tmp_path / "plain", **SIZES)
     stored, wide = write_packed(plain, tmp_path, PACKINGS[name]())
     running = tiny_engine.start(stored, activation_bits=8)
     asked = prompts((3, 9, 17, 25))
@@ -82,6 +102,8 @@ def test_inputs_are_rounded_to_fp8_on_request(
             torch.stack([row.log_softmax(-1)[a.tokens[0]] - a.logprobs[0] for row, a in pairs])
         )
     assert errors[0].abs().max() < 0.1 * errors[1].abs().max()
+    if family == "mixtral":
+        assert "+[4 llmc.quantized_expert_linear.default," in report_of(running)
 
 
 def report_of(running: Running) -> str:

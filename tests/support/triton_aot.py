@@ -32,6 +32,8 @@ TARGETS = {
 # maximum shared memory per program, in bytes
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 65536}
 DEPENDENT_LAUNCH = ("sm_90", "sm_100")
+COPY_ENGINE = ("sm_90", "sm_100")  # others load tiles by pointers, without descriptors
+WARP_SPECIALIZATION = ("sm_100",)
 FLOAT8 = ("sm_90", "sm_100")  # other targets have no float8 tensors
 _TYPES = {
     torch.float32: "fp32",
@@ -74,6 +76,8 @@ def specialize(launch: Launch, target: str) -> Specialization:
     values = {**launch.args, **launch.constants}
     if "PDL" in values:  # depends on the GPU that is present
         values["PDL"] = target in DEPENDENT_LAUNCH
+    if "SPECIALIZE" in values:
+        values["SPECIALIZE"] = values["SPECIALIZE"] and target in WARP_SPECIALIZATION
     for i, param in enumerate(launch.kernel.params):
         value = values.pop(param.name)
         aligned = False
@@ -103,6 +107,8 @@ def specialize(launch: Launch, target: str) -> Specialization:
 def is_for(launch: Launch, target: str) -> bool:
     """Whether a GPU of this kind would run it."""
     values = launch.args.values()
+    if any(isinstance(v, TensorDescriptor) for v in values):
+        return target in COPY_ENGINE
     is_float8 = any(
         isinstance(v, torch.Tensor) and v.dtype.itemsize == 1 and v.dtype.is_floating_point
         for v in values

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -42,6 +44,7 @@ from llmc.kernels.triton import (
     rope_write,
     sample,
     sample_rows,
+    scaled_expert_linear,
     scaled_linear,
     selective_scan,
     step_rows,
@@ -109,6 +112,19 @@ def attention(
         v_dim * shared,
         meta(tokens, heads, distances, dtype=dtype) if distances else None,
     )
+
+
+def copied(tokens: int, rows: int, dim: int, *, specialize: bool, **features: Any) -> Plan[Tensor]:
+    """Attention with the options that are off until measured: tiles are copied as a whole, and
+    with `specialize` by a warp of its own."""
+    choose = paged_attention.attention_config
+    options = {"descriptors": True, "warp_specialize": specialize}
+    with mock.patch.object(
+        paged_attention, "attention_config", lambda *given: replace(choose(*given), **options)
+    ):
+        plan = attention(tokens, rows, 32, 8, dim, block_size=64, **features)
+    assert plan.launches[0].constants["DESCRIPTORS"]
+    return plan
 
 
 def latent(tokens: int, rows: int, *, cache: torch.dtype | None = None) -> Plan[Tensor]:
@@ -313,6 +329,19 @@ def low_bit_experts(
     )
 
 
+def scaled_experts(rows: int, group: int = 0, *, choices: int = 1) -> Plan[Tensor]:
+    """Float8 by float8, with scales as in checkpoints; without the launch that rounds x."""
+    to = Quantization(format="fp8", group=group)
+    plan = scaled_expert_linear.plan(
+        meta(rows // choices, 2048),
+        meta(*to.shape("weight", 128, 1536, 2048), dtype=to.dtype),
+        floats(*to.shape("scale", 128, 1536, 2048)),
+        meta(128, 1536),
+        longs(rows),
+    )
+    return Plan(out=plan.out, launches=plan.launches[1:])
+
+
 def embedding(tokens: int, format: Format, *, minimum: bool = False) -> Plan[Tensor]:
     """In groups of 32, as in GGUF files."""
     to = Quantization(format=format, group=32, scale="float32", minimum=minimum)
@@ -428,6 +457,10 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "rope_attention window sinks": lambda: rope_decode(64, 64, window=128, normed=False),
     "rope_attention fp8_e4m3": lambda: rope_decode(32, 128, cache=FP8[0]),
     "attention prefill": lambda: attention(4096, 4, 32, 8, 128),
+    "attention prefill copied": lambda: copied(4096, 4, 128, specialize=False),
+    "attention prefill specialized": lambda: copied(4096, 4, 128, specialize=True),
+    "attention prefill specialized 64": lambda: copied(4096, 4, 64, specialize=True),
+    "attention prefill specialized 256": lambda: copied(4096, 4, 256, specialize=True),
     "attention prompts out of pages": lambda: gather_pages.plan(
         meta(64, 8, 16, 128), meta(64, 8, 16, 128), ints(5), ints(4, 2048), 8192, 4096
     ),
@@ -567,12 +600,20 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_expert_linear mxfp4 few": lambda: low_bit_experts(64, "mxfp4"),
     "quantized_expert_linear mxfp4 unsorted": lambda: low_bit_experts(1000, "mxfp4"),
     "quantized_expert_linear mxfp4 many": lambda: low_bit_experts(32768, "mxfp4"),
+    "quantized_expert_linear mxfp4 rows": lambda: low_bit_experts(16384, "mxfp4"),
+    "quantized_expert_linear int4 many": lambda: low_bit_experts(32768, "int4", minimum=True),
+    "quantized_expert_linear fp8 many": lambda: low_bit_experts(32768, "fp8"),
     "quantized_expert_linear int4 few": lambda: low_bit_experts(64, "int4", minimum=True),
     "encoder_attention": lambda: encoder(4096, 64),
     "encoder_attention window": lambda: encoder(8192, 4, window=65),
     "quantized_expert_linear int8 many": lambda: low_bit_experts(32768, "int8"),
     "quantized_expert_linear int8 of tokens": lambda: low_bit_experts(1000, "int8", choices=8),
     "quantized_expert_linear fp8 few": lambda: low_bit_experts(64, "fp8"),
+    "quantized_expert_linear fp8 product, few": lambda: scaled_experts(64, 128, choices=8),
+    "quantized_expert_linear fp8 product, few, groups of 32": lambda: scaled_experts(1000, 32),
+    "quantized_expert_linear fp8 product, rows": lambda: scaled_experts(4096, 128),
+    "quantized_expert_linear fp8 product, many": lambda: scaled_experts(32768, 128),
+    "quantized_expert_linear fp8 product, many, whole rows": lambda: scaled_experts(32768),
     "quantized_embedding int4": lambda: embedding(64, "int4", minimum=True),
     "quantized_embedding int8": lambda: embedding(64, "int8"),
     "quantized_embedding fp8": lambda: embedding(64, "fp8"),
