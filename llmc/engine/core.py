@@ -208,9 +208,7 @@ class EngineCore:
         try:
             return updates + self.scheduler.update(plan, pending.result())
         except Exception as error:
-            if not self.scheduler.is_oldest(
-                plan
-            ):  # the step succeeded: running it again won't help
+            if not self.scheduler.is_oldest(plan):  # it succeeded: running it again won't help
                 raise EngineDeadError(
                     f"the result of step {plan.step} could not be processed: "
                     f"{type(error).__name__}: {error}; please report this"
