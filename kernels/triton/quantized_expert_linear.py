@@ -1,5 +1,6 @@
 """`quantized_expert_linear` in Triton: the grouped product of `expert_linear` over the words of
-`quantized_linear`, which are dequantized in registers and rounded to x's dtype.
+`quantized_linear`, which are dequantized in registers and rounded to x's dtype. Inputs in fp8 are
+multiplied as codes where the GPU can (scaled_expert_linear.py).
 """
 
 from __future__ import annotations
