@@ -1,4 +1,4 @@
-"""`chain_linears`: the linears from the attention of one layer to that of the next become one op."""
+"""`chain_linears`: the linears from one layer's attention to the next one's become one op."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """`chain_linears` in Triton: for few rows, one persistent kernel runs all four linears.
 
-A fixed number of programs walks the tiles of a linear, in the same parts and order as
-`few_rows_kernel` and with its code, so results are the same bit for bit. Then all programs wait for
-each other before they read what the others have stored. While it waits, a program has its first
-tile of the next weight prefetched into L2, so the memory is busy across the barrier.
+A fixed number of programs walks the tiles of a linear, with the tiles and the code of
+`few_rows_kernel`, so results are the same (under the interpreter, bit for bit). Then all programs
+wait for each other before they read what the others have stored. Before it waits, a program
+prefetches its first tile of the next weight into L2, so the memory is busy across the barrier.
 
 - Counters: of the stream (counters.py). One counts arrivals at the barriers and grows from one to
   the next; the last program to leave the kernel sets it back to zero. So replays of a graph need no
@@ -236,8 +236,8 @@ def _supported() -> bool:
     return torch.cuda.get_device_capability()[0] >= 8
 
 
-def takes(hidden: Tensor, x: Tensor, *weights: Tensor) -> bool:
-    """Whether one kernel computes these rows: only where `few_rows_kernel` would run each linear."""
+def takes(hidden: Tensor, *weights: Tensor) -> bool:
+    """Whether one kernel computes these rows: where `few_rows_kernel` would run each linear."""
     few = all(fused_linear.takes(hidden, weight, 0.0) for weight in weights)
     return few and hidden.is_contiguous() and supported()
 
@@ -248,7 +248,7 @@ def _run(
     down_weight: Tensor, down_bias: Tensor | None, next_weight: Tensor, next_bias: Tensor | None,
     next_norm: Tensor | None, next_eps: float, next_offset: float,
 ) -> Tensor:  # fmt: skip
-    if takes(hidden, x, weight, up_weight, down_weight, next_weight):
+    if takes(hidden, weight, up_weight, down_weight, next_weight):
         return plan(
             hidden, x, weight, bias, up_weight, up_bias, up_norm, up_eps, up_offset, act,
             down_weight, down_bias, next_weight, next_bias, next_norm, next_eps, next_offset,
