@@ -119,7 +119,7 @@ PARTS = (
     ),
     Part(
         name="ablate", about="levels, each pass off or on, async off, on Qwen3-0.6B",
-        expected_s=85, most_s=145, load=_ablate,
+        expected_s=80, most_s=145, load=_ablate,
     ),
     Part(
         name="peer-1b", about="Llama-3.2-1B compared with transformers",
