@@ -57,6 +57,7 @@ class Pass:
     cached: bool = True
 
     def is_on(self, switches: Mapping[str, bool]) -> bool:
+        """Whether the pass runs with these switches, by name."""
         return switches.get(self.name, not self.on_request)
 
     def run(self, gm: fx.GraphModule) -> Notes:

@@ -10,6 +10,7 @@ Run by test_ops_triton.py, for the same reason as interpreted_ops.py.
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import fast_interpreter  # noqa: F401 - the tests take a third of the time
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_cases import copy_case
 from torch import Tensor
+from triton.backends.nvidia.compiler import CUDAOptions
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels.triton import chain_linears, fused_linear
@@ -106,6 +108,16 @@ def test_equals_single_launches_of_deep_linears(
         assert_equals_single_ops(case, programs)
 
 
+class RecordingKernel:
+    """Stands in for a kernel: keeps what it is launched with."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> RecordingKernel:
+        return self
+
+    def __call__(self, **given: Any) -> None:
+        self.given = given
+
+
 def test_one_cooperative_launch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain_linears, "interpreted", lambda: False)
     for rows in (1, 8):
@@ -114,6 +126,13 @@ def test_one_cooperative_launch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         assert launch.cooperative and not launch.pdl and rest == 0
         assert launch.max_registers is not None
         assert per_multiprocessor * 32 * launch.num_warps * launch.max_registers <= 65536
+        kernel = RecordingKernel()
+        replace(launch, kernel=kernel).run()
+        options = kernel.given.keys() - launch.args.keys() - launch.constants.keys()
+        assert options == {"num_warps", "num_stages", "launch_cooperative_grid", "maxnreg"}
+        assert options <= {field.name for field in fields(CUDAOptions)}
+        assert kernel.given["maxnreg"] == launch.max_registers
+        assert kernel.given["launch_cooperative_grid"] is True
 
 
 ORDINARY: dict[str, dict[str, Any]] = {
