@@ -38,6 +38,7 @@ class Pass:
     """A named rewrite: `fn` with its options bound.
 
     `required`: the pass can't be switched off, because the engine needs what it inserts.
+    `on_request`: the pass is off unless it is switched on by name.
     `rounds`: a built-in pass that computes the same values with fewer bits.
     The other fields are for user passes: `place` is where in the pipeline they run (user.py),
     `changes_model` says that they change the model's output on purpose, and `cached` says whether
@@ -49,10 +50,15 @@ class Pass:
     doc: str
     options: Mapping[str, Any] = field(default_factory=dict)
     required: bool = False
+    on_request: bool = False
     place: Place = "early"
     changes_model: bool = False
     rounds: bool = False
     cached: bool = True
+
+    def is_on(self, switches: Mapping[str, bool]) -> bool:
+        """Whether the pass runs with these switches, by name."""
+        return switches.get(self.name, not self.on_request)
 
     def run(self, gm: fx.GraphModule) -> Notes:
         return self.fn(gm, **self.options)
@@ -86,6 +92,7 @@ class PassReport:
 def graph_pass(
     *,
     required: bool = False,
+    on_request: bool = False,
     place: Place = "early",
     changes_model: bool = False,
     rounds: bool = False,
@@ -110,6 +117,7 @@ def graph_pass(
                 doc=doc,
                 options=options,
                 required=required,
+                on_request=on_request,
                 place=place,
                 changes_model=changes_model,
                 rounds=rounds,
@@ -160,7 +168,7 @@ def run_passes(
     current = graph_module(gm, copy_graph(gm.graph))
     before, edges = histogram(current), _edges(current)
     for p in passes:
-        if not switches.get(p.name, True):
+        if not p.is_on(switches):
             reports.append(
                 PassReport(name=p.name, seconds=0, removed={}, added={}, notes=(), enabled=False)
             )

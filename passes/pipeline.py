@@ -13,6 +13,7 @@ from llmc.passes.apply_lora import apply_lora
 from llmc.passes.attend_whole_images import Where, attend_whole_images
 from llmc.passes.base import Pass
 from llmc.passes.canonicalize import canonicalize
+from llmc.passes.chain_linears import chain_linears
 from llmc.passes.find_attention import find_attention
 from llmc.passes.find_convolutions import find_convolutions
 from llmc.passes.find_distance_biases import find_distance_biases
@@ -170,6 +171,9 @@ def pipeline(
         ),
         fuse_sampler(),  # after processor_passes: a processor comes before process_logits
         fuse_linears(  # after the passes that fuse the norms and activations that it absorbs
+            unwanted=_unless_gpu(options, "this fusion")
+        ),
+        chain_linears(  # after fuse_linears: its ops
             unwanted=_unless_gpu(options, "this fusion")
         ),
         *(p for p in extra if p.place == "late"),  # they see the ops that will run

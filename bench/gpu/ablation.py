@@ -1,4 +1,5 @@
-"""`ablate`: the effect of the levels, of each pass (switched off in turn), and of async steps.
+"""`ablate`: the effect of the levels, of each pass (switched off in turn, or on if it is off by
+default), and of async steps.
 
 One small model, a few batch sizes; everything else is as in the other parts.
 """
@@ -27,19 +28,22 @@ def run(settings: Settings, record: Record) -> None:
             record.measure(f"-O{other}", partial(variant, settings, {"opt_level": other}))
             release()
     default = record.data.get(f"-O{level}", {})
-    for name in optional_passes(settings):
-        if not _matched(name, default.get("passes", ())):
+    for name, is_on in pass_switches(settings).items():
+        if not is_on and not _matched(name, default.get("passes", ())):
             continue  # there is nothing to switch off
-        record.measure(f"{name} off", partial(variant, settings, {"passes": {name: False}}))
+        options = {"passes": {name: is_on}}
+        record.measure(f"{name} {'on' if is_on else 'off'}", partial(variant, settings, options))
         release()
 
 
 _INERT = ("quantize_linears",)  # only active on request
 
 
-def optional_passes(settings: Settings) -> list[str]:
+def pass_switches(settings: Settings) -> dict[str, bool]:
+    """How each optional pass is switched, by itself: off, or on if it is off by default."""
     options = PipelineOptions(block_size=16, max_positions=64, device_type=settings.device)
-    return [p.name for p in pipeline(options) if not p.required and p.name not in _INERT]
+    passes = (p for p in pipeline(options) if not p.required and p.name not in _INERT)
+    return {p.name: p.on_request for p in passes}
 
 
 def _matched(name: str, reports: Any) -> bool:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.ablation import engine_options, optional_passes
+from bench.gpu.ablation import engine_options, pass_switches
 from bench.gpu.record import Record
 from bench.gpu.settings import Settings
 from bench.gpu.subject import running
@@ -62,7 +62,8 @@ def run_warm(settings: Settings, record: Record) -> None:
     """Compile every program and Inductor artifact that later parts need, several at a time."""
     jobs = [f"model {m.name}" for m in settings.models]
     jobs += [f"generate {m.name}" for m in settings.models]
-    jobs += ["ablation", *(f"off {name}" for name in optional_passes(settings))]
+    switches = pass_switches(settings).items()
+    jobs += ["ablation", *(f"{'on' if is_on else 'off'} {name}" for name, is_on in switches)]
     if settings.tiny:
         record.measure("warm", partial(run_warm_job, settings, jobs[0]))
         return
@@ -90,8 +91,8 @@ def run_warm_job(settings: Settings, job: str) -> dict[str, Any]:
         peer = Peer(settings, settings.model(name))
         return {"seconds": peer.generate(list(range(1, 17)), settings.peer_decode)}
     options: dict[str, Any] = {}
-    if kind in ("off", "ablation"):
-        options = engine_options(settings) | {"passes": {name: False} if name else {}}
+    if kind in ("on", "off", "ablation"):
+        options = engine_options(settings) | {"passes": {name: kind == "on"} if name else {}}
         name = settings.ablated
     with running(settings, settings.model(name), **options) as subject:
         return subject.startup

@@ -33,36 +33,49 @@ from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors
 from llmc.kernels.triton.linear_configs import FEW_ROWS, few_rows_config, prefers_library
 
 
-@triton.jit(do_not_specialize=["rows"])
-def few_rows_kernel(
-    x, weight, bias, norm_weight, residual, out, partial, squares, counter, rows, x_row,
-    weight_row, residual_row, eps, offset,
+@triton.jit
+def prefetch_tile(
+    weight, weight_row, tile, first,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """Prefetch into L2 the first BLOCK_K inputs of a tile of channels, from input `first` on."""
+    # one prefetch per 32 bytes of each channel
+    STEP: tl.constexpr = 256 // weight.dtype.element_ty.primitive_bitwidth
+    early = first + tl.arange(0, (BLOCK_K + STEP - 1) // STEP) * STEP
+    early = tl.minimum(early, K - 1)[None, :]
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    channel = tl.minimum(n, N - 1).to(tl.int64)[:, None] * weight_row
+    prefetch(weight + channel + early)
+    if GATED:
+        prefetch(weight + channel + N * weight_row.to(tl.int64) + early)
+
+
+@triton.jit
+def linear_tile(
+    tile, part, x, weight, bias, norm_weight, residual, out, partial, squares, counter, rows,
+    x_row, weight_row, residual_row, eps, offset,
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
     WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, CACHE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """weight [N, K], or [2 N, K] with the gates first if there is an ACT.
+    """Compute the BLOCK_N channels of one tile over part `part` of the depth; the last of SPLITS
+    parts stores their results.
 
+    weight [N, K], or [2 N, K] with the gates first if there is an ACT.
     partial [SPLITS, rows, N or 2 N], squares [SPLITS, tiles, rows]: sums over each part of K.
+    CACHE: cache modifier with which x and the residual are read. WHOLE: BLOCK_N divides N, and
+    BLOCK_K divides K, so nothing needs a mask.
     """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
-    inside = n < N
+    inside = tl.full([BLOCK_N], True, tl.int1) if WHOLE else n < N
     GATED: tl.constexpr = ACT is not None
-    first = tl.program_id(1) * SPLIT_K
+    first = part * SPLIT_K
     w_at = weight + n.to(tl.int64)[:, None] * weight_row
     up_at = w_at + N * weight_row.to(tl.int64)
-    if PDL:
-        # one prefetch per 32 bytes of each channel
-        STEP: tl.constexpr = 256 // weight.dtype.element_ty.primitive_bitwidth
-        early = first + tl.arange(0, (BLOCK_K + STEP - 1) // STEP) * STEP
-        early = tl.minimum(early, K - 1)[None, :]
-        channel = tl.minimum(n, N - 1).to(tl.int64)[:, None] * weight_row
-        prefetch(weight + channel + early)
-        if GATED:
-            prefetch(weight + channel + N * weight_row.to(tl.int64) + early)
-        wait_for_previous()
     if DOT:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -72,17 +85,18 @@ def few_rows_kernel(
     square = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for k0 in tl.range(first, min(first + SPLIT_K, K), BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
-        known = inside[:, None] & (k < K)[None, :]
+        reached = tl.full([BLOCK_K], True, tl.int1) if WHOLE else k < K
+        known = inside[:, None] & reached[None, :]
         a = tl.load(
-            x + m[:, None] * x_row + k[None, :], mask=(m < rows)[:, None] & (k < K)[None, :],
-            other=0.0,
+            x + m[:, None] * x_row + k[None, :], mask=(m < rows)[:, None] & reached[None, :],
+            other=0.0, cache_modifier=CACHE,
         )  # fmt: skip
         w = tl.load(w_at + k[None, :], mask=known, other=0.0)
         if NORM:
             wide = a.to(tl.float32)
             square += wide * wide
             if WEIGHTED:
-                gain = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32) + offset
+                gain = tl.load(norm_weight + k, mask=reached, other=0.0).to(tl.float32) + offset
                 wide = wide * gain[None, :]
             a = wide.to(w.dtype) if DOT else wide
         if UPCAST or not DOT:
@@ -105,38 +119,68 @@ def few_rows_kernel(
     total = tl.sum(square, axis=1)
     row = m.to(tl.int64)[:, None]
     stored = (m < rows)[:, None] & inside[None, :]
+    is_done = True
     if SPLITS > 1:
         WIDTH: tl.constexpr = 2 * N if GATED else N
-        tiles = tl.num_programs(0)
+        tiles = (N + BLOCK_N - 1) // BLOCK_N
         at = partial + row * WIDTH + n[None, :]
-        own = tl.program_id(1) * rows * WIDTH
+        own = part * rows * WIDTH
         tl.store(at + own, y, mask=stored)
         if GATED:
             tl.store(at + N + own, up, mask=stored)
+        squares_at = squares
         if NORM:
-            squares_at = squares + tl.program_id(0) * rows + m
-            tl.store(squares_at + tl.program_id(1) * tiles * rows, total, mask=m < rows)
-        if not is_last(counter + tl.program_id(0), SPLITS):
-            return
-        y = sum_of_parts(at, rows * WIDTH, stored, SPLITS)
-        if GATED:
-            up = sum_of_parts(at + N, rows * WIDTH, stored, SPLITS)
+            squares_at = squares + tile * rows + m
+            tl.store(squares_at + part * tiles * rows, total, mask=m < rows)
+        is_done = is_last(counter + tile, SPLITS)
+    if is_done:
+        if SPLITS > 1:
+            y = sum_of_parts(at, rows * WIDTH, stored, SPLITS)
+            if GATED:
+                up = sum_of_parts(at + N, rows * WIDTH, stored, SPLITS)
+            if NORM:
+                total = sum_of_parts(squares_at, tiles * rows, m < rows, SPLITS)
         if NORM:
-            total = sum_of_parts(squares_at, tiles * rows, m < rows, SPLITS)
-    if NORM:
-        factor = (1 / tl.sqrt_rn(total / K + eps))[:, None]
-        y *= factor
-        up *= factor
-    if BIAS:
-        y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+            factor = (1 / tl.sqrt_rn(total / K + eps))[:, None]
+            y *= factor
+            up *= factor
+        if BIAS:
+            y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(bias + N + n, mask=inside, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            up += tl.load(bias + N + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        y = activate(y, ACT) * up
-    if ADD:
-        more = tl.load(residual + row * residual_row + n[None, :], mask=stored, other=0.0)
-        y += more.to(tl.float32)
-    tl.store(out + row * N + n[None, :], y.to(out.dtype.element_ty), mask=stored)
+            y = activate(y, ACT) * up
+        if ADD:
+            more = tl.load(
+                residual + row * residual_row + n[None, :], mask=stored, other=0.0,
+                cache_modifier=CACHE,
+            )  # fmt: skip
+            y += more.to(tl.float32)
+        tl.store(out + row * N + n[None, :], y.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def few_rows_kernel(
+    x, weight, bias, norm_weight, residual, out, partial, squares, counter, rows, x_row,
+    weight_row, residual_row, eps, offset,
+    N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
+    WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program for each tile and part of the depth; the arguments are those of `linear_tile`."""
+    tile, part = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        prefetch_tile(
+            weight, weight_row, tile, part * SPLIT_K, N, K, BLOCK_N, BLOCK_K, ACT is not None
+        )
+        wait_for_previous()
+    linear_tile(
+        tile, part, x, weight, bias, norm_weight, residual, out, partial, squares, counter, rows,
+        x_row, weight_row, residual_row, eps, offset,
+        N, K, SPLITS, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_K, NORM, WEIGHTED, BIAS, ACT, ADD, DOT,
+        PRECISION, UPCAST, "", False,
+    )  # fmt: skip
 
 
 def plan(
@@ -187,7 +231,7 @@ def plan(
     return Plan(out=out, launches=(launch,))
 
 
-def _takes(x: Tensor, weight: Tensor, eps: float | None) -> bool:
+def takes(x: Tensor, weight: Tensor, eps: float | None) -> bool:
     """Whether one kernel computes these rows."""
     rows = x.numel() // x.shape[-1]
     # a float16 row before normalization times the norm's weight can overflow float16
@@ -195,11 +239,11 @@ def _takes(x: Tensor, weight: Tensor, eps: float | None) -> bool:
     return 0 < rows <= FEW_ROWS and not narrow and not prefers_library(*weight.shape)
 
 
-def _run(
+def run(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
     eps: float | None, offset: float, act: str | None, residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    if _takes(x, weight, eps):
+    if takes(x, weight, eps):
         return plan(x, weight, bias, norm_weight, eps, offset, act, residual).run()
     if eps is not None:
         x = norm.plan(x, norm_weight, eps, offset).run()
@@ -213,24 +257,24 @@ def _run(
     return y if residual is None else y + residual
 
 
-def _run_add(
+def run_add(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
     eps: float | None, offset: float, act: str | None,
 ) -> None:  # fmt: skip
     if not out.is_contiguous():
-        out.copy_(_run(x, weight, bias, norm_weight, eps, offset, act, out))
-    elif _takes(x, weight, eps):
+        out.copy_(run(x, weight, bias, norm_weight, eps, offset, act, out))
+    elif takes(x, weight, eps):
         plan(x, weight, bias, norm_weight, eps, offset, act, out, out).run()
     elif bias is None and act is None:  # rounded once, and the product adds to `out` itself
         if eps is not None:
             x = norm.plan(x, norm_weight, eps, offset).run()
         out.view(-1, weight.shape[0]).addmm_(x.reshape(-1, weight.shape[1]), weight.t())
     else:
-        out += _run(x, weight, bias, norm_weight, eps, offset, act, None)
+        out += run(x, weight, bias, norm_weight, eps, offset, act, None)
 
 
 def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _run(x, weight, bias, None, None, 0.0, None, None)
+    return run(x, weight, bias, None, None, 0.0, None, None)
 
 
 def _supports(
@@ -247,6 +291,6 @@ def _supports(
     return supports_tensors(*tensors) and same_dtype(x, weight, bias, residual, out)
 
 
-define(fused_linear, run=_run, supports=_supports)
-define(add_linear, run=_run_add, supports=_supports)
+define(fused_linear, run=run, supports=_supports)
+define(add_linear, run=run_add, supports=_supports)
 define(linear, run=_run_linear, supports=_supports)

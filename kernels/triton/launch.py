@@ -27,6 +27,8 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
     pdl: bool = False  # can start before the previous kernel ends, and waits for it inside
+    max_registers: int | None = None  # per thread, of NVIDIA GPUs; None: the compiler's choice
+    cooperative: bool = False  # all programs are resident at once, or the launch is an error
 
     def run(self) -> None:
         if 0 in self.grid:
@@ -37,6 +39,8 @@ class Launch:
             num_warps=self.num_warps,
             num_stages=self.num_stages,
             **({"launch_pdl": True} if self.pdl else {}),
+            **({"maxnreg": self.max_registers} if self.max_registers else {}),
+            **({"launch_cooperative_grid": True} if self.cooperative else {}),
         )
 
 

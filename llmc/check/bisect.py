@@ -102,7 +102,7 @@ def _first_wrong_pass(subject: Subject, variant: Variant, good: Good) -> str | N
     optional = [
         p.name
         for p in subject.options.passes
-        if not p.required and p.name not in subject.needed and variant.switches.get(p.name, True)
+        if not p.required and p.name not in subject.needed and p.is_on(variant.switches)
     ]
 
     def first(count: int) -> Variant:

@@ -280,7 +280,7 @@ def _certificate(
         weights=identity.weights,
         adapters=adapters,
         versions=package_versions(),
-        passes={p.name: switches.get(p.name, True) for p in identity.options.passes},
+        passes={p.name: p.is_on(switches) for p in identity.options.passes},
         kernels=kernels_of(graph),
         compared_with=f"transformers, {_compared_with(served.reference, source)}",
         num_sequences=len(subject.sequences),

@@ -112,9 +112,9 @@ def compare(
     changing = [
         p
         for p in subject.options.passes
-        if p.changes_model and switches.get(p.name, True) and subject.matches(p)
+        if p.changes_model and p.is_on(switches) and subject.matches(p)
     ]
-    rounding = [p for p in subject.options.passes if p.rounds and switches.get(p.name, True)]
+    rounding = [p for p in subject.options.passes if p.rounds and p.is_on(switches)]
     off = dict.fromkeys((p.name for p in (*changing, *rounding)), False)
     plain = Variant(switches={**switches, **off})
     variant = Variant(switches=plain.switches, level=level)

@@ -195,8 +195,8 @@ def rewrite(
     else:
         graph, reports = captured.graph, []
         for p in options.passes:
-            switch = {p.name: options.switches.get(p.name, True)}
-            graph, found = run_passes(graph, (p,), {} if switch[p.name] else switch)
+            switch = {p.name: p.is_on(options.switches)}
+            graph, found = run_passes(graph, (p,), switch)
             on_pass(p, graph, found[0])
             reports += found
     program = Program.of(

@@ -142,6 +142,10 @@ def _operations(call: Call) -> int:
     if name in ("linear", "fused_linear", "add_linear"):
         x, weight = (given[n] for n in given if n in ("x", "input", "weight"))
         return int(2 * x.numel() * weight.shape[0])
+    if name == "chain_linears":
+        rows = given["hidden"].numel() // given["hidden"].shape[-1]
+        weights = (given[n] for n in ("weight", "up_weight", "down_weight", "next_weight"))
+        return int(2 * rows * sum(weight.numel() for weight in weights))
     if name == "quantized_linear":
         return int(2 * given["x"].numel() * given["weight"].shape[0] * CHANNELS)
     if name in ("expert_linear", "quantized_expert_linear"):

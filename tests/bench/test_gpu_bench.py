@@ -12,11 +12,13 @@ import pytest
 import torch
 from bench_package import ROOT
 
+from bench.gpu.ablation import pass_switches
 from bench.gpu.decode import padding_waste
 from bench.gpu.parts import PARTS, choose
 from bench.gpu.record import Record, finite
 from bench.gpu.replay import Span, summary
 from bench.gpu.report import failures, table
+from bench.gpu.settings import full
 from bench.gpu.shapes import linears, prefill_flops, read_config, step_bytes
 from bench.gpu.targets import TARGETS, judge
 from bench.gpu.tree import link_tree
@@ -83,6 +85,12 @@ def test_parts_are_chosen_by_name_in_their_own_order() -> None:
     assert choose(None) == PARTS
     with pytest.raises(SystemExit, match="unknown part"):
         choose("9b")
+
+
+def test_passes_that_are_off_by_default_are_switched_on() -> None:
+    switches = pass_switches(full())
+    assert [name for name, is_on in switches.items() if is_on] == ["chain_linears"]
+    assert switches["fuse_linears"] is False and "lower_kernels" not in switches
 
 
 def test_a_full_run_is_expected_to_end_in_time() -> None:

@@ -26,7 +26,13 @@ from torch.utils._pytree import tree_leaves
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels.registry import OPS
-from llmc.kernels.triton import expert_linear, fused_linear, paged_attention, quantized_linear
+from llmc.kernels.triton import (
+    chain_linears,
+    expert_linear,
+    fused_linear,
+    paged_attention,
+    quantized_linear,
+)
 from llmc.kernels.triton.launch import Launch, multiprocessors
 from llmc.passes.pipeline import PipelineOptions
 from llmc.runner.graphs import StepShape
@@ -142,7 +148,7 @@ def _is_view(args: Any, out: Any) -> bool:
     return made <= given
 
 
-def start(path: Path) -> ModelRunner:
+def start(path: Path, **options: Any) -> ModelRunner:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             compile_module,
@@ -150,7 +156,7 @@ def start(path: Path) -> ModelRunner:
             lambda **given: PipelineOptions(**{**given, "device_type": "cuda"}),
         )
         patch.setattr(paged_attention, "multiprocessors", lambda device: 2)
-        return tiny_engine.start(path, max_num_seqs=MANY).started.runner
+        return tiny_engine.start(path, max_num_seqs=MANY, **options).started.runner
 
 
 def launches(runner: ModelRunner, rows: int) -> Counter[str]:
@@ -159,8 +165,9 @@ def launches(runner: ModelRunner, rows: int) -> Counter[str]:
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         inputs = runner._dummies(StepShape.decode(rows))
         inputs = {**inputs, "block_table": inputs["block_table"].new_zeros(rows, BLOCKS)}
-        for module in (fused_linear, quantized_linear):
+        for module in (chain_linears, fused_linear, quantized_linear):
             patch.setattr(module, "interpreted", lambda: False)  # as many multiprocessors as a GPU
+        patch.setattr(chain_linears, "supported", lambda: True)
         patch.setattr(paged_attention, "multiprocessors", multiprocessors)
         patch.setattr(Launch, "run", lambda launch: recorded.record(launch))
         with recorded:
@@ -194,6 +201,16 @@ def test_launches_of_a_further_layer(kind: str, tmp_path: Path) -> None:
     assert tuple(made) == LAUNCHES[kind]
     if kind == "dense":
         assert tuple(besides) == LAUNCHES["step"]
+
+
+def test_chained_linears_of_a_further_layer_are_one_launch(tmp_path: Path) -> None:
+    less, more = (
+        start(save("dense", layers, tmp_path / str(layers)), passes={"chain_linears": True})
+        for layers in (2, 3)
+    )
+    made = [described(launches(more, rows) - launches(less, rows)) for rows in ROWS]
+    chained = "2: attention_kernel, chain_kernel"
+    assert made == [chained, chained, LAUNCHES["dense"][-1]]
 
 
 def test_many_rows_are_sorted_by_expert_once_a_layer(

@@ -25,7 +25,7 @@ TIERS = {"not exhaustive": 120, "exhaustive": 40}
 @pytest.mark.parametrize("tier", tiered(TIERS, "not exhaustive", group="triton {}"))
 def test_under_the_interpreter(tier: str) -> None:
     files = sorted(Path(__file__).parent.glob("interpreted_*.py"))
-    assert len(files) == 5
+    assert len(files) == 6
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     kept = {name: value for name, value in os.environ.items() if "XDIST" not in name}
     done = subprocess.run(

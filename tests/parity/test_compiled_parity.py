@@ -24,20 +24,26 @@ MAX_SECONDS = 300  # compiling is slow on a busy machine; an error ends the wait
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_passes_for_gpus_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "ops"),
+    [("mixtral", ("add_linear", "sort_experts")), ("qwen3", ("add_linear", "chain_linears"))],
+)
+def test_passes_for_gpus_compile(
+    family: str, ops: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Among them those that insert ops that write in place, and that have several results."""
 
     def for_gpus(**options: Any) -> PipelineOptions:
         return PipelineOptions(**{**options, "device_type": "cuda"})
 
     monkeypatch.setattr(compile_module, "PipelineOptions", for_gpus)
-    path = save_checkpoint("mixtral", tmp_path)
+    path = save_checkpoint(family, tmp_path)
     model = load_reference(path)
     expected = [continue_greedily(model, p, NUM_TOKENS) for p in prompts(LENGTHS)]
-    running = tiny_engine.start(path, opt_level=1)
+    running = tiny_engine.start(path, opt_level=1, passes={"chain_linears": True})
     graph = running.started.runner.step.uncompiled
     assert graph is not None and running.started.runner.step.level == 1
-    assert "add_linear" in graph.source and "sort_experts" in graph.source
+    assert all(f"llmc_{name}" in graph.source for name in ops)
     got = generate(running.engine(), [r.prompt for r in expected], NUM_TOKENS)
     assert differences(expected, got) == (0, [])
 

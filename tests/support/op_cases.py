@@ -16,6 +16,7 @@ from llmc.kernels import (  # noqa: F401
     ban_words,
     bmm,
     causal_conv,
+    chain_linears,
     choose_blocks,
     choose_experts,
     choose_keys,
@@ -64,7 +65,7 @@ WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", "running_max", *CO
 # passes for GPUs alone insert them
 FOR_GPUS = {
     *("choose_experts", "sum_experts", "sort_experts"),
-    *("sample_rows", "rope_attention", "add_linear"),
+    *("sample_rows", "rope_attention", "add_linear", "chain_linears"),
 }
 # torch's attention serves each text
 WITHOUT_CPP = {*WITHOUT_KERNELS, *FOR_GPUS, "encoder_attention"}
