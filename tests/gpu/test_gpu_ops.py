@@ -207,6 +207,7 @@ def test_chained_linears_in_a_graph(rows: int) -> None:
 
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         chained()
     with torch.cuda.graph(graph, stream=stream):
