@@ -142,9 +142,7 @@ def expert_work(
 ) -> Work:
     """A routed layer's first linear; only the chosen experts' weights count as bytes."""
     weight = _rand(experts, channels, depth, device=device) * depth**-0.5
-    gen = torch.Generator().manual_seed(0)
-    picks = torch.stack([torch.randperm(experts, generator=gen)[:top_k] for _ in range(rows)])
-    picked = picks.flatten().to(device)
+    picked = _picked_experts(rows, experts, top_k, device)
     x = _rand(rows * top_k, depth, device=device)
     used = picked.unique()
     groups = [(int(e), (picked == e).nonzero()[:, 0]) for e in used.tolist()]
@@ -187,9 +185,7 @@ def low_bit_expert_work(
     wide = _rand(experts, channels, depth, device=device) * depth**-0.5
     parts = [quantize(weight, to) for weight in wide]
     weight, scale = (torch.stack(part) for part in zip(*parts, strict=True))
-    gen = torch.Generator().manual_seed(0)
-    picks = torch.stack([torch.randperm(experts, generator=gen)[:top_k] for _ in range(rows)])
-    picked = picks.flatten().to(device)
+    picked = _picked_experts(rows, experts, top_k, device)
     x = _rand(rows, depth, device=device)
     many = rows * top_k > 16 * experts
     used = len(picked.unique())
@@ -205,6 +201,13 @@ def low_bit_expert_work(
             limit="bf16" if many else "read",
             device=device,
         )
+
+
+def _picked_experts(rows: int, experts: int, top_k: int, device: torch.device) -> Tensor:
+    """top_k different experts of each row, [rows * top_k]."""
+    gen = torch.Generator().manual_seed(0)
+    picks = torch.stack([torch.randperm(experts, generator=gen)[:top_k] for _ in range(rows)])
+    return picks.flatten().to(device)
 
 
 def _rand(*shape: int, device: torch.device) -> Tensor:

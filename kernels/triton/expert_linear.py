@@ -18,7 +18,7 @@ from torch import Tensor
 from llmc.kernels.expert_linear import expert_linear, sort_experts
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.attention_plan import at, locate
-from llmc.kernels.triton.configs import expert_config
+from llmc.kernels.triton.configs import GemmConfig, expert_config
 from llmc.kernels.triton.define import (
     define,
     needs_upcast,
@@ -85,6 +85,29 @@ def rows_of_tile(
     return expert, row.to(tl.int64), mine
 
 
+@triton.jit
+def store_zeros(out, row, n, mine, N: tl.constexpr):
+    """Zeros for a tile of rows without an expert."""
+    zeros = tl.zeros([row.shape[0], n.shape[0]], out.dtype.element_ty)
+    tl.store(out + row[:, None] * N + n[None, :], zeros, mask=mine[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def store_sums(
+    acc, bias, expert, bias_expert, out, row, n, mine, N: tl.constexpr, BIAS: tl.constexpr
+):
+    """A tile's sums with its expert's bias, rounded to the dtype of out [rows, N]."""
+    inside = n < N
+    if BIAS:
+        own = tl.load(bias + expert.to(tl.int64) * bias_expert + n, mask=inside, other=0.0)
+        acc += own.to(tl.float32)[None, :]
+    tl.store(
+        out + row[:, None] * N + n[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=mine[:, None] & inside[None, :],
+    )
+
+
 @triton.jit(do_not_specialize=["rows"])
 def expert_kernel(
     x, weight, bias, chosen, offsets, out, rows, x_row, weight_expert, weight_n, weight_k,
@@ -101,8 +124,7 @@ def expert_kernel(
         return
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     if expert == EXPERTS:
-        zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
-        tl.store(out + row[:, None] * N + n[None, :], zeros, mask=mine[:, None] & (n < N)[None, :])
+        store_zeros(out, row, n, mine, N)
         return
     w = weight + expert.to(tl.int64) * weight_expert + n[None, :] * weight_n
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -118,13 +140,7 @@ def expert_kernel(
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    if BIAS:
-        acc += tl.load(bias + expert.to(tl.int64) * bias_expert + n, mask=n < N, other=0.0)[None, :]
-    tl.store(
-        out + row[:, None] * N + n[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=mine[:, None] & (n < N)[None, :],
-    )
+    store_sums(acc, bias, expert, bias_expert, out, row, n, mine, N, BIAS)
 
 
 def are_sorted(rows: int, experts: int) -> bool:
@@ -132,7 +148,14 @@ def are_sorted(rows: int, experts: int) -> bool:
     return rows > _ROWS[-1] or rows > 64 * experts
 
 
-def chosen_rows(
+def _sort(expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    if are_sorted(expert.shape[0], experts):
+        made: tuple[Tensor, Tensor] = sort_experts.reference(expert, experts)
+        return made
+    return torch.empty_like(expert), expert.new_empty(experts + 1, dtype=torch.int32)
+
+
+def _chosen_rows(
     x: Tensor, expert: Tensor, experts: int, order: Tensor | None, offsets: Tensor | None
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Arguments and constants of `rows_of_tile`."""
@@ -150,17 +173,49 @@ def chosen_rows(
     return {"chosen": order, "offsets": offsets, "rows": rows}, {"ROWS": 0, **constants}
 
 
-def _sort(expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    if are_sorted(expert.shape[0], experts):
-        made: tuple[Tensor, Tensor] = sort_experts.reference(expert, experts)
-        return made
-    return torch.empty_like(expert), expert.new_empty(experts + 1, dtype=torch.int32)
-
-
-def tiles_of(rows: int, experts: int, block_m: int) -> int:
+def _tiles_of(rows: int, experts: int, block_m: int) -> int:
     """A bound on the number of tiles: an expert without rows has none, and rounding up adds less
     than one tile per expert, of which one more stands for numbers that are no expert's."""
     return min(rows, rows // block_m + experts + 1)
+
+
+def plan_tiles(
+    kernel: Any,
+    config: GemmConfig,
+    x: Tensor,
+    bias: Tensor | None,
+    expert: Tensor,
+    order: Tensor | None,
+    offsets: Tensor | None,
+    *,
+    experts: int,
+    channels: int,
+    args: dict[str, Any],
+    constants: dict[str, Any],
+) -> Plan[Tensor]:
+    """A grouped product of x [T, K] by `kernel`, which takes `args` and `constants` besides what
+    `rows_of_tile` and `store_sums` need. Returns [rows, channels] in x's dtype."""
+    rows, depth = expert.shape[0], x.shape[1]
+    given, shared = _chosen_rows(x, expert, experts, order, offsets)
+    out = x.new_empty(rows, channels)
+    pdl = dependent_launch.applies_to(x.device)
+    launch = Launch(
+        kernel=kernel,
+        grid=(_tiles_of(rows, experts, config.block_m), cdiv(channels, config.block_n)),
+        args={
+            **args, "bias": bias, **given, "out": out,
+            "bias_expert": 0 if bias is None else bias.stride(0),
+        },
+        constants={
+            "N": channels, "K": depth, **shared,
+            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+            "BIAS": bias is not None, "PDL": pdl, **constants,
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        pdl=pdl,
+    )  # fmt: skip
+    return Plan(out=out, launches=(launch,))
 
 
 def plan(
@@ -172,34 +227,21 @@ def plan(
     order: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Plan[Tensor]:
-    rows, k = expert.shape[0], x.shape[1]
     experts = weight.shape[0]
-    n = weight.shape[2] if transposed else weight.shape[1]
     n_axis, k_axis = (2, 1) if transposed else (1, 2)
-    config = expert_config(rows, experts, x.element_size())
-    given, constants = chosen_rows(x, expert, experts, order, offsets)
-    out = x.new_empty(rows, n)
-    pdl = dependent_launch.applies_to(x.device)
-    launch = Launch(
-        kernel=expert_kernel,
-        grid=(tiles_of(rows, experts, config.block_m), cdiv(n, config.block_n)),
+    return plan_tiles(
+        expert_kernel,
+        expert_config(expert.shape[0], experts, x.element_size()),
+        x, bias, expert, order, offsets, experts=experts, channels=weight.shape[n_axis],
         args={
-            "x": x, "weight": weight, "bias": bias, **given, "out": out,
-            "x_row": x.stride(0), "weight_expert": weight.stride(0),
+            "x": x, "weight": weight, "x_row": x.stride(0), "weight_expert": weight.stride(0),
             "weight_n": weight.stride(n_axis), "weight_k": weight.stride(k_axis),
-            "bias_expert": 0 if bias is None else bias.stride(0),
         },
         constants={
-            "N": n, "K": k, **constants,
-            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
-            "BIAS": bias is not None, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-            "UPCAST": needs_upcast(x.dtype), "PDL": pdl,
+            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+            "UPCAST": needs_upcast(x.dtype),
         },
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        pdl=pdl,
     )  # fmt: skip
-    return Plan(out=out, launches=(launch,))
 
 
 def _supports(*, x: Tensor, weight: Tensor, bias: Tensor | None, **others: object) -> bool:

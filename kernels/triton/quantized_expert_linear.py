@@ -12,12 +12,12 @@ from torch import Tensor
 
 from llmc.kernels.quantized_expert_linear import quantized_expert_linear
 from llmc.kernels.quantized_linear import CHANNELS, EXACT_BITS
-from llmc.kernels.triton import dependent_launch, scaled_expert_linear
+from llmc.kernels.triton import scaled_expert_linear
 from llmc.kernels.triton.configs import low_bit_expert_config
 from llmc.kernels.triton.define import define, needs_upcast
 from llmc.kernels.triton.dependent_launch import wait_for_previous
-from llmc.kernels.triton.expert_linear import chosen_rows, rows_of_tile, tiles_of
-from llmc.kernels.triton.launch import Launch, Plan, cdiv
+from llmc.kernels.triton.expert_linear import plan_tiles, rows_of_tile, store_sums, store_zeros
+from llmc.kernels.triton.launch import Launch, Plan
 from llmc.kernels.triton.quantized_linear import format_of, load_scale, supports, widen
 from llmc.kernels.triton.scaled_linear import multiplies_codes, plan_rounded
 
@@ -46,8 +46,7 @@ def low_bit_expert_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     if expert == EXPERTS:
-        zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
-        tl.store(out + row[:, None] * N + n[None, :], zeros, mask=mine[:, None] & inside[None, :])
+        store_zeros(out, row, n, mine, N)
         return
     block, lane = expert.to(tl.int64) * (N // 16) + n // 16, n % 16
     word = words + block * (K // PER * 16) + lane
@@ -79,14 +78,7 @@ def low_bit_expert_kernel(
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    if BIAS:
-        own = tl.load(bias + expert.to(tl.int64) * bias_expert + n, mask=inside, other=0.0)
-        acc += own.to(tl.float32)[None, :]
-    tl.store(
-        out + row[:, None] * N + n[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=mine[:, None] & inside[None, :],
-    )
+    store_sums(acc, bias, expert, bias_expert, out, row, n, mine, N, BIAS)
 
 
 def plan(
@@ -107,34 +99,23 @@ def plan(
     if x_bits < EXACT_BITS:
         rounded = plan_rounded(x, x.shape[1] // scale.shape[2])
         x, rounding = rounded.out, rounded.launches
-    rows, depth = expert.shape[0], x.shape[1]
-    experts, channels = weight.shape[0], weight.shape[1] * CHANNELS
-    config = low_bit_expert_config(rows, experts, x.element_size())
-    given, constants = chosen_rows(x, expert, experts, order, offsets)
-    out = x.new_empty(rows, channels)
-    pdl = dependent_launch.applies_to(x.device)
-    launch = Launch(
-        kernel=low_bit_expert_kernel,
-        grid=(tiles_of(rows, experts, config.block_m), cdiv(channels, config.block_n)),
+    experts = weight.shape[0]
+    product = plan_tiles(
+        low_bit_expert_kernel,
+        low_bit_expert_config(expert.shape[0], experts, x.element_size()),
+        x, bias, expert, order, offsets, experts=experts, channels=weight.shape[1] * CHANNELS,
         args={
             "x": x, "words": weight.view(torch.int32), "scale": scale, "zero": zero,
-            "minimum": minimum, "bias": bias, **given, "out": out,
-            "x_row": x.stride(0), "bias_expert": 0 if bias is None else bias.stride(0),
+            "minimum": minimum, "x_row": x.stride(0),
         },
         constants={
-            "N": channels, "K": depth, "GROUP": depth // scale.shape[2],
-            **constants,
-            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
-            "FORMAT": format_of(weight, scale), "ZERO": zero is not None,
-            "MINIMUM": minimum is not None, "BIAS": bias is not None,
+            "GROUP": x.shape[1] // scale.shape[2], "FORMAT": format_of(weight, scale),
+            "ZERO": zero is not None, "MINIMUM": minimum is not None,
             "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-            "UPCAST": needs_upcast(x.dtype), "PDL": pdl,
+            "UPCAST": needs_upcast(x.dtype),
         },
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        pdl=pdl,
     )  # fmt: skip
-    return Plan(out=out, launches=(*rounding, launch))
+    return Plan(out=product.out, launches=(*rounding, *product.launches))
 
 
 define(quantized_expert_linear, plan=plan, supports=supports)

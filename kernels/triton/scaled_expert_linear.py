@@ -14,11 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from llmc.kernels.quantized_linear import CHANNELS
-from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.configs import scaled_expert_config
 from llmc.kernels.triton.dependent_launch import wait_for_previous
-from llmc.kernels.triton.expert_linear import chosen_rows, rows_of_tile, tiles_of
-from llmc.kernels.triton.launch import Launch, Plan, cdiv
+from llmc.kernels.triton.expert_linear import plan_tiles, rows_of_tile, store_sums, store_zeros
+from llmc.kernels.triton.launch import Plan
 from llmc.kernels.triton.scaled_linear import plan_codes
 
 
@@ -55,8 +54,7 @@ def scaled_expert_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     if expert == EXPERTS:
-        zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
-        tl.store(out + row[:, None] * N + n[None, :], zeros, mask=mine[:, None] & inside[None, :])
+        store_zeros(out, row, n, mine, N)
         return
     first = expert.to(tl.int64) * (N // 16)
     b_scale = scale + (first + n // 16) * (K // GROUP * 16) + n % 16
@@ -84,14 +82,7 @@ def scaled_expert_kernel(
         of_rows = tl.load(a_scale, mask=mine, other=0.0)
         of_channels = tl.load(b_scale, mask=inside, other=0.0).to(tl.float32)
         acc *= of_rows[:, None] * of_channels[None, :]
-    if BIAS:
-        own = tl.load(bias + expert.to(tl.int64) * bias_expert + n, mask=inside, other=0.0)
-        acc += own.to(tl.float32)[None, :]
-    tl.store(
-        out + row[:, None] * N + n[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=mine[:, None] & inside[None, :],
-    )
+    store_sums(acc, bias, expert, bias_expert, out, row, n, mine, N, BIAS)
 
 
 def plan(
@@ -104,30 +95,17 @@ def plan(
     offsets: Tensor | None = None,
 ) -> Plan[Tensor]:
     """`quantized_expert_linear` with `x_bits` 8 of an fp8 weight; x [T, K] is rounded first."""
-    rows, depth = expert.shape[0], x.shape[1]
-    experts, channels = weight.shape[0], weight.shape[1] * CHANNELS
+    experts, depth = weight.shape[0], x.shape[1]
     group = depth // scale.shape[2]
     rounded = plan_codes(x, group)
     codes, x_scale = rounded.out
-    config = scaled_expert_config(rows, experts, group, depth)
-    given, constants = chosen_rows(x, expert, experts, order, offsets)
-    out = x.new_empty(rows, channels)
-    pdl = dependent_launch.applies_to(x.device)
-    launch = Launch(
-        kernel=scaled_expert_kernel,
-        grid=(tiles_of(rows, experts, config.block_m), cdiv(channels, config.block_n)),
+    product = plan_tiles(
+        scaled_expert_kernel,
+        scaled_expert_config(expert.shape[0], experts, group, depth),
+        x, bias, expert, order, offsets, experts=experts, channels=weight.shape[1] * CHANNELS,
         args={
             "x": codes, "x_scale": x_scale, "words": weight.view(torch.int32), "scale": scale,
-            "bias": bias, **given, "out": out,
-            "bias_expert": 0 if bias is None else bias.stride(0),
         },
-        constants={
-            "N": channels, "K": depth, "GROUP": group, **constants,
-            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
-            "BIAS": bias is not None, "PDL": pdl,
-        },
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        pdl=pdl,
+        constants={"GROUP": group},
     )  # fmt: skip
-    return Plan(out=out, launches=(*rounded.launches, launch))
+    return Plan(out=product.out, launches=(*rounded.launches, *product.launches))
