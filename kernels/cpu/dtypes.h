@@ -16,4 +16,14 @@ LLMC_INLINE decltype(auto) with_type(Dtype dtype, const Run& run) {
   }
 }
 
+// to[0, n) = from[at, at + n), and zeros up to a whole vector.
+inline void widen_row(Dtype dtype, const void* from, int64_t at, int64_t n, float* to) {
+  with_type(dtype, [&](auto t) {
+    const auto* p = static_cast<const decltype(t)*>(from) + at;
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(to + i, load(p + i));
+    if (i < n) store(to + i, load_n(p + i, n - i));
+  });
+}
+
 }  // namespace llmc

@@ -21,13 +21,6 @@ constexpr int64_t kRounded = 32;  // inputs that are rounded together
 constexpr int64_t kMaxBlockRows = std::max<int64_t>(8, kMaxFewRows);  // for more, tiles are faster
 constexpr int64_t kAhead = 2048;  // bytes of the weight to prefetch ahead
 
-void widen_row(const LowBitArgs& a, int64_t row, float* to) {
-  with_type(a.dtype, [&](auto t) {
-    const auto* from = static_cast<const decltype(t)*>(a.x) + row * a.x_stride;
-    for (int64_t k = 0; k < a.depth; k += kLanes) store(to + k, load(from + k));
-  });
-}
-
 template <class Reader>
 struct Input {  // x in the reader's words
   using X = typename Reader::X;
@@ -41,7 +34,7 @@ struct Input {  // x in the reader's words
         packed(a.rows * stretches) {
     std::vector<float> x(a.depth);
     for (int64_t m = 0; m < a.rows; ++m) {
-      widen_row(a, m, x.data());
+      widen_row(a.dtype, a.x, m * a.x_stride, a.depth, x.data());
       for (int64_t s = 0; s < stretches; ++s) {
         const int64_t at = m * stretches + s;
         packed[at] = Reader::pack(x.data() + s * stretch, stretch,

@@ -113,16 +113,6 @@ void gated_norm_group(const GatedNormArgs& a, float* y, const float* factors, co
   }
 }
 
-// to[0, n) = from[at, at + n), and zeros up to a whole vector.
-void widen_row(Dtype dtype, const void* from, int64_t at, int64_t n, float* to) {
-  with_type(dtype, [&](auto t) {
-    const auto* p = static_cast<const decltype(t)*>(from) + at;
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) store(to + i, load(p + i));
-    if (i < n) store(to + i, load_n(p + i, n - i));
-  });
-}
-
 template <class Out>
 void gated_norm_rows(const GatedNormArgs& a) {
   const int64_t groups = a.width / a.group, room = (a.group + kLanes - 1) / kLanes * kLanes;

@@ -1,3 +1,4 @@
+// The parts of tensor.h that are compiled once instead of in each file of bindings.
 #include "tensor.h"
 
 namespace llmc::aten {

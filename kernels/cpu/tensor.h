@@ -91,9 +91,9 @@ struct Part {
 // Throws the parts in one string.
 [[noreturn]] void fail(std::initializer_list<Part> parts);
 
-#define TORCH_CHECK(condition, ...)                                    \
-  do {                                                                \
-    if (!(condition)) [[unlikely]] llmc::aten::fail({__VA_ARGS__});    \
+#define TORCH_CHECK(condition, ...)                                 \
+  do {                                                              \
+    if (!(condition)) [[unlikely]] llmc::aten::fail({__VA_ARGS__}); \
   } while (false)
 
 // See recording.h: leave_out() makes torch call the current op again; keep() keeps a tensor's
@@ -101,7 +101,7 @@ struct Part {
 void leave_out();
 void keep(AtenTensorHandle handle);
 
-[[noreturn]] void fail_in_torch();
+[[noreturn]] void fail_in_torch();  // torch has printed its own message
 inline void must(AOTITorchError error) {
   if (error != 0) [[unlikely]] fail_in_torch();
 }
