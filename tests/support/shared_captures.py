@@ -22,16 +22,17 @@ from llmc.compiler.program import CapturedModel
 from llmc.inspect import inspect
 from llmc.pooling import Head
 
-# digest of the config, number of weights (some layers may be cut), dtype, device, whether repeated
-# layers are captured once, head, context
-_Key = tuple[str, int, torch.dtype, str, bool, Head, int | None]
+# digest of the config, number of weights (some layers may be cut), which of them are not tied
+# whatever the config says, dtype, device, whether repeated layers are captured once, head, context
+_Key = tuple[str, int, tuple[str, ...], torch.dtype, str, bool, Head, int | None]
 _known: dict[_Key, CapturedModel] = {}
 _capture_model = attention_fallback.capture_model
 
 
 def capture_once(built: BuiltModel, device: torch.device, *, outline: bool = True) -> CapturedModel:
     config, count = config_digest(built.config), len(built.module.state_dict())
-    key = (config, count, built.dtype, str(device), outline, built.head, built.context)
+    shape = (config, count, built.apart, built.dtype)
+    key = (*shape, str(device), outline, built.head, built.context)
     if key not in _known:
         _known[key] = _capture_model(built, device, outline=outline)
     return _known[key]
@@ -48,7 +49,7 @@ def shared_captures() -> Iterator[Any]:
         yield
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)  # "package" would last to the session's end
 def sharing() -> Iterator[None]:
     with shared_captures():
         yield
