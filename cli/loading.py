@@ -22,11 +22,12 @@ def _options(config: EngineConfig) -> dict[str, Any]:
 
 def load_async_llm(config: EngineConfig, console: Console, *, quiet: bool = False) -> AsyncLLM:
     from llmc.startup.resolve import check_paths
+    from llmc.startup.start import keep_forever, without_collections
 
     check_paths(config)
-    with phases(console, quiet=quiet) as on_phase:
+    # Until the objects of start-up are kept: the first collection after it would visit them all.
+    with phases(console, quiet=quiet) as on_phase, without_collections():
         from llmc.async_llm import AsyncLLM
-        from llmc.startup.start import keep_forever
 
         llm = AsyncLLM(config.model, on_phase=on_phase, **_options(config))
         keep_forever()

@@ -86,7 +86,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
     """Start an engine. Raises ConfigError, CheckpointError or CompileError, or EngineDeadError if
     another rank of a tensor-parallel engine does not start."""
     clock = PhaseClock(on_phase)
-    with _without_collections():
+    with without_collections():
         return _start_ranks(config, clock)
 
 
@@ -98,7 +98,7 @@ def keep_forever() -> None:
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
+def without_collections() -> Iterator[None]:
     """Start-up creates many objects and hardly any cycles: collecting them would take 0.3 s."""
     was_enabled = gc.isenabled()
     gc.disable()
