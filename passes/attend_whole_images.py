@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import fx
 
 from llmc.errors import CompileError
@@ -12,9 +10,7 @@ from llmc.kernels.paged_attention import paged_attention
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, calls, emit, val
 from llmc.passes.inputs import step_input
-
-# Layers in which image tokens attend to their whole image; "windowed": those with a window.
-Where = Literal["none", "all", "windowed"]
+from llmc.passes.options import Where
 
 
 @graph_pass(required=True)

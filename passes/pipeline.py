@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from llmc.kernels.fp8 import CACHE_DTYPES
-from llmc.kernels.quantized_linear import Format, Quantization
 from llmc.passes.absorb_mla import absorb_mla
 from llmc.passes.append_sampler import append_sampler
 from llmc.passes.apply_lora import apply_lora
-from llmc.passes.attend_whole_images import Where, attend_whole_images
+from llmc.passes.attend_whole_images import attend_whole_images
 from llmc.passes.base import Pass
 from llmc.passes.canonicalize import canonicalize
 from llmc.passes.chain_linears import chain_linears
@@ -38,6 +36,7 @@ from llmc.passes.insert_image_rows import insert_image_rows
 from llmc.passes.last_token_logits import last_token_logits
 from llmc.passes.logits_processors import LogitsProcessor, processor_passes
 from llmc.passes.merge_linears import merge_linears
+from llmc.passes.options import PipelineOptions
 from llmc.passes.order_channels import order_channels
 from llmc.passes.page_attention import page_attention
 from llmc.passes.page_entries import page_entries
@@ -53,32 +52,6 @@ from llmc.passes.split_prompts import split_prompts
 from llmc.passes.tap_states import tap_states
 from llmc.passes.widen_logits import widen_logits
 from llmc.pooling import DraftHead, Method
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineOptions:
-    """What the passes need to know about the engine that will run the graph."""
-
-    block_size: int
-    max_positions: int
-    device_type: str  # "cpu" or "cuda"
-    long_context_from: int = (
-        0  # first position of long sequences, if they have their own frequencies
-    )
-    kv_cache_dtype: str = "auto"  # a key of fp8.CACHE_DTYPES; "auto": the model's own dtype
-    quantization: Format | None = None
-    kept: tuple[tuple[str, Quantization], ...] = ()  # weights that keep their stored format
-    activation_bits: int | None = None  # of inputs of integer weights; None: not rounded
-    float8_activations: bool = False  # inputs of fp8 weights are rounded to fp8
-    max_loras: int = 0  # LoRA adapters that can be active at a time
-    max_lora_rank: int = 0
-    max_lora_expert_rank: int = 0  # for adapters on routed experts; 0: not supported
-    pooling: Method | None = None  # None: tokens are sampled
-    encoder: bool = False  # attention is bidirectional
-    whole_images: Where = "none"  # layers in which an image token attends to its whole image
-    tensor_parallel_size: int = 1  # ranks that each compute a part of every layer
-    taps: tuple[int, ...] | None = None  # layers that a draft head reads (tap_states); None: none
-    draft_head: DraftHead | None = None  # set if the model being compiled is a draft head
 
 
 def pipeline(

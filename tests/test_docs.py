@@ -13,7 +13,8 @@ pytest.importorskip("typer", reason="the command line's dependencies are not ins
 
 from llmc.config import EngineConfig
 from llmc.passes.lower_kernels import lower_kernels
-from llmc.passes.pipeline import PipelineOptions, pipeline
+from llmc.passes.options import PipelineOptions
+from llmc.passes.pipeline import pipeline
 from llmc.pooling import DraftHead
 from llmc.sampling_params import SamplingParams
 from llmc.server.settings import ServerSettings

@@ -14,7 +14,8 @@ from bench.gpu.direct import decode_seconds
 from bench.gpu.record import Record
 from bench.gpu.settings import GIB, Settings
 from bench.gpu.subject import Subject, release, running
-from llmc.passes.pipeline import PipelineOptions, pipeline
+from llmc.passes.options import PipelineOptions
+from llmc.passes.pipeline import pipeline
 
 
 def run(settings: Settings, record: Record) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmc.compiler.build import materialize_buffers
 from llmc.errors import CheckpointError, reason_of
 
 FEATURES, POSITIONS = "get_image_features", "get_rope_index"
@@ -131,6 +130,8 @@ def build_tower(config: Any, dtype: torch.dtype, device: torch.device) -> ImageT
 
 def tower_buffers(tower: ImageTower) -> dict[str, Tensor]:
     """The values of buffers that are not in checkpoints, on the device."""
+    from llmc.compiler.build import materialize_buffers  # a warm start builds no model
+
     found = materialize_buffers(tower.module)
     return {name: value.to(tower.device) for name, value in found.items()}
 

@@ -20,7 +20,6 @@ from torch import Tensor, fx, nn
 
 from llmc.kernels.cpu.pages import HugePages
 from llmc.passes.base import OUTLINE, Pass, PassReport, check_names, op_name, run_passes
-from llmc.passes.find_attention import spells_attention
 from llmc.passes.group_caches import CacheGroup, cache_groups
 from llmc.passes.inputs import (
     AdapterInput,
@@ -33,8 +32,8 @@ from llmc.passes.inputs import (
 )
 from llmc.passes.logits_processors import LogitsProcessor
 from llmc.passes.lower_kernels import lower_kernels
+from llmc.passes.options import PipelineOptions
 from llmc.passes.page_attention import CacheSpec
-from llmc.passes.pipeline import PipelineOptions, pipeline
 from llmc.passes.slot_state import StateSpec
 from llmc.pooling import LM, Head
 from llmc.weights.checkpoint import Readable
@@ -71,6 +70,8 @@ class RewriteOptions:
 
     @property
     def passes(self) -> tuple[Pass, ...]:
+        from llmc.passes.pipeline import pipeline  # not needed for a cached program
+
         return pipeline(self.pipeline, self.extra, self.processors)
 
     @property
@@ -80,7 +81,8 @@ class RewriteOptions:
 
     def check(self) -> None:
         """Raise ConfigError for a switch that names an unknown pass or disables a required one."""
-        check_names(self.switches, self.passes)
+        if self.switches:
+            check_names(self.switches, self.passes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +191,8 @@ def rewrite(
 
     `on_pass` is called after each pass, with the pass, a copy of the graph and the report.
     """
+    from llmc.passes.find_attention import spells_attention
+
     options.check()
     if on_pass is None:
         graph, reports = run_passes(captured.graph, options.passes, options.switches)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from llmc.kernels.quantized_linear import Quantization
+from llmc.kernels.registry import OPS
 from llmc.passes.base import graph_module
 from llmc.passes.inputs import (
     AdapterInput,
@@ -255,7 +258,19 @@ def _load_target(name: str) -> Any:
     if name in _PLAIN:
         return _PLAIN[name]
     namespace, op, overload = name.split(".")
+    if namespace == "llmc" and op not in OPS:
+        _define_ops()
     return getattr(getattr(getattr(torch.ops, namespace), op), overload)
+
+
+def _define_ops() -> None:
+    """Import the modules of all ops: a start imports few of them, and the passes, which insert
+    ops, only for a program that is not cached."""
+    import llmc.kernels
+
+    for module in iter_modules(llmc.kernels.__path__, "llmc.kernels."):
+        if not module.ispkg:
+            import_module(module.name)
 
 
 _TAGGED: dict[type, str] = {

@@ -26,10 +26,9 @@ from llmc.compiler.program import (
 )
 from llmc.errors import CompileError
 from llmc.kernels.cpu import levels
-from llmc.passes.attend_whole_images import Where
 from llmc.passes.inputs import WeightInput
 from llmc.passes.logits_processors import user_processors
-from llmc.passes.pipeline import PipelineOptions
+from llmc.passes.options import PipelineOptions, Where
 from llmc.passes.user import user_passes
 from llmc.pooling import Head, Method
 from llmc.runner import kv_cache

@@ -29,8 +29,8 @@ from llmc.compiler.lower import lower
 from llmc.compiler.program import Program, bind, lowered
 from llmc.errors import CheckpointError, CompileError, LlmcError
 from llmc.model_info import ImageInfo
-from llmc.passes.attend_whole_images import Where
 from llmc.passes.inputs import AdapterInput
+from llmc.passes.options import Where
 from llmc.pooling import Head
 from llmc.runner.images import CACHE_BYTES, RowImages, tensors_of
 from llmc.startup.compile import CompiledModel, LoadedModel, compile_model

@@ -15,7 +15,7 @@ from torch import fx
 from llmc.compiler.build import build
 from llmc.compiler.capture import capture
 from llmc.compiler.program import Program
-from llmc.passes.pipeline import PipelineOptions
+from llmc.passes.options import PipelineOptions
 
 OPTIONS = PipelineOptions(block_size=4, max_positions=128, device_type="cpu")
 

@@ -36,7 +36,7 @@ from llmc.weights.checkpoint import open_checkpoint
 from llmc.compiler.attention_fallback import build_model, capture_model
 from llmc.compiler.program import RewriteOptions, load_weights, rewrite
 from llmc.weights.load import CheckpointWeights
-from llmc.passes.pipeline import PipelineOptions
+from llmc.passes.options import PipelineOptions
 from llmc.startup.sizing import PeakMemory
 
 path = Path(sys.argv[1])

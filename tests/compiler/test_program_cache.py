@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,6 +30,14 @@ from llmc.passes.inputs import ConstantInput
 CPU = torch.device("cpu")
 KEY = "0" * 32
 WRITERS = 8
+LOAD = """
+import sys, torch
+from pathlib import Path
+from llmc.compiler.cache import ProgramCache
+print("llmc.kernels.image_attention" in sys.modules)
+program = ProgramCache(Path(sys.argv[1])).load("0" * 32, torch.device("cpu"))
+print(any("image_attention" in str(node.target) for node in program.graph.graph.nodes))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +63,23 @@ def test_what_is_saved_is_loaded(program: Program, tmp_path: Path) -> None:
     assert cache.load(KEY, CPU) is None
     cache.save(KEY, program)
     assert_same(cache.load(KEY, CPU), program)
+
+
+def test_ops_are_defined_when_a_cached_program_calls_them(program: Program, tmp_path: Path) -> None:
+    """No other module that a warm start imports defines this one."""
+    from llmc.kernels.image_attention import image_attention
+
+    graph = fx.GraphModule(program.graph, copy.deepcopy(program.graph.graph))
+    call = next(node for node in graph.graph.nodes if node.op == "call_function")
+    call.target = image_attention.overload
+    ProgramCache(tmp_path).save(KEY, replace(program, graph=graph))
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LOAD, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["False", "True"], done.stderr
 
 
 def test_constants_that_share_memory_are_saved(program: Program, tmp_path: Path) -> None:

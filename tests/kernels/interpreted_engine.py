@@ -23,7 +23,7 @@ from llmc.kernels.prompts import Prompts
 from llmc.kernels.triton import latent_attention, paged_attention
 from llmc.kernels.triton.launch import Launch
 from llmc.passes import pipeline, split_prompts
-from llmc.passes.pipeline import PipelineOptions
+from llmc.passes.options import PipelineOptions
 from llmc.startup import compile as compile_module
 
 NUM_TOKENS = 3

@@ -34,7 +34,7 @@ from llmc.kernels.triton import (
     quantized_linear,
 )
 from llmc.kernels.triton.launch import Launch, multiprocessors
-from llmc.passes.pipeline import PipelineOptions
+from llmc.passes.options import PipelineOptions
 from llmc.runner.graphs import StepShape
 from llmc.runner.model_runner import ModelRunner
 from llmc.startup import compile as compile_module

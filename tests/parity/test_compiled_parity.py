@@ -13,7 +13,7 @@ from tiny_configs import save_random, tiny_config
 from tiny_engine import differences, generate
 from tiny_models import FAMILIES, continue_greedily, load_reference, prompts, save_checkpoint
 
-from llmc.passes.pipeline import PipelineOptions
+from llmc.passes.options import PipelineOptions
 from llmc.startup import compile as compile_module
 
 pytestmark = pytest.mark.slow

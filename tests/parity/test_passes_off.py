@@ -14,7 +14,8 @@ from tiny_models import (
     save_checkpoint,
 )
 
-from llmc.passes.pipeline import PipelineOptions, pipeline
+from llmc.passes.options import PipelineOptions
+from llmc.passes.pipeline import pipeline
 
 ALL = pipeline(PipelineOptions(block_size=4, max_positions=64, device_type="cpu"))
 OPTIONAL = [p.name for p in ALL if not p.required and not p.on_request]

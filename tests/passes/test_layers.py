@@ -12,7 +12,8 @@ from llmc.compiler.build import build
 from llmc.errors import CompileError
 from llmc.passes.base import run_passes
 from llmc.passes.layers import find_layers, layer_list, layer_outputs
-from llmc.passes.pipeline import PipelineOptions, pipeline
+from llmc.passes.options import PipelineOptions
+from llmc.passes.pipeline import pipeline
 
 # One of each shape of residual stream: plain, post-norm, parallel, with experts, with LayerNorm.
 _SHAPES = ("llama", "gemma2", "gpt_neox", "mixtral", "gpt2")

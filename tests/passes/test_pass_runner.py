@@ -11,7 +11,8 @@ from torch import Tensor, fx
 from llmc.errors import ConfigError
 from llmc.kernels.write_kv import write_kv
 from llmc.passes.base import Notes, graph_pass, run_passes
-from llmc.passes.pipeline import PipelineOptions, pipeline
+from llmc.passes.options import PipelineOptions
+from llmc.passes.pipeline import pipeline
 
 OPTIONS = PipelineOptions(block_size=16, max_positions=64, device_type="cpu")
 PASSES = pipeline(OPTIONS)

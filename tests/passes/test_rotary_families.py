@@ -16,7 +16,7 @@ from tiers import tiered
 
 from llmc.kernels.rope_write import rope_write
 from llmc.passes.edit import calls
-from llmc.passes.pipeline import PipelineOptions
+from llmc.passes.options import PipelineOptions
 
 BASE = {**tiny_models._BASE, "pad_token_id": None}
 HEADS = {**BASE, "head_dim": 8}

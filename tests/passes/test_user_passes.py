@@ -20,7 +20,8 @@ from llmc.errors import ConfigError
 from llmc.passes import user, user_code
 from llmc.passes.base import Notes, Pass, graph_pass
 from llmc.passes.edit import aten, insert_after
-from llmc.passes.pipeline import PipelineOptions, pipeline
+from llmc.passes.options import PipelineOptions
+from llmc.passes.pipeline import pipeline
 from llmc.passes.user import digest, user_passes
 from llmc.passes.user_names import check_user_code
 

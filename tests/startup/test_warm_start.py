@@ -18,7 +18,10 @@ from llmc.errors import ConfigError
 from llmc.startup.start import start_engine
 
 HEAVY = ("torch", "numpy", "transformers", "uvicorn")
-COMPILERS = ("torch._dynamo", "torch._inductor", "transformers", "tokenizers", "sympy")
+COMPILERS = (
+    *("torch._dynamo", "torch._inductor", "transformers", "tokenizers", "sympy"),
+    *("llmc.passes.pipeline", "llmc.compiler.build"),
+)
 
 WRONG_PATH = """
 import json, sys

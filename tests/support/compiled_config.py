@@ -9,7 +9,7 @@ import torch
 
 from llmc.compiler import attention_fallback
 from llmc.compiler.program import Program, RewriteOptions, rewrite
-from llmc.passes.pipeline import PipelineOptions
+from llmc.passes.options import PipelineOptions
 
 CPU = torch.device("cpu")
 
