@@ -5,7 +5,7 @@ namespace llmc::ops {
 namespace {
 
 constexpr int64_t kFewRows = 16;        // more rows use tiles, if the CPU has them
-constexpr int64_t kFewPairRows = 4;     // more rows use pairs of bf16, if there are no tiles
+constexpr int64_t kFewPairRows = 12;    // more rows use pairs of bf16, if there are no tiles
 constexpr int64_t kWidened = 1 << 20;   // bytes of bf16 weight at a time: they fit in the caches
 
 Format format_of(const Tensor& weight, const Tensor& scale) {

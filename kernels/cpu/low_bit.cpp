@@ -10,35 +10,60 @@
 namespace llmc {
 namespace {
 
-// Rows of x rounded to 8 and 16 bits: for more rows, quantized_integer_rows is faster.
+// Rows of x rounded to 8 bits, and to 16 bits in short groups and others: for more rows,
+// quantized_integer_rows is faster.
 constexpr int64_t kMaxByteRows = 2;
 #ifdef LLMC_BYTE_PRODUCTS
-constexpr int64_t kMaxWordRows = 7;
+constexpr int64_t kMaxShortRows = 7, kMaxWordRows = 12;
 #else
-constexpr int64_t kMaxWordRows = 2;
+constexpr int64_t kMaxShortRows = 2, kMaxWordRows = 2;
+#endif
+#ifdef LLMC_AVX512
+constexpr int64_t kMaxBlockRows = 32;  // for more, tiles are faster
+constexpr int kBlocks = 2;  // multiplied together by several rows: x is read half as often
+#else
+constexpr int64_t kMaxBlockRows = 8;
+constexpr int kBlocks = 1;  // more have too many sums for the registers
 #endif
 constexpr int64_t kRounded = 32;  // inputs that are rounded together
-constexpr int64_t kMaxBlockRows = std::max<int64_t>(8, kMaxFewRows);  // for more, tiles are faster
 constexpr int64_t kAhead = 2048;  // bytes of the weight to prefetch ahead
 
+// Whether the sums of eight rows fit in half of the registers.
 template <class Reader>
-struct Input {  // x in the reader's words
+constexpr bool kFitsEight = 8 * kBlocks * sizeof(typename Reader::Sum) <= 1024;
+
+// x in the reader's words. Rows that are multiplied together are interleaved, word by word, so that
+// they are read as one stream.
+template <class Reader, int64_t kMost>
+struct Input {
   using X = typename Reader::X;
   int64_t stretch, stretches, row_words;
   std::vector<X> words;
   std::vector<Packed> packed;
 
+  // The number of rows to multiply together if `left` are left. It may be more: unpacking the
+  // weight once more takes longer than multiplying it by a row of zeros.
+  static int64_t width(int64_t left) {
+    if (kMost > 4 && kFitsEight<Reader> && left > 5) return 8;
+    if (kMost > 2 && left > 2) return 4;
+    return kMost > 1 && left > 1 ? 2 : 1;
+  }
+
   Input(const LowBitArgs& a, int64_t most)
       : stretch(stretch_of(a, most)), stretches(a.depth / stretch),
-        row_words(a.depth / Reader::kInputs * Reader::kSteps), words(a.rows * row_words),
-        packed(a.rows * stretches) {
+        row_words(a.depth / Reader::kInputs * Reader::kSteps), words((a.rows + 2) * row_words),
+        packed((a.rows + 2) * stretches) {
     std::vector<float> x(a.depth);
-    for (int64_t m = 0; m < a.rows; ++m) {
-      widen_row(a.dtype, a.x, m * a.x_stride, a.depth, x.data());
-      for (int64_t s = 0; s < stretches; ++s) {
-        const int64_t at = m * stretches + s;
-        packed[at] = Reader::pack(x.data() + s * stretch, stretch,
-                                  words.data() + at * (row_words / stretches));
+    std::vector<X> row(row_words);
+    for (int64_t first = 0, together = 0; first < a.rows; first += together) {
+      together = width(a.rows - first);
+      for (int64_t m = 0; m < std::min(together, a.rows - first); ++m) {
+        widen_row(a.dtype, a.x, (first + m) * a.x_stride, a.depth, x.data());
+        for (int64_t s = 0; s < stretches; ++s)
+          packed[first * stretches + s * together + m] =
+              Reader::pack(x.data() + s * stretch, stretch, row.data() + s * row_words / stretches);
+        X* const to = words.data() + first * row_words + m;
+        for (int64_t k = 0; k < row_words; ++k) to[k * together] = row[k];
       }
     }
   }
@@ -53,103 +78,125 @@ LLMC_INLINE void set_part(All& all, int part, const Lanes& lanes) {
     (part ? all.hi : all.lo) = lanes;
 }
 
-// Adds the products of kParts parts of a stretch's lines, from `first` on, to the sums of M rows.
-template <class Reader, int M, int kParts>
-LLMC_INLINE void multiply_parts(const uint8_t* line, const typename Reader::X* words,
-                                int64_t row_words, int64_t lines, int first, v16f (&all)[M]) {
+// Multiplies kParts parts of a stretch's lines, from `first` on, in kAdjacent adjacent blocks by M
+// rows of x. `apart`: bytes between blocks.
+template <class Reader, int M, int kParts, int kAdjacent>
+LLMC_INLINE void multiply_parts(const uint8_t* line, int64_t apart,
+                                const typename Reader::X* words, int64_t lines,
+                                int first, v16f (&all)[M][kAdjacent]) {
   // few rows keep several sums each, if a product depends on the previous one
   constexpr int kSums = Reader::kSums == 1 || M > 2 ? 1 : Reader::kSums / M;
   constexpr int kUnrolled = kMinGroup / Reader::kInputs;  // lines: every stretch has a multiple
   using Line = typename Reader::Line;
-  typename Reader::Sum sum[M][kParts][kSums];
+  typename Reader::Sum sum[M][kParts * kAdjacent][kSums];
   for (int64_t l = 0; l < lines; l += kUnrolled) {
 #pragma GCC unroll 4
     for (int i = 0; i < kUnrolled; ++i) {
-      if (first == 0) __builtin_prefetch(line + kAhead + i * kLineBytes, 0, 3);
-      const uint8_t* const from = line + i * kLineBytes + first * sizeof(Line);
+      const uint8_t* const from = line + i * kLineBytes;
+#pragma GCC unroll 2
+      for (int b = 0; b < kAdjacent; ++b)
+        if (first == 0) __builtin_prefetch(from + b * apart + kAhead, 0, 3);
 #pragma GCC unroll 8
       for (int step = 0; step < Reader::kSteps; ++step) {
         const int word = i * Reader::kSteps + step;
 #pragma GCC unroll 2
-        for (int p = 0; p < kParts; ++p) {
-          const auto values = Reader::get(load_as<Line>(from + p * sizeof(Line)), step);
+        for (int p = 0; p < kParts * kAdjacent; ++p) {
+          const int64_t at = p / kParts * apart + (first + p % kParts) * sizeof(Line);
+          const auto values = Reader::get(load_as<Line>(from + at), step);
 #pragma GCC unroll 8
           for (int m = 0; m < M; ++m)
-            Reader::add(sum[m][p][word % kSums], values, words[m * row_words + word]);
+            Reader::add(sum[m][p][word % kSums], values, words[word * M + m]);
         }
       }
     }
     line += kUnrolled * kLineBytes;
-    words += kUnrolled * Reader::kSteps;
+    words += kUnrolled * Reader::kSteps * M;
   }
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
-    for (int p = 0; p < kParts; ++p) {
+    for (int p = 0; p < kParts * kAdjacent; ++p) {
       if constexpr (kSums > 1)
         for (int i = 1; i < kSums; ++i) sum[m][p][0] += sum[m][p][i];
-      set_part(all[m], first + p, Reader::total(sum[m][p][0]));
+      set_part(all[m][p / kParts], first + p % kParts, Reader::total(sum[m][p][0]));
     }
 }
 
 // Handles all parts of a line together if their sums fit in registers, so that x is read once.
-template <class Reader, int M>
-LLMC_INLINE void multiply_lines(const uint8_t* line, const typename Reader::X* words,
-                                int64_t row_words, int64_t lines, v16f (&all)[M]) {
+template <class Reader, int M, int kAdjacent>
+LLMC_INLINE void multiply_lines(const uint8_t* line, int64_t apart,
+                                const typename Reader::X* words, int64_t lines,
+                                v16f (&all)[M][kAdjacent]) {
   constexpr int kParts = kLineBytes / sizeof(typename Reader::Line);
   constexpr int kTogether = M == 1 ? kParts : 1;
 #pragma GCC unroll 2
   for (int first = 0; first < kParts; first += kTogether)
-    multiply_parts<Reader, M, kTogether>(line, words, row_words, lines, first, all);
+    multiply_parts<Reader, M, kTogether, kAdjacent>(line, apart, words, lines, first, all);
 }
 
-// One block by M rows.
-template <class Reader, int M>
-void multiply(const LowBitArgs& a, const Input<Reader>& x, int64_t row, int64_t block) {
+// kAdjacent blocks by M rows.
+template <class Reader, int64_t kMost, int M, int kAdjacent>
+void multiply(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t row, int64_t block) {
   const int64_t lines = a.lines() / x.stretches, words_of = x.row_words / x.stretches;
-  const int64_t of_group = a.group / x.stretch;
-  const uint8_t* line = a.weight + block * a.lines() * kLineBytes;
+  const int64_t of_group = a.group / x.stretch, apart = a.lines() * kLineBytes;
+  const uint8_t* line = a.weight + block * apart;
   const typename Reader::X* words = x.words.data() + row * x.row_words;
-  const bool has_zero = a.format == Format::int4 ? a.zero || !a.minimum : Reader::kOffset != 0;
-  v16f total[M] = {};
-  for (int64_t group = 0, s = 0; group < a.groups(); ++group) {
-    const v16f scale = scale_of(a, block, group);
-    const v16f zero = a.format == Format::int4 ? zero_of(a, block, group) : splat(Reader::kOffset);
-    const v16f minimum = minimum_of(a, block, group);
-    for (int64_t i = 0; i < of_group; ++i, ++s) {
-      v16f all[M];
-      multiply_lines<Reader, M>(line, words, x.row_words, lines, all);
+  const Packed* part = x.packed.data() + row * x.stretches;
+  v16f total[M][kAdjacent] = {};
+  for (int64_t group = 0; group < a.groups(); ++group) {
+    v16f scale[kAdjacent], offset[kAdjacent];  // offset: of scaled values
+#pragma GCC unroll 2
+    for (int b = 0; b < kAdjacent; ++b) {
+      scale[b] = scale_of(a, block + b, group);
+      offset[b] = minimum_of(a, block + b, group);
+      if (a.format == Format::int4)
+        offset[b] -= scale[b] * zero_of(a, block + b, group);
+      else if (Reader::kOffset != 0)
+        offset[b] -= scale[b] * Reader::kOffset;
+    }
+    for (int64_t i = 0; i < of_group; ++i, part += M) {
+      v16f all[M][kAdjacent];
+      multiply_lines<Reader, M, kAdjacent>(line, apart, words, lines, all);
       line += lines * kLineBytes;
-      words += words_of;
+      words += words_of * M;
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        const Packed& part = x.packed[(row + m) * x.stretches + s];
-        v16f scaled = all[m] * part.scale;
-        if (M > 1 || has_zero) scaled -= zero * part.sum;
-        total[m] += scale * scaled + minimum * part.sum;
-      }
+      for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+        for (int b = 0; b < kAdjacent; ++b)
+          total[m][b] += scale[b] * (all[m][b] * part[m].scale) + offset[b] * part[m].sum;
     }
   }
-  for (int m = 0; m < M; ++m) write_block(a, row + m, block, total[m]);
+  for (int m = 0; m < M && row + m < a.rows; ++m)
+    for (int b = 0; b < kAdjacent; ++b) write_block(a, row + m, block + b, total[m][b]);
+}
+
+// kAdjacent blocks by all rows.
+template <class Reader, int64_t kMost, int kAdjacent>
+void multiply_all(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t block) {
+  for (int64_t m = 0, together = 0; m < a.rows; m += together) {
+    together = x.width(a.rows - m);
+    if constexpr (kMost > 4 && kFitsEight<Reader>)
+      if (together == 8) multiply<Reader, kMost, 8, kAdjacent>(a, x, m, block);
+    if constexpr (kMost > 2)
+      if (together == 4) multiply<Reader, kMost, 4, kAdjacent>(a, x, m, block);
+    if constexpr (kMost > 1)
+      if (together == 2) multiply<Reader, kMost, 2, kAdjacent>(a, x, m, block);
+    if (together == 1) multiply<Reader, kMost, 1, kAdjacent>(a, x, m, block);
+  }
 }
 
 // kMost: the maximum number of rows for this reader. `stretch`: the maximum length of a stretch of
 // x.
 template <class Reader, int64_t kMost = kMaxFewRows>
 void by_blocks(const LowBitArgs& a, int64_t stretch = Reader::kMaxStretch) {
-  const Input<Reader> x(a, stretch);
+  const Input<Reader, kMost> x(a, stretch);
   parallel_rows(a.channels / kChannels, a.depth * kChannels * (a.rows + 3) / 8, a.threads,
                 [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      int64_t m = 0;
-      if constexpr (kMost > 4)
-        for (; m + 8 <= a.rows; m += 8) multiply<Reader, 8>(a, x, m, block);
-      if constexpr (kMost > 2)
-        for (; m + 4 <= a.rows; m += 4) multiply<Reader, 4>(a, x, m, block);
-      if constexpr (kMost > 1)
-        for (; m + 2 <= a.rows; m += 2) multiply<Reader, 2>(a, x, m, block);
-      if (m < a.rows) multiply<Reader, 1>(a, x, m, block);
-    }
+    int64_t block = begin;
+    if constexpr (kBlocks > 1 && kMost > 1)
+      for (; a.rows > 1 && block + kBlocks <= end; block += kBlocks)
+        multiply_all<Reader, kMost, kBlocks>(a, x, block);
+    for (; block < end; ++block) multiply_all<Reader, kMost, 1>(a, x, block);
   });
 }
 
@@ -204,7 +251,8 @@ void run(const LowBitArgs& a) {
 }  // namespace
 
 void quantized_linear(const LowBitArgs& a) {
-  const int64_t most = a.x_bits == 8 ? kMaxByteRows : kMaxWordRows;
+  const int64_t most_words = a.group % kRounded ? kMaxShortRows : kMaxWordRows;
+  const int64_t most = a.x_bits == 8 ? kMaxByteRows : most_words;
   if (a.x_bits < kExactBits && a.rows > most) return quantized_integer_rows(a);
   const bool is_widened = a.dtype == Dtype::bf16 && widens_weights();
   if (a.rows > kMaxBlockRows && !is_widened) return quantized_many_rows(a);
