@@ -220,11 +220,20 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: str | list[Any]
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     suffix: str | None = None
     add_special_tokens: bool = True
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+
+    @model_validator(mode="after")
+    def _check_max_tokens(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(
+                400, "max_tokens 0 needs echo=true, which returns the prompt", param="max_tokens"
+            )
+        return self
 
 
 class ChatBody(GenerationBody):
