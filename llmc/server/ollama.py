@@ -269,7 +269,7 @@ class OllamaCall:
     def body(self, stream: Stream) -> dict[str, Any]:
         [one] = stream.requests[0].output().outputs
         read = self._turn.read(one)
-        calls = [_call(call.name, call.arguments) for call in read.calls]
+        calls = [_call(call.name, decoded(call.arguments)) for call in read.calls if call.is_whole]
         said = self._said(read.content, thinking=read.reasoning, tool_calls=calls)
         return {**said, **self._end(stream)}
 
@@ -287,7 +287,9 @@ class OllamaCall:
     def _complete_calls(self) -> Iterable[dict[str, Any]]:
         while self._calls:
             call = self._calls.pop(0)
-            yield self._said(tool_calls=[_call(call["name"], call["arguments"])])
+            arguments = decoded(call["arguments"])
+            if isinstance(arguments, dict):  # not cut by num_predict
+                yield self._said(tool_calls=[_call(call["name"], arguments)])
 
     def _said(
         self, content: str = "", *, thinking: str = "", tool_calls: Sequence[Any] = ()
@@ -319,8 +321,8 @@ class OllamaCall:
         }
 
 
-def _call(name: str, arguments: str) -> dict[str, Any]:
-    return {"function": {"name": name, "arguments": decoded(arguments) or {}}}
+def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"function": {"name": name, "arguments": arguments}}
 
 
 def _ns(seconds: float) -> int:

@@ -28,6 +28,7 @@ from llmc.server.sampling import cache_salt, priority, sampling_params
 from llmc.server.structured import blaming
 from llmc.server.tools import ToolUse, blaming_tools, tool_use
 from llmc.text.reasoning import ReasoningParser
+from llmc.text.tools.arguments import decoded
 from llmc.text.tools.parse import Delta, ToolParser
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -36,11 +37,15 @@ MAY_LACK_CONTENT = ("assistant",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionCall:
-    """A complete function call; `arguments` is JSON."""
+    """A function call; `arguments` is a JSON object, or its beginning if max_tokens cut it."""
 
     id: str
     name: str
     arguments: str
+
+    @property
+    def is_whole(self) -> bool:
+        return isinstance(decoded(self.arguments), dict)
 
     def fields(self) -> dict[str, Any]:
         """The call as a chat message's JSON."""
