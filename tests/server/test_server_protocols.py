@@ -492,6 +492,22 @@ def test_an_ollama_chat(live: Live) -> None:
     assert lines(live, OLLAMA, {**body, "messages": history})[-1]["done"] is True
 
 
+def test_ollama_logprobs(live: Live) -> None:
+    body = {"messages": [USER], "tools": TOOLS, "logprobs": True, "top_logprobs": 2}
+    whole = live.post(OLLAMA, {**body, "stream": False}).json()
+    told = lines(live, OLLAMA, body)
+    assert [one for line in told for one in line.get("logprobs", [])] == whole["logprobs"]
+    assert len(whole["logprobs"]) == whole["eval_count"]
+    said = {"messages": [USER], "tools": TOOLS, "logprobs": True, "top_logprobs": 2}
+    [choice] = live.post("/v1/chat/completions", said).json()["choices"]
+    assert choice["logprobs"]["content"] == whole["logprobs"]
+    prompt = {"prompt": "plain", "raw": True, "logprobs": True, "stream": False}
+    made = live.post("/api/generate", prompt).json()
+    assert [one["top_logprobs"] for one in made["logprobs"]] == [[]] * made["eval_count"]
+    refused = live.post(OLLAMA, {"messages": [USER], "top_logprobs": 2})
+    assert refused.status_code == 400 and "needs logprobs" in refused.json()["error"]
+
+
 def test_ollama_thinking_can_be_left_out(live: Live) -> None:
     body = {"messages": [USER], "think": False, "stream": False}
     assert "thinking" not in live.post(OLLAMA, body).json()["message"]
