@@ -190,7 +190,7 @@ def content_part(
     if kind not in kinds:
         raise InvalidRequestError(
             f"{where} has type {kind!r:.80}; this server accepts text ({', '.join(kinds)})"
-            f"{' and images' if image_of is not None else ' only'} there",
+            f"{', and images if the model does,' if image_of is not None else ' only'} there",
             param=where,
         )
     text = part.get("text")
