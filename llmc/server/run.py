@@ -262,7 +262,7 @@ class Connection(H11Protocol):
             response = error_response(_malformed(sys.exception(), self._max_head), path, request_id)
             headers = [*response.raw_headers, (b"x-request-id", request_id.encode())]
             head = h11.Response(status_code=response.status_code, headers=headers)
-            for event in (head, h11.Data(data=response.body), h11.EndOfMessage()):
+            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 

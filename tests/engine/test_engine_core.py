@@ -100,8 +100,9 @@ def test_a_request_runs_to_its_end() -> None:
 
 
 def test_without_tokens_only_the_prompt_is_computed() -> None:
-    core = engine(ScriptedRunner())
-    core.runner.token = 0  # type: ignore[attr-defined]  # its end token, which must not count
+    runner = ScriptedRunner()
+    runner.token = 0  # the end token, which must not count
+    core = engine(runner)
     # a grammar that one token completes: there is no compiler here, so it must not be asked
     add(core, "a", max_tokens=0, structured=StructuredOutputsParams(choice=["x"]))
     add(core, "b", max_tokens=0)
