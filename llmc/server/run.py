@@ -16,6 +16,7 @@ import ssl
 import sys
 import uuid
 from collections.abc import Callable
+from http import HTTPStatus
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -260,8 +261,12 @@ class Connection(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             request_id = uuid.uuid4().hex
             response = error_response(_malformed(sys.exception(), self._max_head), path, request_id)
-            headers = [*response.raw_headers, (b"x-request-id", request_id.encode())]
-            head = h11.Response(status_code=response.status_code, headers=headers)
+            ours = [*response.raw_headers, (b"x-request-id", request_id.encode())]
+            head = h11.Response(
+                status_code=response.status_code,
+                headers=[*self.server_state.default_headers, *ours],
+                reason=HTTPStatus(response.status_code).phrase,
+            )
             for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
@@ -281,7 +286,8 @@ def _malformed(fault: BaseException | None, max_head: int) -> ApiError:
     if status == 431:
         return ApiError(431, f"the request's headers are larger than {max_head} bytes")
     code = INVALID_HTTP if status == 400 else None
-    return ApiError(status, f"the HTTP request is malformed: {fault}", code=code)
+    what = str(fault).partition(": bytearray")[0]  # without h11's quotes of the request
+    return ApiError(status, f"the HTTP request is malformed: {what}", code=code)
 
 
 def _cannot_bind(host: str, port: int, exc: Exception) -> ConfigError:

@@ -214,6 +214,8 @@ def test_malformed_http_gets_an_error_like_any_other(
     assert (status_of(answer), told["error"]["code"]) == (status, code), answer
     assert set(told["error"]) == {"message", "type", "param", "code"}
     assert f"x-request-id: {told['request_id']}".encode() in head_ and b"close" in head_
+    assert head_.split(b" ", 2)[2].strip() and b"\r\ndate: " in head_
+    assert "bytearray" not in told["error"]["message"]
     assert not [one for one in caplog.records if one.exc_info], "no tracebacks"
 
 
