@@ -72,7 +72,7 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None  # texts that the output must not contain
     bad_words_token_ids: Sequence[Sequence[int]] | None = None  # the same as token ids
     seed: int | None = None  # None: drawn from the engine's seed
-    max_tokens: int | None = 16  # None: until the context is full
+    max_tokens: int | None = 16  # 0: only the prompt is scored; None: until the context is full
     min_tokens: int = 0  # no stop token before this many
     stop: str | Sequence[str] | None = None  # text that ends the output; not included in it
     stop_token_ids: Sequence[int] | None = None
@@ -105,7 +105,7 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1, "a 64-bit integer")
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1, "a positive integer")
+            _integer("max_tokens", self.max_tokens, 0, 2**31 - 1, "an integer of at least 0")
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1, "an integer of at least 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(

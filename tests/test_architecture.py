@@ -106,7 +106,7 @@ NEVER = {  # ours that a package must not import, where the list above is silent
     ),
     "llmc": ("llmc.cli",),
 }
-SERVER = ("fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client")
+SERVER = ("fastapi", "starlette", "uvicorn", "h11", "pydantic", "prometheus_client")
 THIRD_PARTY = {  # name -> the only modules that may import it
     "torch": (
         "llmc.kernels",

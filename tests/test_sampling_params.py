@@ -83,9 +83,9 @@ RANGES = {
         outside=(2**63, 0.5),
     ),
     "max_tokens": Range(
-        low=1,
+        low=0,
         high=2**31 - 1,
-        outside=(0, 1.5),
+        outside=(-1, 1.5),
     ),
     "min_tokens": Range(
         low=0,

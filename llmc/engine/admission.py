@@ -184,7 +184,13 @@ def total_tokens(num_prompt: int, max_tokens: int | None, limits: Limits) -> int
 
 def _check_length(num_prompt: int, max_tokens: int | None, limits: Limits) -> None:
     context, pool = limits.max_model_len, limits.pool_tokens
-    if num_prompt >= context:
+    if max_tokens == 0 and num_prompt > context:
+        raise InvalidRequestError(
+            f"{_CONTEXT.format(context)} the prompt has {num_prompt} tokens; shorten it",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if max_tokens != 0 and num_prompt >= context:
         raise InvalidRequestError(
             f"{_CONTEXT.format(context)} the prompt has {num_prompt} tokens, which leaves no room "
             f"for an answer; shorten it to at most {context - 1}",

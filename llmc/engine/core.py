@@ -142,7 +142,7 @@ class EngineCore:
 
     def _begin_grammar(self, request: Request) -> None:
         spec, grammars = request.sampling.structured_outputs, self._features.grammars
-        if spec is None:
+        if spec is None or request.is_prompt_only:
             return
         if grammars is None:
             raise InvalidRequestError(

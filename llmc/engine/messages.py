@@ -77,10 +77,10 @@ class RequestUpdate:
     `stop_reason` is the id if one of `stop_token_ids` ended the output, None for an end token of
     the model. A stop token that ends the output is the last of `new_token_ids`; with `is_whole`
     there is none, because a structured output was complete without it. `prompt_logprobs` come with
-    the first token, one for each prompt token but the first. A pooling model returns `vector`
-    alone: float32 values in native byte order, and one vector per prompt token, in order, if
-    `prompt_logprobs` were requested. `error` comes with finish_reason "error"; with `is_refused`
-    the request itself is at fault, and would fail again.
+    the first token, one for each prompt token but the first; with max_tokens 0 there is no token,
+    and one update. A pooling model returns `vector` alone: float32 values in native byte order, and
+    one vector per prompt token, in order, if `prompt_logprobs` were requested. `error` comes with
+    finish_reason "error"; with `is_refused` the request itself is at fault, and would fail again.
     """
 
     request_id: str

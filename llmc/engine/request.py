@@ -99,6 +99,11 @@ class Request:
             self.prompt_scores = [None] * (self.num_prompt_tokens - 1)
 
     @property
+    def is_prompt_only(self) -> bool:
+        """Whether nothing is generated: the token drawn at the end of the prompt is dropped."""
+        return self.max_total_tokens == self.num_prompt_tokens
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
@@ -113,6 +118,8 @@ class Request:
 
     def append(self, token: int, logprob: TokenLogprobs | None) -> RequestUpdate:
         """Append a drawn token. The update's `finish_reason` is set if it is the last one."""
+        if self.is_prompt_only:
+            return self._scored()
         self.token_ids.append(token)
         if self.first_token_s is None:
             self.first_token_s = time.monotonic() - self.arrived_s
@@ -126,7 +133,7 @@ class Request:
         )
         num_tokens = len(self.token_ids)
         if self.prompt_scores and num_tokens == self.num_prompt_tokens + 1:
-            update.prompt_logprobs = [s for s in self.prompt_scores if isinstance(s, TokenLogprobs)]
+            update.prompt_logprobs = self._prompt_logprobs()
         if (
             token in self.stop_token_ids
             and num_tokens - self.num_prompt_tokens > self.sampling.min_tokens
@@ -136,6 +143,20 @@ class Request:
         elif num_tokens >= self.max_total_tokens:
             update.finish_reason = "length"
         return update
+
+    def _scored(self) -> RequestUpdate:
+        """The only update of a request that generates nothing."""
+        return RequestUpdate(
+            request_id=self.request_id,
+            prompt_logprobs=self._prompt_logprobs(),
+            finish_reason="length",
+            num_cached_tokens=self.num_cached_tokens or 0,
+            queue_s=self.queue_s,
+            num_preemptions=self.num_preemptions,
+        )
+
+    def _prompt_logprobs(self) -> list[TokenLogprobs]:
+        return [score for score in self.prompt_scores if isinstance(score, TokenLogprobs)]
 
     def fork_from(self, parent: Request, token: int) -> None:
         """Continue from another request's tokens plus one. No drawn token may be in flight."""

@@ -226,7 +226,7 @@ class Scheduler:
             extension = request.extension
             if num_tokens - request.num_computed != 1:
                 prefills.append(request)
-            elif num_tokens >= request.max_total_tokens:
+            elif num_tokens >= request.max_total_tokens and num_tokens > request.num_prompt_tokens:
                 pass  # its last token is in flight
             elif extension is not None and not extension.is_ready(request):
                 pass
@@ -403,7 +403,7 @@ class Scheduler:
                 if work.snapshot is not None:
                     self.rows.publish_state(request, num_computed, work.snapshot)
                 if token is not None:
-                    num_tokens += 1
+                    num_tokens += not request.is_prompt_only
                     update = (
                         request.append(token, logprob)
                         if request.extension is None

@@ -146,10 +146,12 @@ class OutputProcessor:
             if owner is None:
                 continue  # aborted here while the engine was still running it
             request, completion = owner
-            if (update.new_token_ids or update.vector) and request.first_token is None:
-                request.first_token = time.monotonic()
-            if completion.index == 0 and len(completion.token_ids) == 0:
-                self._take_scores(request, update)
+            # "length" without a token: only the prompt was computed
+            if update.new_token_ids or update.vector or update.finish_reason == "length":
+                if request.first_token is None:
+                    request.first_token = time.monotonic()
+                if completion.index == 0 and not completion.token_ids and not update.vector:
+                    self._take_scores(request, update)
             request.num_cached_tokens = max(request.num_cached_tokens, update.num_cached_tokens)
             request.num_preemptions = max(request.num_preemptions, update.num_preemptions)
             if request.queue_s is None:
@@ -172,8 +174,9 @@ class OutputProcessor:
         return {self._owners[one][0].request_id for one in engine_ids if one in self._owners}
 
     def _take_scores(self, request: ActiveRequest, update: RequestUpdate) -> None:
-        """Store the prompt's log-probabilities, which come with the first token."""
-        if request.source.sampling.prompt_logprobs is not None and update.new_token_ids:
+        """Store the prompt's log-probabilities, which come with the first token or, with
+        max_tokens 0, with the end."""
+        if request.source.sampling.prompt_logprobs is not None:
             scores = [position(item, self._tokenizer) for item in update.prompt_logprobs]
             request.prompt_logprobs = [None, *scores]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from llmc.async_llm import Stream
@@ -76,6 +77,30 @@ def prompt_logprobs(request: ActiveRequest, count: int) -> list[dict[str, Any] |
             if place == 0 or (one.rank or 0) <= count
         }
         for position in request.prompt_logprobs or ()
+    ]
+
+
+def logprobs(
+    tokenizer: Tokenizer | None,
+    token_ids: Sequence[int],
+    positions: Sequence[PositionLogprobs],
+    count: int,
+) -> list[dict[str, Any]]:
+    """Per token: its log-probability and those of the `count` likeliest, as in chat answers."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": spelling(tokenizer, token),
+            "logprob": finite(logprob),
+            "bytes": token_bytes(tokenizer, token),
+        }
+
+    return [
+        {
+            **entry(token, position[token].logprob),
+            "top_logprobs": [entry(other, one.logprob) for other, one in top(position, count)],
+        }
+        for token, position in zip(token_ids, positions, strict=True)
     ]
 
 

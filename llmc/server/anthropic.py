@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,7 +19,6 @@ from llmc.server.body import read_body
 from llmc.server.errors import anthropic_error, json_response
 from llmc.server.respond import Deltas, GenerationResponse, Wire, named_event
 from llmc.server.turn import Answer, Turn, prepare_turn, renamed_params
-from llmc.text.tools.arguments import decoded
 from llmc.text.tools.parse import CallDelta, Delta
 
 WIRE = Wire(event=named_event, error=anthropic_error)
@@ -120,7 +120,7 @@ class MessageCall:
             blocks.append({**_EMPTY["thinking"], "thinking": read.reasoning})
         if read.content:
             blocks.append({**_EMPTY["text"], "text": read.content})
-        blocks += [_tool_use(call.id, call.name, decoded(call.arguments)) for call in read.calls]
+        blocks += [_tool_use(call.id, call.name, _begun(call.arguments)) for call in read.calls]
         return blocks
 
     # ---- events ----
@@ -172,3 +172,12 @@ _EMPTY: dict[str, dict[str, Any]] = {
 
 def _tool_use(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
     return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
+
+
+def _begun(arguments: str) -> Any:
+    """The arguments as an object. Of those that max_tokens cut, it has the complete ones, as the
+    SDK's accumulated stream does."""
+    try:
+        return from_json(arguments, allow_partial=True)
+    except ValueError:  # a Python literal that was cut
+        return {}

@@ -36,7 +36,7 @@ class ChatCall:
         self._readers: list[AnswerReader] = []  # of the choices of a stream
         self._shows_reasoning = body.include_reasoning
         self._tokenizer = turn.llm.tokenizer
-        self._top = (body.top_logprobs or 0) if body.logprobs else None
+        self._top = body.num_logprobs
         self._prompt_logprobs = body.prompt_logprobs
         self._token_ids = body.return_token_ids
         self._options = body.stream_options
@@ -154,18 +154,5 @@ class ChatCall:
     ) -> dict[str, Any] | None:
         if self._top is None:
             return None
-        content = []
-        for token, position in zip(token_ids, logprobs, strict=True):
-            entry = self._entry(token, position[token].logprob)
-            entry["top_logprobs"] = [
-                self._entry(i, p.logprob) for i, p in answer.top(position, self._top)
-            ]
-            content.append(entry)
+        content = answer.logprobs(self._tokenizer, token_ids, logprobs, self._top)
         return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": answer.spelling(self._tokenizer, token),
-            "logprob": answer.finite(logprob),
-            "bytes": answer.token_bytes(self._tokenizer, token),
-        }

@@ -53,7 +53,7 @@ async def create_completion(request: Request) -> GenerationResponse:
     sampling = sampling_params(
         body,
         llm.inputs,
-        max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
         best_of=body.best_of,
         prompt_logprobs=_prompt_logprobs(body),

@@ -40,6 +40,7 @@ STATUS_NAMES: dict[int, tuple[str, str]] = {
     431: ("invalid_request_error", "headers_too_large"),
     429: ("rate_limit_error", "queue_full"),
     500: ("server_error", "internal_error"),
+    501: ("invalid_request_error", "not_implemented"),
     503: ("server_error", "unavailable"),
 }
 # The types that Anthropic's clients know.
@@ -55,6 +56,7 @@ ANTHROPIC_TYPES: dict[int, str] = {
 
 
 _IN_TEXT = "context_length_exceeded"
+INVALID_HTTP = "invalid_http"
 
 
 class ApiError(Exception):
@@ -123,7 +125,7 @@ def error_response(error: ApiError, path: str, request_id: str | None = None) ->
         headers["retry-after"] = RETRY_AFTER_S
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.status in (408, 413, 415, 431):
+    if error.status in (408, 413, 415, 431, 501) or error.code == INVALID_HTTP:
         headers["connection"] = "close"  # the rest of the body is not read
     write = error_body
     if path == "/v1/messages" or path.startswith("/v1/messages/"):

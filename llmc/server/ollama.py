@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 import llmc
 from llmc.async_llm import AsyncLLM, Stream
+from llmc.frontend.completion import PositionLogprobs
 from llmc.frontend.inputs import Input, Prompt
 from llmc.frontend.pooling import check_params
 from llmc.model_info import ModelInfo
@@ -189,7 +190,9 @@ async def _raw_turn(request: Request, body: ChatBody) -> Turn:
 async def _plain_turn(request: Request, body: ChatBody, prompt: Prompt) -> Turn:
     llm: AsyncLLM = request.app.state.llm
     model = model_name(request, body.model)
-    sampling = sampling_params(body, llm.inputs, max_tokens=body.max_tokens, logprobs=None)
+    sampling = sampling_params(
+        body, llm.inputs, max_tokens=body.max_tokens, logprobs=body.num_logprobs
+    )
     with blaming(body):
         source = await llm.prepare.prompt(prompt, sampling)
     return Turn(llm=llm, model=model, source=source.salted(cache_salt(request, body)))
@@ -256,11 +259,16 @@ class OllamaCall:
         self._calls: list[dict[str, Any]] = []  # the last one may be incomplete
         self._shows_reasoning = body.shows_reasoning
         self._is_chat = isinstance(body, OllamaChatBody)
+        self._top = (body.top_logprobs or 0) if body.logprobs else None
 
     def chunks(self, stream: Stream, deltas: Deltas) -> Iterable[dict[str, Any]]:
         for _, delta in deltas:
-            for found in self._reader.read(delta):
-                yield from self._lines(found)
+            lines = [one for found in self._reader.read(delta) for one in self._lines(found)]
+            scored = self._logprobs(delta.token_ids, delta.logprobs)
+            if scored:
+                lines = lines or [self._said()]
+                lines[0] |= scored
+            yield from lines
 
     def last_chunks(self, stream: Stream) -> Iterable[dict[str, Any]]:
         yield from self._complete_calls()
@@ -269,9 +277,19 @@ class OllamaCall:
     def body(self, stream: Stream) -> dict[str, Any]:
         [one] = stream.requests[0].output().outputs
         read = self._turn.read(one)
-        calls = [_call(call.name, call.arguments) for call in read.calls]
+        calls = [_call(call.name, decoded(call.arguments)) for call in read.calls if call.is_whole]
         said = self._said(read.content, thinking=read.reasoning, tool_calls=calls)
-        return {**said, **self._end(stream)}
+        scored = self._logprobs(one.token_ids, one.logprobs or ())
+        return {**said, **scored, **self._end(stream)}
+
+    def _logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]
+    ) -> dict[str, Any]:
+        """The field of a line; none without tokens."""
+        if self._top is None or not token_ids:
+            return {}
+        tokenizer = self._turn.llm.tokenizer
+        return {"logprobs": answer.logprobs(tokenizer, token_ids, logprobs, self._top)}
 
     def _lines(self, found: Delta) -> Iterable[dict[str, Any]]:
         if found.reasoning and self._shows_reasoning:
@@ -287,7 +305,9 @@ class OllamaCall:
     def _complete_calls(self) -> Iterable[dict[str, Any]]:
         while self._calls:
             call = self._calls.pop(0)
-            yield self._said(tool_calls=[_call(call["name"], call["arguments"])])
+            arguments = decoded(call["arguments"])
+            if isinstance(arguments, dict):  # not cut by num_predict
+                yield self._said(tool_calls=[_call(call["name"], arguments)])
 
     def _said(
         self, content: str = "", *, thinking: str = "", tool_calls: Sequence[Any] = ()
@@ -319,8 +339,8 @@ class OllamaCall:
         }
 
 
-def _call(name: str, arguments: str) -> dict[str, Any]:
-    return {"function": {"name": name, "arguments": decoded(arguments) or {}}}
+def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"function": {"name": name, "arguments": arguments}}
 
 
 def _ns(seconds: float) -> int:

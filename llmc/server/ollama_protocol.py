@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from llmc.errors import InvalidRequestError
-from llmc.sampling_params import MAX_STOP_STRINGS
+from llmc.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS
 from llmc.server.errors import ApiError
 from llmc.server.pooling_protocol import MAX_INPUTS
 from llmc.server.protocol import MAX_TOOLS, Body, ChatBody, Int64, ToolBody
@@ -95,14 +95,14 @@ class OllamaBody(Body):
         "template": (None, ""),
         "context": (None, []),
         "images": (None, []),
-        "logprobs": (None, False),
-        "top_logprobs": (None, 0),
     }
 
     stream: bool = True
     format: Literal["json", ""] | dict[str, Any] | None = None
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     keep_alive: Any = None  # ignored: the model stays loaded
 
@@ -117,6 +117,8 @@ class OllamaBody(Body):
             "model": self.model and self.model.removesuffix(":latest"),
             "messages": messages,
             "stream": self.stream,
+            "logprobs": self.logprobs,
+            "top_logprobs": self.top_logprobs,
             **rest,
         }
         if self.format == "json":

@@ -31,6 +31,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (None,),
     "modalities": (None, ["text"]),
     "prediction": (None,),
+    "moderation": (None,),
     "web_search_options": (None,),
     "best_of": (None, 1),
     "use_beam_search": (None, False),
@@ -167,6 +168,7 @@ class GenerationBody(Body):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
     service_tier: Any = None
     parallel_tool_calls: Any = None
 
@@ -220,11 +222,20 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: str | list[Any]
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     suffix: str | None = None
     add_special_tokens: bool = True
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+
+    @model_validator(mode="after")
+    def _check_max_tokens(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(
+                400, "max_tokens 0 needs echo=true, which returns the prompt", param="max_tokens"
+            )
+        return self
 
 
 class ChatBody(GenerationBody):
@@ -244,6 +255,17 @@ class ChatBody(GenerationBody):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     verbosity: Any = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives of each token to return; None: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TokenizeBody(Body):

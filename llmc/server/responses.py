@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from llmc.async_llm import Stream
 from llmc.frontend.inputs import Input
+from llmc.outputs import CompletionOutput
 from llmc.server import answer
 from llmc.server.body import read_body
 from llmc.server.errors import ApiError, error_body, json_response
@@ -125,19 +126,22 @@ class ResponseCall:
                 yield from self._events(found)
 
     def last_chunks(self, stream: Stream) -> Iterable[dict[str, Any]]:
-        yield from self._close()
+        [one] = stream.requests[0].output().outputs
+        yield from self._close(_status(one))
         response = self._ended(stream, self._items)
         yield self._event(f"response.{response['status']}", response=response)
 
     def body(self, stream: Stream) -> dict[str, Any]:
         [one] = stream.requests[0].output().outputs
-        return self._ended(stream, _items(self._turn.read(one)))
+        items = _items(self._turn.read(one))
+        if items:  # only the last one can be cut
+            items[-1]["status"] = _status(one)
+        return self._ended(stream, items)
 
     def _ended(self, stream: Stream, items: list[dict[str, Any]]) -> dict[str, Any]:
         [one] = stream.requests[0].output().outputs
-        is_cut = one.finish_reason == "length"
-        response = self._response("incomplete" if is_cut else "completed", items)
-        if is_cut:
+        response = self._response(_status(one), items)
+        if one.finish_reason == "length":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         usage = answer.usage(stream)
         response["usage"] = {
@@ -223,17 +227,17 @@ class ResponseCall:
         place = len(self._items) - 1
         yield self._event("response.output_item.added", output_index=place, item=self._items[-1])
 
-    def _close(self) -> Iterable[dict[str, Any]]:
+    def _close(self, status: str = "completed") -> Iterable[dict[str, Any]]:
         if not self._open:
             return
         self._open = False
         item, text = self._items[-1], "".join(self._said)
         if item["type"] == "function_call":
-            done = {**item, "arguments": text, "status": "completed"}
+            done = {**item, "arguments": text, "status": status}
             name = {"arguments": text, "name": item["name"]}
             yield self._of_item("response.function_call_arguments.done", **name)
         else:
-            done = {**_text_item(item["type"], text), "id": item["id"]}
+            done = {**_text_item(item["type"], text), "id": item["id"], "status": status}
             extra: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
             kind = f"{_NAMES[item['type']]}.done"
             yield self._of_item(kind, content_index=0, text=text, **extra)
@@ -249,6 +253,10 @@ class ResponseCall:
 
 
 _NAMES = {"reasoning": "response.reasoning_text", "message": "response.output_text"}
+
+
+def _status(one: CompletionOutput) -> str:
+    return "incomplete" if one.finish_reason == "length" else "completed"
 
 
 def _items(read: Answer) -> list[dict[str, Any]]:
@@ -283,8 +291,9 @@ def _as_message(read: Answer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": read.content}
     if read.reasoning:
         message["reasoning_content"] = read.reasoning
-    if read.calls:
-        message["tool_calls"] = [call.fields() for call in read.calls]
+    calls = [call.fields() for call in read.calls if call.is_whole]
+    if calls:
+        message["tool_calls"] = calls
     return message
 
 

@@ -13,10 +13,14 @@ import errno
 import logging
 import socket
 import ssl
+import sys
+import uuid
 from collections.abc import Callable
+from http import HTTPStatus
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -24,6 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from llmc.async_llm import AsyncLLM
 from llmc.errors import ConfigError, EngineDeadError
 from llmc.server.batch_runner import BatchRunner
+from llmc.server.errors import INVALID_HTTP, ApiError, error_response
 from llmc.server.settings import ServerSettings
 from llmc.server.throughput import log_throughput
 
@@ -208,8 +213,32 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+class HttpParser(h11.Connection):
+    """h11's parser, which also refuses requests whose end a proxy may have seen elsewhere."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if b"transfer-encoding" in names and (
+                b"content-length" in names or event.http_version < b"1.1"
+            ):
+                raise h11.RemoteProtocolError(
+                    "the request has Transfer-Encoding and Content-Length, or is HTTP/1.0 with "
+                    "Transfer-Encoding; send only Content-Length"
+                )
+        return event
+
+
 class Connection(H11Protocol):
-    """One connection. h11 limits the size of a request's headers; this adds a deadline."""
+    """One connection. h11 limits the size of a request's headers; this adds a deadline, and errors
+    in our format for malformed HTTP."""
+
+    def __init__(self, config: uvicorn.Config, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        assert config.h11_max_incomplete_event_size is not None, "the server sets it"
+        self._max_head = config.h11_max_incomplete_event_size
+        self.conn = HttpParser(h11.SERVER, self._max_head)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -222,6 +251,26 @@ class Connection(H11Protocol):
     def _unsupported_upgrade_warning(self) -> None:
         """No warnings: any client could flood the log, and the response names the problem."""
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer malformed HTTP, which no route sees. Called while h11's error is handled."""
+        path = ""
+        if self.cycle is not None and not self.cycle.response_complete:
+            path = self.scope["path"]
+            self.cycle.disconnected = True  # the route's answer is dropped
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            request_id = uuid.uuid4().hex
+            response = error_response(_malformed(sys.exception(), self._max_head), path, request_id)
+            ours = [*response.raw_headers, (b"x-request-id", request_id.encode())]
+            head = h11.Response(
+                status_code=response.status_code,
+                headers=[*self.server_state.default_headers, *ours],
+                reason=HTTPStatus(response.status_code).phrase,
+            )
+            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
     def _await_head(self) -> None:
         self._head_deadline = self.loop.time() + HEAD_TIMEOUT_S
         self.loop.call_later(HEAD_TIMEOUT_S, self._check_head)
@@ -230,6 +279,15 @@ class Connection(H11Protocol):
         waiting = self.cycle is None or self.cycle.response_complete
         if waiting and self.loop.time() >= self._head_deadline and not self.transport.is_closing():
             self.transport.close()
+
+
+def _malformed(fault: BaseException | None, max_head: int) -> ApiError:
+    status = fault.error_status_hint if isinstance(fault, h11.RemoteProtocolError) else 400
+    if status == 431:
+        return ApiError(431, f"the request's headers are larger than {max_head} bytes")
+    code = INVALID_HTTP if status == 400 else None
+    what = str(fault).partition(": bytearray")[0]  # without h11's quotes of the request
+    return ApiError(status, f"the HTTP request is malformed: {what}", code=code)
 
 
 def _cannot_bind(host: str, port: int, exc: Exception) -> ConfigError:

@@ -323,6 +323,7 @@ def _rules(
     own = dict(of_body)
     if body.__name__ == "CompletionBody":
         own["prompt"] = limits["prompt"]
+        own["max_tokens"] = {**limits["max_tokens"], "minimum": 0}  # with echo
     if body.__module__ == ollama_protocol.__name__:
         own["model"] = _any(*(limits[key] for key in ("model", "latest")))
         own["prompt"] = TEXT
@@ -339,7 +340,7 @@ def _limits(served: Served) -> dict[str, Schema]:
     text: Schema = {"type": "string", "minLength": 1}
     length: Schema = {"type": "integer", "minimum": 1, "maximum": served.max_model_len - 1}
     several = {"minItems": 1, "maxItems": MAX_PROMPTS}
-    ids = _list(token, minItems=1, maxItems=served.max_model_len - 1)
+    ids = _list(token, minItems=1, maxItems=served.max_model_len)  # all of them with max_tokens 0
     return {
         **_pooling_limits(served, _list(token, minItems=1)),
         "model": _const(*served.models),

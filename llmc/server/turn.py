@@ -28,6 +28,7 @@ from llmc.server.sampling import cache_salt, priority, sampling_params
 from llmc.server.structured import blaming
 from llmc.server.tools import ToolUse, blaming_tools, tool_use
 from llmc.text.reasoning import ReasoningParser
+from llmc.text.tools.arguments import decoded
 from llmc.text.tools.parse import Delta, ToolParser
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -36,11 +37,15 @@ MAY_LACK_CONTENT = ("assistant",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionCall:
-    """A complete function call; `arguments` is JSON."""
+    """A function call; `arguments` is a JSON object, or its beginning if max_tokens cut it."""
 
     id: str
     name: str
     arguments: str
+
+    @property
+    def is_whole(self) -> bool:
+        return isinstance(decoded(self.arguments), dict)
 
     def fields(self) -> dict[str, Any]:
         """The call as a chat message's JSON."""
@@ -185,7 +190,7 @@ def content_part(
     if kind not in kinds:
         raise InvalidRequestError(
             f"{where} has type {kind!r:.80}; this server accepts text ({', '.join(kinds)})"
-            f"{' and images' if image_of is not None else ' only'} there",
+            f"{', and images if the model does,' if image_of is not None else ' only'} there",
             param=where,
         )
     text = part.get("text")
@@ -217,13 +222,11 @@ async def prepare_turn(request: Request, body: ChatBody) -> Turn:
     llm: AsyncLLM = request.app.state.llm
     model = model_name(request, body.model)
     llm.inputs.need_generation()
-    if body.top_logprobs and not body.logprobs:
-        raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     sampling = sampling_params(
         body,
         llm.inputs,
         max_tokens=body.max_completion_tokens or body.max_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        logprobs=body.num_logprobs,
     )
     extra = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
@@ -231,7 +234,8 @@ async def prepare_turn(request: Request, body: ChatBody) -> Turn:
     use = await tool_use(llm, body, sampling.structured_outputs)
     if use is not None:
         sampling = dataclasses.replace(sampling, structured_outputs=use.grammar)
-    with blaming(body) if use is None else blaming_tools():
+    given = {"max_tokens": "max_completion_tokens"} if body.max_completion_tokens else {}
+    with renamed_params(given), blaming(body) if use is None else blaming_tools():
         source = await prepare_messages(
             llm,
             body,
@@ -265,17 +269,22 @@ async def prepare_messages(
     messages = body.messages or ()
     for index, message in enumerate(messages):
         _check_message(f"messages[{index}]", message)
-    return await llm.prepare.chat(
-        messages,
-        sampling,
-        tools=tools,
-        # A new turn can't begin inside the one that is continued, whatever was requested.
-        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-        continue_final_message=body.continue_final_message,
-        template_kwargs=extra,
-        splits_reasoning=splits_reasoning,
-        max_reasoning_tokens=max_reasoning_tokens,
-    )
+    try:
+        return await llm.prepare.chat(
+            messages,
+            sampling,
+            tools=tools,
+            # A new turn can't begin inside the one that is continued, whatever was requested.
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=extra,
+            splits_reasoning=splits_reasoning,
+            max_reasoning_tokens=max_reasoning_tokens,
+        )
+    except InvalidRequestError as exc:
+        if exc.param == "prompt":  # the rendered one, which is no field of the body
+            raise InvalidRequestError(str(exc), param="messages", code=exc.code) from exc
+        raise
 
 
 def _check_message(where: str, message: Mapping[str, Any]) -> None:

@@ -99,6 +99,8 @@ def test_allowing_only_stop_tokens_contradicts_min_tokens() -> None:
     ("num_prompt", "max_tokens", "limits", "param", "code", "numbers"),
     [
         (32, None, LIMITS, "prompt", "context_length_exceeded", "32 tokens.*at most 31"),
+        (33, 0, LIMITS, "prompt", "context_length_exceeded", "32 tokens.*has 33 tokens"),
+        (20, 0, SMALL_POOL, "prompt", "kv_capacity_exceeded", "20 tokens.*holds 20"),
         (40, 1, LIMITS, "prompt", "context_length_exceeded", "40 tokens.*at most 31"),
         (30, 3, LIMITS, "max_tokens", "context_length_exceeded", "32 tokens.*make 33.*at most 2"),
         (20, 1, SMALL_POOL, "prompt", "kv_capacity_exceeded", "20 tokens.*holds 20.*5 blocks of 4"),
@@ -119,6 +121,7 @@ def test_lengths_that_can_never_fit(
         (31, None, LIMITS, 32),
         (30, 2, LIMITS, 32),
         (5, 2, LIMITS, 7),
+        (32, 0, LIMITS, 32),
         (19, None, SMALL_POOL, 20),
         (18, 2, SMALL_POOL, 20),
     ],

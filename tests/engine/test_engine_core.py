@@ -99,6 +99,19 @@ def test_a_request_runs_to_its_end() -> None:
     assert (stats.num_prompt_tokens, stats.num_free_blocks, stats.num_blocks) == (3, 32, 32)
 
 
+def test_without_tokens_only_the_prompt_is_computed() -> None:
+    runner = ScriptedRunner()
+    runner.token = 0  # the end token, which must not count
+    core = engine(runner)
+    # a grammar that one token completes: there is no compiler here, so it must not be asked
+    add(core, "a", max_tokens=0, structured=StructuredOutputsParams(choice=["x"]))
+    add(core, "b", max_tokens=0)
+    for [update] in drain(core).values():
+        assert (update.new_token_ids, update.finish_reason) == ((), "length")
+    stats = core.stats()
+    assert (stats.num_steps, stats.num_generated_tokens, stats.num_prompt_tokens) == (1, 0, 6)
+
+
 def test_stats_show_running_and_waiting() -> None:
     core = engine(ScriptedRunner())
     for name in "abc":

@@ -36,13 +36,15 @@ def random_request(rng: random.Random, index: int, context: int, crowd: bool) ->
     prompt = shared[: rng.randrange(context)] if rng.random() < 0.6 and not crowd else []
     prompt += [rng.randrange(1, 4) for _ in range(rng.randrange(4))]
     prompt = prompt[: context + 1] or [rng.randrange(VOCAB)]
-    max_tokens = None if crowd else rng.choice([None, 1, 2, 5, rng.randint(1, context)])
+    max_tokens = None if crowd else rng.choice([None, 0, 1, 2, 5, rng.randint(1, context)])
     return AddRequest(
         request_id=f"r{index}",
         prompt_token_ids=prompt,
         sampling=SamplingParams(
             max_tokens=max_tokens,
-            min_tokens=rng.randrange(min(max_tokens or 6, 6) + 1) if rng.random() < 0.3 else 0,
+            min_tokens=rng.randrange(min(6 if max_tokens is None else max_tokens, 6) + 1)
+            if rng.random() < 0.3
+            else 0,
             ignore_eos=rng.random() < (0.9 if crowd else 0.4),
             stop_token_ids=[rng.randrange(VOCAB)] if rng.random() < 0.2 else None,
             seed=rng.choice([0, 0, 1, 2]),
@@ -206,9 +208,12 @@ class Trace:
             assert steps < 20000, "the trace does not end"
 
     def add(self, message: AddRequest) -> None:
-        wanted = message.sampling.max_tokens or max(1, message.sampling.min_tokens)
-        total = len(message.prompt_token_ids) + wanted
-        if total > self.room:
+        sampling, num_prompt = message.sampling, len(message.prompt_token_ids)
+        wanted = sampling.max_tokens
+        if wanted is None:
+            wanted = max(1, sampling.min_tokens)
+        fills_pool = wanted == 0 and num_prompt >= self.limits.pool_tokens
+        if num_prompt + wanted > self.room or fills_pool:
             with pytest.raises(InvalidRequestError):
                 check_request(message.prompt_token_ids, message.sampling, self.limits)
             return

@@ -16,7 +16,7 @@ from llmc.errors import InvalidRequestError
 from llmc.llm import LLM
 from llmc.text.chat import can_sanitize, render_chat, tool_format
 from llmc.text.tokenizer import Tokenizer
-from llmc.text.tools.arguments import from_literal
+from llmc.text.tools.arguments import decoded, from_literal
 from llmc.text.tools.generic import GENERIC
 from llmc.text.tools.parse import ToolParser
 from llmc.text.tools.tool_format import ToolFormat
@@ -38,9 +38,16 @@ def learned(style: str) -> ToolFormat:
     return form
 
 
-def read(form: ToolFormat, pieces: list[str], *, streams: bool, parallel: bool = True) -> Read:
+def read(
+    form: ToolFormat,
+    pieces: list[str],
+    *,
+    streams: bool,
+    parallel: bool = True,
+    was_cut: bool = False,
+) -> Read:
     parser = ToolParser(form, SCHEMAS, streams=streams, parallel=parallel)
-    deltas = [*map(parser.push, pieces), parser.finish()]
+    deltas = [*map(parser.push, pieces), parser.finish(was_cut=was_cut)]
     calls: dict[int, tuple[str, str]] = {}
     for call in (call for delta in deltas for call in delta.calls):
         if call.name is not None:
@@ -67,6 +74,20 @@ def test_calls_are_read_as_the_template_writes_them(style: str, streams: bool) -
     for place in range(len(kind.answer) + 1):
         assert read(form, [kind.answer[:place], kind.answer[place:]], streams=streams) == whole
     assert read(form, list(kind.answer), streams=streams) == whole
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("style", STYLES)
+def test_a_cut_answer_reads_like_its_stream(style: str, parallel: bool) -> None:
+    form, answer = learned(style), STYLES[style].answer
+    begun = 0
+    for place in range(len(answer)):
+        cut = answer[:place]
+        whole = read(form, [cut], streams=False, parallel=parallel, was_cut=True)
+        stream = read(form, list(cut), streams=True, parallel=parallel, was_cut=True)
+        assert whole == stream, cut
+        begun += any(decoded(arguments) is None for _, arguments in whole[1])
+    assert begun > 3, "some places are in the middle of arguments"
 
 
 @pytest.mark.parametrize("style", STYLES)

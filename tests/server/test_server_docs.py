@@ -177,6 +177,7 @@ def test_the_metrics_are_those_of_the_server(live: Live) -> None:
     ("fields", "status"),
     [
         ({"top_k": None, "user": "me", "tools": [], "store": True}, 200),
+        ({"prompt_cache_options": {"mode": "implicit"}, "moderation": None}, 200),
         ({"tools": [{"type": "function"}]}, 400),
         ({"max_token": 3}, 400),
         ({"temperature": "1"}, 400),

@@ -77,6 +77,36 @@ def test_echo(live: Live) -> None:
     assert "".join(e["choices"][0]["text"] for e in events) == "count" + COUNT
 
 
+def test_an_echo_without_tokens_scores_the_prompt(live: Live) -> None:
+    ask = {"prompt": ["count", [5, 6, 7]], "echo": True, "n": 2, "max_tokens": 0}
+    bare = live.complete(**ask).json()
+    assert [c["text"][:5] for c in bare["choices"][:2]] == ["count"] * 2
+    assert all(c["logprobs"] is None for c in bare["choices"])
+    scored = {**ask, "logprobs": 1, "ignore_eos": True}
+    answer = live.complete(**scored).json()
+    longer = live.complete(**{**scored, "max_tokens": 1}).json()
+    usage = answer["usage"]
+    assert (usage["completion_tokens"], usage["total_tokens"]) == (0, usage["prompt_tokens"])
+    for one, more in zip(answer["choices"], longer["choices"], strict=True):
+        assert (one["finish_reason"], more["text"].startswith(one["text"])) == ("length", True)
+        for name, values in one["logprobs"].items():
+            assert values == more["logprobs"][name][:-1], name
+        assert one["logprobs"]["token_logprobs"][0] is None
+    options = {"stream_options": {"include_usage": True}}
+    *events, last = live.events("/v1/completions", {**scored, **options})
+    streamed = sorted((e["choices"][0] for e in events), key=lambda choice: choice["index"])
+    assert streamed == answer["choices"] and last["usage"]["completion_tokens"] == 0
+
+
+def test_an_echo_without_tokens_may_fill_the_context(live: Live) -> None:
+    most = live.scripted.info.max_model_len
+    ask = {"echo": True, "max_tokens": 0, "logprobs": 0}
+    whole = live.complete(prompt=[5] * most, **ask).json()
+    assert len(whole["choices"][0]["logprobs"]["tokens"]) == most
+    error = live.complete(prompt=[5] * (most + 1), **ask).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+
+
 def test_completion_logprobs(live: Live) -> None:
     answer = live.complete(max_tokens=3, logprobs=2).json()
     logprobs = answer["choices"][0]["logprobs"]

@@ -366,6 +366,40 @@ def test_a_response_that_is_cut(live: Live) -> None:
     assert named_events(live, RESPONSES, body)[-1]["type"] == "response.incomplete"
 
 
+CUT = 42  # tokens, up to the middle of the first call's arguments
+
+
+def test_a_call_that_is_cut(live: Live) -> None:
+    """The call's beginning, where the protocol has a place for it; whole and streamed alike."""
+    tools = [{"type": "function", **one} for one in FUNCTIONS]
+    body = {"input": [USER], "tools": tools, "max_output_tokens": CUT}
+    response = live.post(RESPONSES, body).json()
+    events = named_events(live, RESPONSES, body)
+    for items in (response["output"], events[-1]["response"]["output"]):
+        assert [item["status"] for item in items] == ["completed", "completed", "incomplete"]
+        assert items[-1]["name"] == "weather" and items[-1]["arguments"].startswith('{"city": "')
+        assert not items[-1]["arguments"].endswith("}")
+    assert events[-2]["item"]["status"] == "incomplete"
+    # The conversation goes on without that call, which templates can't render.
+    more = {"input": "plain", "previous_response_id": response["id"]}
+    assert live.post(RESPONSES, more).json()["status"] == "completed"
+
+    ask = {**ASK, "max_tokens": CUT}
+    message = live.post(MESSAGES, ask).json()
+    assert message["stop_reason"] == "max_tokens"
+    assert without_ids(message["content"])[-1] == {**BLOCKS[2], "input": {}}
+    pieces = [event.get("delta", {}) for event in named_events(live, MESSAGES, ask)]
+    text = "".join(piece.get("partial_json", "") for piece in pieces)
+    assert text == response["output"][-1]["arguments"]
+
+    said = {"messages": [USER], "tools": TOOLS, "options": {"num_predict": CUT}}
+    whole = live.post(OLLAMA, {**said, "stream": False}).json()
+    assert "tool_calls" not in whole["message"] and whole["done_reason"] == "length"
+    told = [one["message"] for one in lines(live, OLLAMA, said)]
+    assert not any("tool_calls" in one for one in told)
+    assert "".join(one["content"] for one in told) == whole["message"]["content"]
+
+
 def test_the_store_has_limits() -> None:
     store = ResponseStore(max_stored=2, max_bytes=400)
     for name in "abc":
@@ -456,6 +490,22 @@ def test_an_ollama_chat(live: Live) -> None:
         assert end["total_duration"] >= end["eval_duration"] >= 0
     history = [USER, message, {"role": "tool", "tool_name": "weather", "content": "sunny"}]
     assert lines(live, OLLAMA, {**body, "messages": history})[-1]["done"] is True
+
+
+def test_ollama_logprobs(live: Live) -> None:
+    body = {"messages": [USER], "tools": TOOLS, "logprobs": True, "top_logprobs": 2}
+    whole = live.post(OLLAMA, {**body, "stream": False}).json()
+    told = lines(live, OLLAMA, body)
+    assert [one for line in told for one in line.get("logprobs", [])] == whole["logprobs"]
+    assert len(whole["logprobs"]) == whole["eval_count"]
+    said = {"messages": [USER], "tools": TOOLS, "logprobs": True, "top_logprobs": 2}
+    [choice] = live.post("/v1/chat/completions", said).json()["choices"]
+    assert choice["logprobs"]["content"] == whole["logprobs"]
+    prompt = {"prompt": "plain", "raw": True, "logprobs": True, "stream": False}
+    made = live.post("/api/generate", prompt).json()
+    assert [one["top_logprobs"] for one in made["logprobs"]] == [[]] * made["eval_count"]
+    refused = live.post(OLLAMA, {"messages": [USER], "top_logprobs": 2})
+    assert refused.status_code == 400 and "needs logprobs" in refused.json()["error"]
 
 
 def test_ollama_thinking_can_be_left_out(live: Live) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -170,6 +171,71 @@ def test_broken_http_is_refused(live: Live, raw: bytes) -> None:
             answer = b""
     assert answer == b"" or status_of(answer) in (400, 431)
     assert live.client.get("/health").status_code == 200
+
+
+CHUNKED = ("Content-Type: application/json", "Transfer-Encoding: chunked")
+BODY = b'{"prompt": "count"}'
+CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+
+
+@pytest.mark.parametrize(
+    ("parts", "status", "code"),
+    [
+        ([b"GET /health\r\n\r\n"], 400, "invalid_http"),
+        ([b"GET /health HTTP/1.1\r\n\r\n"], 400, "invalid_http"),
+        ([head("/health", "X-Long: " + "x" * 100_000, method="GET")], 431, "headers_too_large"),
+        ([head("/health", "Content-Length: x")], 400, "invalid_http"),
+        ([head(COMPLETIONS, "Transfer-Encoding: gzip")], 501, "not_implemented"),
+        ([head(COMPLETIONS, *CHUNKED) + b"zz\r\n"], 400, "invalid_http"),
+        ([head(COMPLETIONS, *CHUNKED), b"zz\r\n"], 400, "invalid_http"),
+        # Where does this request end? The rest would be the next one.
+        ([head(COMPLETIONS, *CHUNKED, "Content-Length: 4") + CHUNKS], 400, "invalid_http"),
+        ([head(COMPLETIONS, "Content-Length: 4", *CHUNKED) + CHUNKS], 400, "invalid_http"),
+        (
+            [head(COMPLETIONS, *CHUNKED).replace(b"HTTP/1.1", b"HTTP/1.0") + CHUNKS],
+            *(400, "invalid_http"),
+        ),
+    ],
+)
+def test_malformed_http_gets_an_error_like_any_other(
+    live: Live, caplog: pytest.LogCaptureFixture, parts: list[bytes], status: int, code: str
+) -> None:
+    with live.connect() as sock:
+        for part in parts:
+            sock.sendall(part)
+            time.sleep(0.05)
+        sock.sendall(head("/v1/models", method="GET"))
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while chunk := sock.recv(65536):  # up to the end of the connection
+                answer += chunk
+    head_, _, body = answer.partition(b"\r\n\r\n")
+    told = json.loads(body)  # one response, though another request follows
+    assert (status_of(answer), told["error"]["code"]) == (status, code), answer
+    assert set(told["error"]) == {"message", "type", "param", "code"}
+    assert f"x-request-id: {told['request_id']}".encode() in head_ and b"close" in head_
+    assert head_.split(b" ", 2)[2].strip() and b"\r\ndate: " in head_
+    assert "bytearray" not in told["error"]["message"]
+    assert not [one for one in caplog.records if one.exc_info], "no tracebacks"
+
+
+def test_malformed_http_in_the_format_of_the_path(live: Live) -> None:
+    answer = live.raw(head("/v1/messages", *CHUNKED), b"zz\r\n", pause=0.05)
+    body = json.loads(answer.partition(b"\r\n\r\n")[2])
+    assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+
+
+def test_a_bad_chunk_after_the_answer_only_closes(
+    locked: Live, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = locked.raw(head(COMPLETIONS, *CHUNKED), b"zz\r\n", pause=0.1)
+    assert status_of(answer) == 401
+    locked.raw(head(COMPLETIONS, *CHUNKED) + b"zz\r\n")
+    assert not [one for one in caplog.records if one.exc_info], caplog.text
+
+
+def test_chunks_alone_are_fine(live: Live) -> None:
+    assert status_of(live.raw(head(COMPLETIONS, *CHUNKED) + CHUNKS)) == 200
 
 
 # ---- row 39: foreign hosts ----

@@ -302,7 +302,7 @@ class FakeRunner:
             poison = self.poison.get(row.request_id, -1)
             if index == stop_at or work.start <= poison < work.start + work.num_tokens:
                 raise InjectedFault("midway")
-            if row.sampling.structured_outputs is not None:
+            if row.sampling.structured_outputs is not None and row.sampling.max_tokens != 0:
                 assert work.sample == (work.row in masked), "each draw has its mask, or none"
             if work.draft_token_ids:
                 self._compute_drafted(row, work, tokens)
@@ -535,11 +535,13 @@ def run_alone(message: AddRequest, seed: int, room: int, nan: bool = False) -> O
     sampling, outcome = message.sampling, Outcome()
     prints = history(message.prompt_token_ids)
     last = prints[-1]
-    spec = sampling.structured_outputs
+    spec = sampling.structured_outputs if sampling.max_tokens != 0 else None
     matcher = None if spec is None else DigitMatcher(spec.text)
     eos = set() if sampling.ignore_eos and spec is None else {EOS}
     stop = eos | set(sampling.stop_token_ids or ())
-    limit = sampling.max_tokens or room - len(message.prompt_token_ids)
+    limit = sampling.max_tokens
+    if limit is None:
+        limit = room - len(message.prompt_token_ids)
     while outcome.finish_reason is None:
         allowed = range(VOCAB) if matcher is None else matcher.allowed
         drawn = draw(
@@ -551,6 +553,9 @@ def run_alone(message: AddRequest, seed: int, room: int, nan: bool = False) -> O
         if sampling.prompt_logprobs is not None and not outcome.tokens:
             given = zip(prints, message.prompt_token_ids[1:], strict=False)
             outcome.scores = [score(before, token) for before, token in given]
+        if limit == 0:  # only the prompt is computed
+            outcome.finish_reason = "length"
+            break
         outcome.tokens.append(drawn)
         last = fingerprint(last, drawn)
         if drawn in stop and len(outcome.tokens) > sampling.min_tokens:

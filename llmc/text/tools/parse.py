@@ -42,7 +42,7 @@ class Delta:
 
 class ToolParser:
     """Reads one answer. With `streams`, arguments are emitted as they arrive; otherwise only whole
-    calls are, and a malformed call stays content.
+    calls are, and a malformed call stays content. Both emit the beginning of a call that was cut.
 
     `tools`: the parameter schema of each function that can be called, by name. Without `parallel`
     there is at most one call, and anything after it is dropped.
@@ -68,6 +68,7 @@ class ToolParser:
         self._is_emitted = False  # whether the current call was emitted, at least its name
         self._name = ""
         self._arguments = ""
+        self._begun = ""  # the part of them that has been read
         self._steps = self._answer()
 
     def push(self, text: str) -> Delta:
@@ -75,7 +76,7 @@ class ToolParser:
         return self._advance()
 
     def finish(self, *, was_cut: bool = False) -> Delta:
-        """Flush at the end of the text; if it `was_cut`, a partial call is dropped."""
+        """Flush at the end of the text. If it `was_cut`, it may end in the middle of a call."""
         self._in.closed, self._was_cut = True, was_cut
         return self._advance()
 
@@ -145,8 +146,9 @@ class ToolParser:
 
     def _call(self, begin: str) -> Steps:
         """Read one call; returns whether it was one. If not, its text is content."""
-        self._is_emitted, self._name, self._arguments = False, "", ""
+        self._is_emitted, self._name, self._arguments, self._begun = False, "", "", ""
         read = {"object": self._object, "named": self._named, "keyed": self._keyed}
+        self._in.ran_out = False
         has_begun = yield from self._in.match(begin)
         is_whole = has_begun and (yield from read[self._form.kind]())
         if is_whole and isinstance(decoded(self._arguments), dict):
@@ -156,11 +158,14 @@ class ToolParser:
             self._space = ""
             self._in.drop()
             return True
+        is_cut = self._was_cut and has_begun and self._in.ran_out
+        if is_cut and self._begun and not self._is_emitted:
+            self._emit(self._begun)
         if self._is_emitted:  # what was emitted can't be retracted
             self.num_calls += 1
             self._in.drop()
             return False
-        if self._was_cut and has_begun and begin.strip() and self._in.at >= len(self._in.text):
+        if is_cut and begin.strip():
             self._in.drop()
             return False
         num_read = self._in.put_back()
@@ -260,6 +265,7 @@ class ToolParser:
     # ---- deltas of a call ----
 
     def _stream(self, text: str) -> None:
+        self._begun += text
         if self._streams:
             self._emit(text)
 

@@ -29,6 +29,7 @@ class Reader:
         self.text = ""
         self.at = 0
         self.closed = False
+        self.ran_out = False  # whether a step wanted more than there was when the text ended
         self.cut_off: list[str] = []
 
     def drop(self) -> None:
@@ -51,6 +52,7 @@ class Reader:
         """Wait until there is a character to read; False if the text has ended."""
         while self.at >= len(self.text):
             if self.closed:
+                self.ran_out = True
                 return False
             yield
         return True
@@ -109,6 +111,7 @@ class Reader:
                 self.at = found + len(wanted)
                 return "".join(parts)
             if self.closed:
+                self.ran_out = True
                 return None
             safe = max(self.at, len(self.text) - len(wanted) + 1)
             parts.append(self.text[self.at : safe])
