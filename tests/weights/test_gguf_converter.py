@@ -136,7 +136,7 @@ def test_frequencies_that_are_scaled_are_not_taken_for_unused_ones(tmp_path: Pat
     case = CASES["heads of two sizes"]
     scaled = replace(case, change=beside(scales, rope_freqs__weight=[1.0] * 4 + [2.0] * 12))
     path = write_converted(tmp_path / "m.gguf", scaled, make_module(case))
-    with pytest.raises(CheckpointError, match="either used as they are or not"):
+    with pytest.raises(CheckpointError, match="either used as it is or not"):
         model_directory(path)
 
 

@@ -322,7 +322,7 @@ def _turned(factors: list[float]) -> float:
     used = [factor for factor in factors if factor < _UNUSED_FREQUENCY]
     if set(used) != {1.0}:
         raise CheckpointError(
-            f"rope_freqs.weight has {shown(factors)}; frequencies are either used as they are or not"
+            f"rope_freqs.weight has {shown(factors)}; each is either used as it is or not"
         )
     return len(used) / len(factors)
 
