@@ -156,6 +156,17 @@ OF_TWO_SIZES: dict[str, Any] = {
     "rope.dimension_count_swa": 16, "rope.freq_base": 1e6, "rope.freq_base_swa": 20000.0,
     "attention.sliding_window_pattern": [True, False] * 2,
 }  # fmt: skip
+
+
+def indexed(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """A latent, and an indexer that picks the keys to attend to."""
+    if ".indexer." not in name:
+        return latent(name, value, config)
+    known = {"wq_b": "attn_q_b", "wk": "attn_k", "weights_proj": "proj", "k_norm": "k_norm"}
+    part, end = name.split(".")[-2:]
+    return {f"blk.{layer_of(name)}.indexer.{known[part]}.{end}": value}
+
+
 UNUSED = [1.0] * 4 + [1e30] * 12  # a quarter of the frequencies turns a head of 32
 MORE = {
     "heads of two sizes": Case(
@@ -169,6 +180,35 @@ MORE = {
             "embedding_length_per_layer_input": 8, "feed_forward_length": [96, 96, 192, 192],
         },
         change=beside(scales, rope_freqs__weight=UNUSED),
+    ),
+    "some keys of a latent": Case(
+        architecture="glm-dsa", name="glm_moe_dsa",
+        fields={
+            **LATENT, "num_hidden_layers": 4, "q_lora_rank": 24, "index_topk": 8, "pad_token_id": 0,
+            "index_n_heads": 4, "index_head_dim": 16, "routed_scaling_factor": 2.5,
+            "indexer_types": ["full", "full", "shared", "full"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+        metadata={
+            **OF_LATENT, "attention.q_lora_rank": 24, "attention.indexer.head_count": 4,
+            "attention.indexer.key_length": 16, "attention.indexer.top_k": 8,
+            "expert_weights_scale": 2.5, "expert_weights_norm": True, "expert_group_count": 1,
+            "expert_group_used_count": 1,
+        },
+        change=indexed,
+    ),
+    "factors of frequencies, halves apart": Case(
+        architecture="exaone", name="llama",
+        fields={
+            **SIZES,
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 500000.0, "factor": 16.0,
+                "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        metadata={"rope.dimension_count": 16},
+        change=beside(plain, rope_freqs__weight=llama3_factors(500000.0, 16, 16.0, 64)),
     ),
     "heads of two sizes, keys as values, experts": Case(
         architecture="gemma4", name="gemma4_text",

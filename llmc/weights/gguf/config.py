@@ -33,6 +33,9 @@ _SCALING_FIELDS = {
 }
 _COUNT = re.compile(r"_(count|count_kv|length)$")
 _ROTARY = ("rope_theta", "rope_local_base_freq")  # accepted by configs, but stored elsewhere
+_LAYER_KINDS = {  # fields with a kind for each layer -> the rules that tell the kinds
+    "layer_types": "layers", "mlp_layer_types": "mlp_layers", "indexer_types": "indexer_layers",
+}  # fmt: skip
 _ROPE_THETA = 10000.0  # if a file does not set it
 _UNUSED_FREQUENCY = 1e20  # a frequency divided by this or more does not turn anything
 _COMMON = {  # for processors of architectures that transformers has no map for
@@ -224,7 +227,7 @@ def _add_layers(
     """
     layers = values["block_count"]
     rule = rule_of(header)
-    for field, name in (("layer_types", "layers"), ("mlp_layer_types", "mlp_layers")):
+    for field, name in _LAYER_KINDS.items():
         if kinds := rule.get(name):
             config[field] = [_kind(header, i, kinds) for i in range(layers)]
     for field, tensor in rule.get("periods", {}).items():
