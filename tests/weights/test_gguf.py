@@ -351,6 +351,16 @@ def test_sentencepiece_vocabulary(architecture: str, tmp_path: Path) -> None:
     assert tokenizer.decode([0, 1, 4]) == "a"
 
 
+def test_a_kind_of_vocabulary_without_a_space_before_the_text(tmp_path: Path) -> None:
+    def change(writer: GGUFWriter) -> None:
+        use_sentencepiece(writer)
+        writer.kv_data[0]["tokenizer.ggml.model"].value = "gemma4"
+
+    folder = model_directory(write_gguf(tmp_path / "m.gguf", "llama", edit=change))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.tokens(tokenizer.encode("ab")) == ["<s>", "ab"]
+
+
 def test_sentencepiece_has_its_own_special_tokens_where_a_file_names_none(tmp_path: Path) -> None:
     def change(writer: GGUFWriter) -> None:
         use_sentencepiece(writer)
