@@ -237,7 +237,8 @@ def _add_layers(
         config[f"{field}_period"] = max(second - first, first + 1)
     pattern = values.get("attention.sliding_window_pattern")
     if isinstance(pattern, int) and pattern:
-        pattern = [bool((i + 1) % pattern) for i in range(layers)]
+        full = 0 if rule.get("full_layer_first") else pattern - 1  # one of every `pattern` layers
+        pattern = [i % pattern != full for i in range(layers)]
     if isinstance(pattern, list) and "layer_types" in known:
         config["layer_types"] = [
             "sliding_attention" if windowed else "full_attention" for windowed in pattern[:layers]
