@@ -74,6 +74,11 @@ CASES = {
     "one token type": Case(
         architecture="bert", name="bert", fields={**SIZES, "type_vocab_size": 1}, change=plain
     ),
+    "no token types": Case(
+        architecture="bert", name="distilbert", change=plain,
+        fields={**SIZES, "hidden_dim": 96, "activation": "gelu"},
+        metadata={"feed_forward_length": 96, "attention.layer_norm_epsilon": 1e-12},
+    ),
     "joined heads": Case(
         architecture="nomic-bert", name="nomic_bert", change=joined,
         fields={**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
