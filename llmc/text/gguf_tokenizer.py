@@ -326,7 +326,7 @@ class _Vocabulary:
         from tokenizers import processors
 
         first = self.token("bos") if self._get("add_bos_token", adds_bos) else None
-        # like llama.cpp, where a file does not state it
+        # the format's default, where a file does not state it
         adds_eos = self._get("add_eos_token", self.kind == "unigram")
         last = self.token("eos") if adds_eos else None
         if self.kind == "wordpiece":
