@@ -200,11 +200,16 @@ class _Vocabulary:
             )
         )
         blank = normalizers.Replace(" ", _SPACE)
-        prefixed = bool(self._get("add_space_prefix", True))
+        prefixed = self._is_prefixed()
         begin = [normalizers.Prepend(_SPACE)] if prefixed else []
         backend.normalizer = normalizers.Sequence([*begin, blank])
         backend.decoder = self._spaces_and_bytes(decoders, prefixed)
         return backend, True
+
+    def _is_prefixed(self) -> bool:
+        """Whether a space is put before text. Some kinds of files need not say that none is."""
+        default = self._get("model") not in _rules()["unprefixed"]
+        return bool(self._get("add_space_prefix", default))
 
     def _respelled(self) -> list[str]:
         """Replace runs of spaces, as spelled in some vocabularies, by the marker used in text."""
@@ -257,7 +262,7 @@ class _Vocabulary:
         if self._get("remove_extra_whitespaces", False):
             steps.append(normalizers.Replace(Regex("^ +| +$"), ""))
             steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-        prefixed = bool(self._get("add_space_prefix", True))
+        prefixed = self._is_prefixed()
         steps += [normalizers.Prepend(_SPACE)] if prefixed else []
         backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
         backend.decoder = self._spaces_and_bytes(decoders, prefixed)
@@ -321,7 +326,9 @@ class _Vocabulary:
         from tokenizers import processors
 
         first = self.token("bos") if self._get("add_bos_token", adds_bos) else None
-        last = self.token("eos") if self._get("add_eos_token", False) else None
+        # the format's default, where a file does not state it
+        adds_eos = self._get("add_eos_token", self.kind == "unigram")
+        last = self.token("eos") if adds_eos else None
         if self.kind == "wordpiece":
             first = self.token("cls") if first is None and adds_bos else first
             last = last or (self.token("seperator") if self._get("add_sep_token", True) else None)

@@ -53,3 +53,11 @@ def test_bytes_of_unknown_characters_are_decoded(tmp_path: Path) -> None:
     given = tokenizer(tmp_path)
     text = "a \u00e9\U0001f600b"
     assert given.decode(given.encode(text, add_special_tokens=False)) == text
+
+
+@pytest.mark.parametrize(("stated", "ends"), [(None, True), (True, True), (False, False)])
+def test_text_is_ended_unless_the_file_says_otherwise(
+    stated: bool | None, ends: bool, tmp_path: Path
+) -> None:
+    given = tokenizer(tmp_path, **({} if stated is None else {"add_eos_token": stated}))
+    assert (given.encode("a")[-1] == 1) == ends

@@ -269,9 +269,11 @@ def write_converted(
     writer = GGUFWriter(path, case.architecture)
     metadata = dict(case.metadata)
     for key, names in KEYS.items():
+        if key in metadata:
+            continue
         value = next((v for n in names if (v := getattr(config, n, None)) is not None), None)
         if value is not None:
-            metadata.setdefault(key, value)
+            metadata[key] = value
     rope = getattr(config, "rope_parameters", None) or {}
     for layers, key in (("full_attention", "freq_base"), ("sliding_attention", "freq_base_swa")):
         of_layers = rope.get(layers, rope if key == "freq_base" else {})

@@ -102,6 +102,19 @@ def delta(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
     return latent(name, value, config)
 
 
+def scales(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Routers have scales, layers too; gate and up matrices of experts are one tensor."""
+    known = {
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "router.proj.weight": "ffn_gate_inp.weight",
+        "layer_scalar": "layer_output_scale.weight",
+        "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    }
+    short = next((k for end, k in known.items() if name.endswith(end)), None)
+    return {f"blk.{layer_of(name)}.{short}" if short else name: value}
+
+
 def sub_norms(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
     short = next((k for k in ("attn_sub_norm", "ffn_sub_norm") if k in name), None)
     return {f"blk.{layer_of(name)}.{short}.weight" if short else name: value}
@@ -128,7 +141,88 @@ OF_CHUNKED: dict[str, Any] = {
     "feed_forward_length": 96, "expert_feed_forward_length": 32, "interleave_moe_layer_step": 2,
     "leading_dense_block_count": None, "rope.dimension_count": 16,
 }  # fmt: skip
+TWO_SIZES: dict[str, Any] = {
+    **SIZES, "num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 32, "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+        "full_attention": {
+            "rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25,
+        },
+    },
+}  # fmt: skip
+OF_TWO_SIZES: dict[str, Any] = {
+    "attention.key_length": 32, "attention.key_length_swa": 16, "rope.dimension_count": 32,
+    "rope.dimension_count_swa": 16, "rope.freq_base": 1e6, "rope.freq_base_swa": 20000.0,
+    "attention.sliding_window_pattern": [True, False] * 2,
+}  # fmt: skip
+
+
+def indexed(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """A latent, and an indexer that picks the keys to attend to."""
+    if ".indexer." not in name:
+        return latent(name, value, config)
+    known = {"wq_b": "attn_q_b", "wk": "attn_k", "weights_proj": "proj", "k_norm": "k_norm"}
+    part, end = name.split(".")[-2:]
+    return {f"blk.{layer_of(name)}.indexer.{known[part]}.{end}": value}
+
+
+UNUSED = [1.0] * 4 + [1e30] * 12  # a quarter of the frequencies turns a head of 32
 MORE = {
+    "heads of two sizes": Case(
+        architecture="gemma4", name="gemma4_text",
+        fields={
+            **TWO_SIZES, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
+            "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+        },
+        metadata={
+            **OF_TWO_SIZES, "attention.shared_kv_layers": 2, "attention.head_count_kv": 2,
+            "embedding_length_per_layer_input": 8, "feed_forward_length": [96, 96, 192, 192],
+        },
+        change=beside(scales, rope_freqs__weight=UNUSED),
+    ),
+    "some keys of a latent": Case(
+        architecture="glm-dsa", name="glm_moe_dsa",
+        fields={
+            **LATENT, "num_hidden_layers": 4, "q_lora_rank": 24, "index_topk": 8, "pad_token_id": 0,
+            "index_n_heads": 4, "index_head_dim": 16, "routed_scaling_factor": 2.5,
+            "indexer_types": ["full", "full", "shared", "full"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+        metadata={
+            **OF_LATENT, "attention.q_lora_rank": 24, "attention.indexer.head_count": 4,
+            "attention.indexer.key_length": 16, "attention.indexer.top_k": 8,
+            "expert_weights_scale": 2.5, "expert_weights_norm": True, "expert_group_count": 1,
+            "expert_group_used_count": 1,
+        },
+        change=indexed,
+    ),
+    "factors of frequencies, halves apart": Case(
+        architecture="exaone", name="llama",
+        fields={
+            **SIZES,
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 500000.0, "factor": 16.0,
+                "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        metadata={"rope.dimension_count": 16},
+        change=beside(plain, rope_freqs__weight=llama3_factors(500000.0, 16, 16.0, 64)),
+    ),
+    "heads of two sizes, keys as values, experts": Case(
+        architecture="gemma4", name="gemma4_text",
+        fields={
+            **TWO_SIZES, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 4,
+            "top_k_experts": 2, "moe_intermediate_size": 32,
+        },
+        metadata={
+            **OF_TWO_SIZES, "attention.head_count_kv": [2, 1, 2, 1], "expert_used_count": 2,
+            "embedding_length_per_layer_input": 0, "attention.shared_kv_layers": 0,
+        },
+        change=beside(scales, rope_freqs__weight=UNUSED),
+    ),
     "two factors of frequencies, experts": Case(
         architecture="phimoe", name="phimoe",
         fields={
@@ -221,7 +315,7 @@ MORE = {
     "windows by layer, groups of experts": Case(
         architecture="exaone-moe", name="exaone_moe",
         fields={
-            **SIZES, **MOE, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 8,
+            **SIZES, **MOE, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 8,
             "n_group": 2, "topk_group": 1, "num_shared_experts": 2, "first_k_dense_replace": 1,
         },
         metadata={

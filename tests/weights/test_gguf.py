@@ -351,6 +351,16 @@ def test_sentencepiece_vocabulary(architecture: str, tmp_path: Path) -> None:
     assert tokenizer.decode([0, 1, 4]) == "a"
 
 
+def test_a_kind_of_vocabulary_without_a_space_before_the_text(tmp_path: Path) -> None:
+    def change(writer: GGUFWriter) -> None:
+        use_sentencepiece(writer)
+        writer.kv_data[0]["tokenizer.ggml.model"].value = "gemma4"
+
+    folder = model_directory(write_gguf(tmp_path / "m.gguf", "llama", edit=change))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.tokens(tokenizer.encode("ab")) == ["<s>", "ab"]
+
+
 def test_sentencepiece_has_its_own_special_tokens_where_a_file_names_none(tmp_path: Path) -> None:
     def change(writer: GGUFWriter) -> None:
         use_sentencepiece(writer)
@@ -393,6 +403,10 @@ def test_a_token_that_ends_a_turn_is_special_whatever_its_type(tmp_path: Path) -
         ("kimi-k2", "Ab\u4e16c's 12345", ["Ab", "\u4e16", "c's", "\u0120", "123", "45"]),
         ("afmoe", "a1234567\u4e16b", ["a", "1", "234", "567", "\u4e16", "b"]),
         ("dbrx", "Ab's 12345", ["Ab", "'s", "\u0120", "123", "45"]),
+        ("superbpe", "a b 12345 c", ["a\u0120b\u0120", "12", "345", "\u0120c"]),
+        ("ufakzeka", "Ab's 12", ["Ab", "'s", "\u0120", "1", "2"]),
+        ("ufakzeka", "Ab'sun", ["Ab", "'sun"]),
+        ("granite-embed-multi-97m", "AbCd's 1234", ["Ab", "Cd's", "\u0120", "123", "4"]),
     ],
 )
 def test_text_is_split_by_the_files_rule(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from converted_cases import CASES as FIRST
 from converted_gguf import make_module, write_converted
-from converted_more import MORE
+from converted_more import MORE, beside, scales
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -121,6 +121,22 @@ def test_a_class_that_transformers_does_not_register_is_named(tmp_path: Path) ->
     case = replace(CASES["latent"], architecture="mistral4")
     path = write_converted(tmp_path / "m.gguf", case, make_module(case))
     with pytest.raises(CheckpointError, match="'mistral4' are not served: transformers has its"):
+        model_directory(path)
+
+
+def test_numbers_that_differ_within_a_kind_of_layers_are_refused(tmp_path: Path) -> None:
+    case = CASES["heads of two sizes, keys as values, experts"]
+    uneven = replace(case, metadata={**case.metadata, "attention.head_count_kv": [2, 1, 1, 1]})
+    path = write_converted(tmp_path / "m.gguf", uneven, make_module(case))
+    with pytest.raises(CheckpointError, match=r"has \[2, 1, 1, 1\] as attention.head_count_kv"):
+        model_directory(path)
+
+
+def test_frequencies_that_are_scaled_are_not_taken_for_unused_ones(tmp_path: Path) -> None:
+    case = CASES["heads of two sizes"]
+    scaled = replace(case, change=beside(scales, rope_freqs__weight=[1.0] * 4 + [2.0] * 12))
+    path = write_converted(tmp_path / "m.gguf", scaled, make_module(case))
+    with pytest.raises(CheckpointError, match="either used as it is or not"):
         model_directory(path)
 
 

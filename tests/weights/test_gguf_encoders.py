@@ -74,6 +74,11 @@ CASES = {
     "one token type": Case(
         architecture="bert", name="bert", fields={**SIZES, "type_vocab_size": 1}, change=plain
     ),
+    "no token types": Case(
+        architecture="bert", name="distilbert", change=plain,
+        fields={**SIZES, "hidden_dim": 96, "activation": "gelu"},
+        metadata={"feed_forward_length": 96, "attention.layer_norm_epsilon": 1e-12},
+    ),
     "joined heads": Case(
         architecture="nomic-bert", name="nomic_bert", change=joined,
         fields={**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
@@ -87,6 +92,19 @@ CASES = {
         metadata={
             "attention.sliding_window": 8, "rope.freq_base": 160000.0,
             "rope.freq_base_swa": 10000.0, "attention.layer_norm_epsilon": 1e-5,
+        },
+    ),
+    "windows of all but the first of four layers": Case(
+        architecture="modern-bert", name="modernbert", change=plain,
+        fields={
+            **SIZES, "num_hidden_layers": 5, "local_attention": 8, "bos_token_id": None,
+            "eos_token_id": None, "cls_token_id": None, "sep_token_id": None, "norm_eps": 0.1,
+            "global_attn_every_n_layers": 4, "hidden_activation": "silu",
+        },
+        metadata={
+            "attention.sliding_window": 8, "attention.sliding_window_pattern": 4,
+            "rope.freq_base": 160000.0, "rope.freq_base_swa": 10000.0,
+            "attention.layer_norm_rms_epsilon": 0.1, "hidden_activation": "silu",
         },
     ),
     "rms norms": Case(

@@ -33,7 +33,11 @@ _SCALING_FIELDS = {
 }
 _COUNT = re.compile(r"_(count|count_kv|length)$")
 _ROTARY = ("rope_theta", "rope_local_base_freq")  # accepted by configs, but stored elsewhere
+_LAYER_KINDS = {  # fields with a kind for each layer -> the rules that tell the kinds
+    "layer_types": "layers", "mlp_layer_types": "mlp_layers", "indexer_types": "indexer_layers",
+}  # fmt: skip
 _ROPE_THETA = 10000.0  # if a file does not set it
+_UNUSED_FREQUENCY = 1e20  # a frequency divided by this or more does not turn anything
 _COMMON = {  # for processors of architectures that transformers has no map for
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
@@ -59,7 +63,9 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     config = {**fields, "model_type": default.model_type}
     if "head_dim" in known:
         config |= _head_dim(values)
-    _add_flags(config, header, known)
+    elif _has_own_head_dim(values, known):
+        config["head_dim"] = values["attention.key_length"]
+    _add_flags(config, values, header, known)
     config |= deepcopy(rule.get("values", {}))
     _add_rules(config, values, header, known)
     for key, paths in rule.get("fields", {}).items():
@@ -68,6 +74,7 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     for field, (one, operation, other) in rule.get("computed", {}).items():
         config[field] = _computed(values, one, operation, other)
     _add_layers(config, values, known, header)
+    _add_by_window(config, values, rule)
     if "token_embd.weight" in header.tensors:
         config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
     if "cls.output.weight" in header.tensors:
@@ -104,6 +111,14 @@ def _head_dim(values: Mapping[str, Any]) -> dict[str, int]:
     if type(heads) is int and type(hidden) is int and heads > 0:
         return {"head_dim": hidden // heads}
     return {}
+
+
+def _has_own_head_dim(values: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
+    """Whether heads have a size of their own: models read `head_dim` even if their config class has
+    no such field. Keys of a latent have two sizes, which other fields state."""
+    own = values.get("attention.key_length")
+    default = _head_dim(values).get("head_dim")
+    return type(own) is int and own != default and "kv_lora_rank" not in known
 
 
 def _put(config: dict[str, Any], path: str, value: Any) -> None:
@@ -169,12 +184,23 @@ def _decimal(value: float) -> float:
     return float(str(short)) if short == value else value
 
 
-def _add_flags(config: dict[str, Any], header: GgufHeader, known: Mapping[str, Any]) -> None:
+def _add_flags(
+    config: dict[str, Any], values: Mapping[str, Any], header: GgufHeader, known: Mapping[str, Any]
+) -> None:
     for names, fields in rules()["flags"].items():
         is_there = any(name in header.tensors for name in names.split("|"))
         config.update({f: is_there for f in fields if f in known})
     for tensor, fields in rules()["absent_flags"].items():
         config.update({f: tensor not in header.tensors for f in fields if f in known})
+    for field, (present, absent) in rules()["layer_flags"].items():
+        if field in known:
+            layers = (
+                name.removesuffix(present) for name in header.tensors if name.endswith(present)
+            )
+            config[field] = any(f"{layer}{absent}" not in header.tensors for layer in layers)
+    for key, field in rules()["list_flags"].items():
+        if field in known:
+            config[field] = isinstance(values.get(key), list)
 
 
 def _add_rules(
@@ -201,7 +227,7 @@ def _add_layers(
     """
     layers = values["block_count"]
     rule = rule_of(header)
-    for field, name in (("layer_types", "layers"), ("mlp_layer_types", "mlp_layers")):
+    for field, name in _LAYER_KINDS.items():
         if kinds := rule.get(name):
             config[field] = [_kind(header, i, kinds) for i in range(layers)]
     for field, tensor in rule.get("periods", {}).items():
@@ -211,13 +237,32 @@ def _add_layers(
         config[f"{field}_period"] = max(second - first, first + 1)
     pattern = values.get("attention.sliding_window_pattern")
     if isinstance(pattern, int) and pattern:
-        pattern = [bool((i + 1) % pattern) for i in range(layers)]
+        full = 0 if rule.get("full_layer_first") else pattern - 1  # one of every `pattern` layers
+        pattern = [i % pattern != full for i in range(layers)]
     if isinstance(pattern, list) and "layer_types" in known:
         config["layer_types"] = [
             "sliding_attention" if windowed else "full_attention" for windowed in pattern[:layers]
         ]
     if config.get("sliding_window") == 0:
         config["sliding_window"] = None
+
+
+def _add_by_window(
+    config: dict[str, Any], values: Mapping[str, Any], rule: Mapping[str, Any]
+) -> None:
+    """Numbers listed by layer, if windowed layers have one and all others have another."""
+    for key, fields in rule.get("by_window", {}).items():
+        numbers, kinds = values.get(key), config.get("layer_types")
+        if not isinstance(numbers, list) or kinds is None:
+            continue
+        for field, kind in zip(fields, ("sliding_attention", "full_attention"), strict=True):
+            found = {n for n, k in zip(numbers, kinds, strict=False) if k == kind}
+            if len(found) != 1:
+                raise CheckpointError(
+                    f"the metadata has {shown(numbers)} as {key}, which is not one number for the "
+                    "layers with a window and one for the others"
+                )
+            config[field] = found.pop()
 
 
 def _kind(header: GgufHeader, layer: int, kinds: Mapping[str, str]) -> str:
@@ -252,6 +297,13 @@ def _add_rotary(
     if not rope:
         return
     config.setdefault("rope_theta", _ROPE_THETA)
+    of_kinds = config.get("rope_parameters", {}).values()
+    partial = [k for k in of_kinds if isinstance(k, dict) and k.get("rope_type") == "proportional"]
+    if partial and "rope_freqs.weight" in header.tensors:
+        share = _turned(_numbers(header.tensors["rope_freqs.weight"]))
+        for kind in partial:
+            kind["partial_rotary_factor"] = share
+        return
     head_dim = config.get("head_dim") or _head_dim(values).get("head_dim")
     if head_dim and (width := values.get("rope.dimension_count")):
         of_kinds = (config.get("rope_parameters", {}).get(kind) for kind in rope)
@@ -267,6 +319,16 @@ def _add_rotary(
     elif rope.get("rope_type", "default") != "default":
         # the config class's default is that of one particular checkpoint
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.get("rope_theta")}
+
+
+def _turned(factors: list[float]) -> float:
+    """The share of the frequencies that are used; the others are divided by a huge number."""
+    used = [factor for factor in factors if factor < _UNUSED_FREQUENCY]
+    if set(used) != {1.0}:
+        raise CheckpointError(
+            f"rope_freqs.weight has {shown(factors)}; each is either used as it is or not"
+        )
+    return len(used) / len(factors)
 
 
 def _scaling(

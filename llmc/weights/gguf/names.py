@@ -90,6 +90,8 @@ def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]
             f"architecture {header.architecture!r}: {', '.join(map(shown, unknown[:5]))}"
         )
     numbers = dict(_numbers(header, shapes))
+    for end, value in rule.get("absent", {}).items():  # of parameters that files may omit
+        numbers |= {n: value for n in shapes if n.endswith(end) and n not in parts}
     needed = (n for n, _ in module.named_parameters() if not n.startswith(_POOLER))
     missing = [name for name in needed if name not in parts and name not in numbers]
     if missing:

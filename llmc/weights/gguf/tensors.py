@@ -241,7 +241,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufNumber:
-    """A parameter with a single value, which is stored in the metadata."""
+    """A parameter with a single value, which is stored in the metadata or implied."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
