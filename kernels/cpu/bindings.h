@@ -34,6 +34,14 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
                        const optional<Tensor>& distance_bias);
 
 void check(const Tensor& t, const char* name, at::ScalarType dtype, int64_t dims);
+// The elements of a tensor whose first dimension has `at_least` or more.
+template <class T>
+T* dense(const Tensor& t, const char* name, int64_t dims, int64_t at_least) {
+  check(t, name, at::type_of<T>, dims);
+  TORCH_CHECK(t.size(0) >= at_least, name, " must have at least ", at_least, " rows, got ",
+              t.size(0));
+  return t.data_ptr<T>();
+}
 Dtype cache_dtype_of(const Tensor& t, const Tensor& beside);
 const void* vector_or_null(const optional<Tensor>& t, const char* name, const Tensor& like,
                            int64_t size);

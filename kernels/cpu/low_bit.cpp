@@ -28,10 +28,6 @@ constexpr int kBlocks = 1;  // more have too many sums for the registers
 constexpr int64_t kRounded = 32;  // inputs that are rounded together
 constexpr int64_t kAhead = 2048;  // bytes of the weight to prefetch ahead
 
-// Whether the sums of eight rows fit in half of the registers.
-template <class Reader>
-constexpr bool kFitsEight = 8 * kBlocks * sizeof(typename Reader::Sum) <= 1024;
-
 // x in the reader's words. Rows that are multiplied together are interleaved, word by word, so that
 // they are read as one stream.
 template <class Reader, int64_t kMost>
@@ -41,12 +37,17 @@ struct Input {
   std::vector<X> words;
   std::vector<Packed> packed;
 
-  // The number of rows to multiply together if `left` are left. It may be more: unpacking the
-  // weight once more takes longer than multiplying it by a row of zeros.
-  static int64_t width(int64_t left) {
-    if (kMost > 4 && kFitsEight<Reader> && left > 5) return 8;
+  // Whether there are so many rows, and their sums fit in half of the registers.
+  static constexpr bool kTakesEight =
+      kMost > 4 && 8 * kBlocks * sizeof(typename Reader::Sum) <= 1024;
+
+  // How many of `rows` rows to multiply together, from `row` on. It may be more than there are:
+  // unpacking the weight once more takes longer than multiplying it by a row of zeros.
+  static int64_t width(int64_t rows, int64_t row) {
+    const int64_t left = rows - row;
+    if (kTakesEight && left > 5) return 8;
     if (kMost > 2 && left > 2) return 4;
-    return kMost > 1 && left > 1 ? 2 : 1;
+    return kMost > 1 && (left > 1 || (kBlocks > 1 && rows > 1)) ? 2 : 1;
   }
 
   Input(const LowBitArgs& a, int64_t most)
@@ -56,7 +57,7 @@ struct Input {
     std::vector<float> x(a.depth);
     std::vector<X> row(row_words);
     for (int64_t first = 0, together = 0; first < a.rows; first += together) {
-      together = width(a.rows - first);
+      together = width(a.rows, first);
       for (int64_t m = 0; m < std::min(together, a.rows - first); ++m) {
         widen_row(a.dtype, a.x, (first + m) * a.x_stride, a.depth, x.data());
         for (int64_t s = 0; s < stretches; ++s)
@@ -134,12 +135,15 @@ LLMC_INLINE void multiply_lines(const uint8_t* line, int64_t apart,
     multiply_parts<Reader, M, kTogether, kAdjacent>(line, apart, words, lines, first, all);
 }
 
-// kAdjacent blocks by M rows.
+// Up to kAdjacent blocks, before `end`, by M rows. If there are fewer, the first one is computed
+// again in place of the others.
 template <class Reader, int64_t kMost, int M, int kAdjacent>
-void multiply(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t row, int64_t block) {
+void multiply(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t row, int64_t block,
+              int64_t end) {
   const int64_t lines = a.lines() / x.stretches, words_of = x.row_words / x.stretches;
-  const int64_t of_group = a.group / x.stretch, apart = a.lines() * kLineBytes;
-  const uint8_t* line = a.weight + block * apart;
+  const int64_t of_group = a.group / x.stretch, block_bytes = a.lines() * kLineBytes;
+  const int64_t next = block + kAdjacent <= end;
+  const uint8_t* line = a.weight + block * block_bytes;
   const typename Reader::X* words = x.words.data() + row * x.row_words;
   const Packed* part = x.packed.data() + row * x.stretches;
   v16f total[M][kAdjacent] = {};
@@ -147,16 +151,16 @@ void multiply(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t row, i
     v16f scale[kAdjacent], offset[kAdjacent];  // offset: of scaled values
 #pragma GCC unroll 2
     for (int b = 0; b < kAdjacent; ++b) {
-      scale[b] = scale_of(a, block + b, group);
-      offset[b] = minimum_of(a, block + b, group);
+      scale[b] = scale_of(a, block + b * next, group);
+      offset[b] = minimum_of(a, block + b * next, group);
       if (a.format == Format::int4)
-        offset[b] -= scale[b] * zero_of(a, block + b, group);
+        offset[b] -= scale[b] * zero_of(a, block + b * next, group);
       else if (Reader::kOffset != 0)
         offset[b] -= scale[b] * Reader::kOffset;
     }
     for (int64_t i = 0; i < of_group; ++i, part += M) {
       v16f all[M][kAdjacent];
-      multiply_lines<Reader, M, kAdjacent>(line, apart, words, lines, all);
+      multiply_lines<Reader, M, kAdjacent>(line, next * block_bytes, words, lines, all);
       line += lines * kLineBytes;
       words += words_of * M;
 #pragma GCC unroll 8
@@ -167,36 +171,29 @@ void multiply(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t row, i
     }
   }
   for (int m = 0; m < M && row + m < a.rows; ++m)
-    for (int b = 0; b < kAdjacent; ++b) write_block(a, row + m, block + b, total[m][b]);
-}
-
-// kAdjacent blocks by all rows.
-template <class Reader, int64_t kMost, int kAdjacent>
-void multiply_all(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t block) {
-  for (int64_t m = 0, together = 0; m < a.rows; m += together) {
-    together = x.width(a.rows - m);
-    if constexpr (kMost > 4 && kFitsEight<Reader>)
-      if (together == 8) multiply<Reader, kMost, 8, kAdjacent>(a, x, m, block);
-    if constexpr (kMost > 2)
-      if (together == 4) multiply<Reader, kMost, 4, kAdjacent>(a, x, m, block);
-    if constexpr (kMost > 1)
-      if (together == 2) multiply<Reader, kMost, 2, kAdjacent>(a, x, m, block);
-    if (together == 1) multiply<Reader, kMost, 1, kAdjacent>(a, x, m, block);
-  }
+    for (int b = 0; b < kAdjacent; ++b) write_block(a, row + m, block + b * next, total[m][b]);
 }
 
 // kMost: the maximum number of rows for this reader. `stretch`: the maximum length of a stretch of
 // x.
 template <class Reader, int64_t kMost = kMaxFewRows>
 void by_blocks(const LowBitArgs& a, int64_t stretch = Reader::kMaxStretch) {
-  const Input<Reader, kMost> x(a, stretch);
+  using In = Input<Reader, kMost>;
+  const In x(a, stretch);
+  const int64_t step = a.rows > 1 ? kBlocks : 1;
   parallel_rows(a.channels / kChannels, a.depth * kChannels * (a.rows + 3) / 8, a.threads,
                 [&](int64_t begin, int64_t end) {
-    int64_t block = begin;
-    if constexpr (kBlocks > 1 && kMost > 1)
-      for (; a.rows > 1 && block + kBlocks <= end; block += kBlocks)
-        multiply_all<Reader, kMost, kBlocks>(a, x, block);
-    for (; block < end; ++block) multiply_all<Reader, kMost, 1>(a, x, block);
+    for (int64_t block = begin; block < end; block += step)
+      for (int64_t m = 0, together = 0; m < a.rows; m += together) {
+        together = In::width(a.rows, m);
+        if constexpr (In::kTakesEight)
+          if (together == 8) multiply<Reader, kMost, 8, kBlocks>(a, x, m, block, end);
+        if constexpr (kMost > 2)
+          if (together == 4) multiply<Reader, kMost, 4, kBlocks>(a, x, m, block, end);
+        if constexpr (kMost > 1)
+          if (together == 2) multiply<Reader, kMost, 2, kBlocks>(a, x, m, block, end);
+        if (together == 1) multiply<Reader, kMost, 1, 1>(a, x, m, block, end);
+      }
   });
 }
 

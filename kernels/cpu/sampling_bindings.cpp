@@ -5,13 +5,6 @@
 namespace llmc::ops {
 namespace {
 
-template <class T>
-const T* column(const Tensor& t, const char* name, int64_t size) {
-  check(t, name, at::type_of<T>, 1);
-  TORCH_CHECK(t.size(0) >= size, name, " must have ", size, " elements, got ", t.size(0));
-  return t.data_ptr<T>();
-}
-
 SampleArgs sample_args(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
                        const Tensor& top_p, const Tensor& min_p, const Tensor& seed,
                        int64_t entries, const Tensor& out) {
@@ -22,11 +15,11 @@ SampleArgs sample_args(const Tensor& logits, const Tensor& temperature, const Te
   a.rows = logits.size(0);
   a.vocab = logits.size(1);
   a.logits_stride = logits.stride(0);
-  a.temperature = column<float>(temperature, "temperature", entries);
-  a.top_p = column<float>(top_p, "top_p", entries);
-  a.min_p = column<float>(min_p, "min_p", entries);
-  a.top_k = column<int32_t>(top_k, "top_k", entries);
-  a.seed = column<int64_t>(seed, "seed", entries);
+  a.temperature = dense<float>(temperature, "temperature", 1, entries);
+  a.top_p = dense<float>(top_p, "top_p", 1, entries);
+  a.min_p = dense<float>(min_p, "min_p", 1, entries);
+  a.top_k = dense<int32_t>(top_k, "top_k", 1, entries);
+  a.seed = dense<int64_t>(seed, "seed", 1, entries);
   a.out = out.data_ptr<int64_t>();
   a.threads = at::num_threads();
   return a;
@@ -55,15 +48,15 @@ ProcessArgs process_args(const Tensor& logits, const Tensor& row, const Tensor& 
   a.rows = samples;
   a.vocab = vocab;
   a.logits_stride = logits.stride(0);
-  a.row = column<int64_t>(row, "row", samples);
-  a.length = column<int32_t>(length, "length", samples);
+  a.row = dense<int64_t>(row, "row", 1, samples);
+  a.length = dense<int32_t>(length, "length", 1, samples);
   a.history = history.data_ptr<int32_t>();
-  a.prompt_len = column<int32_t>(prompt_len, "prompt_len", rows);
+  a.prompt_len = dense<int32_t>(prompt_len, "prompt_len", 1, rows);
   a.history_stride = history.stride(0);
   a.history_width = history.size(1);
-  a.repetition = column<float>(repetition, "repetition", rows);
-  a.presence = column<float>(presence, "presence", rows);
-  a.frequency = column<float>(frequency, "frequency", rows);
+  a.repetition = dense<float>(repetition, "repetition", 1, rows);
+  a.presence = dense<float>(presence, "presence", 1, rows);
+  a.frequency = dense<float>(frequency, "frequency", 1, rows);
   a.bias_token = bias_token.data_ptr<int32_t>();
   a.bias_until = bias_until.data_ptr<int32_t>();
   a.bias_value = bias_value.data_ptr<float>();
@@ -71,7 +64,7 @@ ProcessArgs process_args(const Tensor& logits, const Tensor& row, const Tensor& 
   a.bias_stride[1] = bias_value.stride(0);
   a.bias_stride[2] = bias_until.stride(0);
   a.bias_width = bias_token.size(1);
-  a.has_mask = column<int32_t>(has_mask, "has_mask", rows);
+  a.has_mask = dense<int32_t>(has_mask, "has_mask", 1, rows);
   a.mask = mask.data_ptr<int32_t>();
   a.mask_stride = mask.stride(0);
   a.threads = at::num_threads();
@@ -91,11 +84,11 @@ BanArgs ban_args(const Tensor& logits, const Tensor& row, const Tensor& length,
   a.samples = samples;
   a.vocab = logits.size(1);
   a.logits_stride = logits.stride(0);
-  a.row = column<int64_t>(row, "row", samples);
-  a.length = column<int32_t>(length, "length", samples);
+  a.row = dense<int64_t>(row, "row", 1, samples);
+  a.length = dense<int32_t>(length, "length", 1, samples);
   a.history = history.data_ptr<int32_t>();
   a.history_stride = history.stride(0);
-  a.prompt_len = column<int32_t>(prompt_len, "prompt_len", rows);
+  a.prompt_len = dense<int32_t>(prompt_len, "prompt_len", 1, rows);
   a.words = words.data_ptr<int32_t>();
   a.words_stride = words.stride(0);
   a.num_words = words.size(1) / places;
@@ -131,7 +124,7 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
   const int64_t rows = logits.size(0);
   Tensor out = at::empty({rows}, at::kLong);
   SampleArgs a = sample_args(logits, temperature, top_k, top_p, min_p, seed, rows, out);
-  a.position = column<int64_t>(position, "position", rows);
+  a.position = dense<int64_t>(position, "position", 1, rows);
   kernels->sample(a);
   return out;
 }
@@ -160,7 +153,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> token_logprobs(const Tensor& logits,
   Tensor chosen = at::empty({rows}, at::kFloat), rank = at::empty({rows}, at::kLong);
   Tensor ids = at::empty({rows, k}, at::kLong), values = at::empty({rows, k}, at::kFloat);
   kernels->token_logprobs({dtype_of(logits), logits.data_ptr(), rows, logits.size(1),
-                        logits.stride(0), k, column<int64_t>(token, "token", rows),
+                        logits.stride(0), k, dense<int64_t>(token, "token", 1, rows),
                         chosen.data_ptr<float>(), values.data_ptr<float>(),
                         rank.data_ptr<int64_t>(), ids.data_ptr<int64_t>(), at::num_threads()});
   return {std::move(chosen), std::move(rank), std::move(ids), std::move(values)};

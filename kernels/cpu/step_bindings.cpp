@@ -5,24 +5,14 @@
 namespace llmc::ops {
 namespace {
 
-template <class T>
-T* dense(const Tensor& t, const char* name, int64_t dims, int64_t at_least) {
-  constexpr auto dtype = at::type_of<T>;
-  TORCH_CHECK(t.scalar_type() == dtype, name, " must be ", dtype, ", got ", t.scalar_type());
-  TORCH_CHECK(t.dim() == dims, name, " must have ", dims, " dimensions, got ", t.sizes());
-  TORCH_CHECK(t.numel() == 0 || t.stride(-1) == 1, name, " must have a dense last dimension");
-  TORCH_CHECK(t.size(0) >= at_least, name, " must have at least ", at_least, " lines, got ",
-              t.size(0));
-  return t.data_ptr<T>();
-}
-
 void write_segments(const Tensor& memory, const Tensor& delta) {
   kernels->write_segments(dense<int32_t>(memory, "memory", 1, 0),
                           dense<int32_t>(delta, "delta", 1, 2));
 }
 
 void prepare_step(const Tensor& work, const Tensor& history, const Tensor& row_block_table,
-                  const Tensor& position_offset, int64_t block_size, const Tensor& token_ids, const Tensor& positions,
+                  const Tensor& position_offset, int64_t block_size, const Tensor& token_ids,
+                  const Tensor& positions,
                   const Tensor& slot_mapping, const Tensor& query_start,
                   const Tensor& context_len, const Tensor& block_table,
                   const Tensor& request_row, const Tensor& logits_index, const Tensor& row,
