@@ -154,7 +154,7 @@ BAD_FIELDS: tuple[Fields, ...] = (
     {"top_p": 0},
     {"n": 0},
     {"n": 10**9},
-    {"max_tokens": 0},
+    {"max_tokens": -1},
     {"max_tokens": CONTEXT * 2},
     {"min_tokens": 9, "max_tokens": 3},
     {"logprobs": 21},

@@ -19,7 +19,7 @@ constexpr int64_t kMaxShortRows = 7, kMaxWordRows = 12;
 constexpr int64_t kMaxShortRows = 2, kMaxWordRows = 2;
 #endif
 #ifdef LLMC_AVX512
-constexpr int64_t kMaxBlockRows = 32;  // for more, tiles are faster
+constexpr int64_t kMaxBlockRows = 16;  // for more, tiles are faster or, in 16 bits, more exact
 constexpr int kBlocks = 2;  // multiplied together by several rows: x is read half as often
 #else
 constexpr int64_t kMaxBlockRows = 8;

@@ -36,7 +36,8 @@ def random_request(rng: random.Random, index: int, context: int, crowd: bool) ->
     prompt = shared[: rng.randrange(context)] if rng.random() < 0.6 and not crowd else []
     prompt += [rng.randrange(1, 4) for _ in range(rng.randrange(4))]
     prompt = prompt[: context + 1] or [rng.randrange(VOCAB)]
-    max_tokens = None if crowd else rng.choice([None, 0, 1, 2, 5, rng.randint(1, context)])
+    wanted = [None, 1, 2, 5, rng.randint(1, context)]
+    max_tokens = None if crowd else rng.choice([0, *wanted, *wanted])
     return AddRequest(
         request_id=f"r{index}",
         prompt_token_ids=prompt,

@@ -267,7 +267,9 @@ def test_codes_are_multiplied(
     torch.testing.assert_close(got, want, equal_nan=True, **tolerance)
     monkeypatch.setattr(triton_dequantize, "WIDE_BYTES", 16 * k)  # one block of channels at a time
     parts = scaled_linear.scaled_linear(x.view(1, rows, k), weight, scale, bias)
-    torch.testing.assert_close(parts[0], got, rtol=0, atol=0, equal_nan=True)
+    # not equal to `got`: the interpreter's products (numpy's) sum in an order that depends on their
+    # width on some CPUs
+    torch.testing.assert_close(parts[0], want, equal_nan=True, **tolerance)
 
 
 @pytest.mark.parametrize("at_once", [16, 48])
