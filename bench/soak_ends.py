@@ -88,16 +88,15 @@ def ended(choices: Sequence[Choice], case: Case) -> Answer:
     return tuple(choices)
 
 
-def holdings(pids: Sequence[int], tasks: int, counts: dict[str, float]) -> Holdings:
+def holdings(processes: Sequence[psutil.Process], tasks: int, counts: dict[str, float]) -> Holdings:
     gc.collect()
-    processes = [psutil.Process(pid) for pid in pids]
-    return Holdings(
-        fds=sum(p.num_fds() for p in processes),
-        threads=sum(p.num_threads() for p in processes),
-        tasks=tasks,
-        rss=sum(p.memory_info().rss for p in processes),
-        counts=counts,
-    )
+    fds = threads = rss = 0
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # a short-lived child has ended
+            fds += process.num_fds()
+            threads += process.num_threads()
+            rss += process.memory_info().rss
+    return Holdings(fds=fds, threads=threads, tasks=tasks, rss=rss, counts=counts)
 
 
 class InProcess:
@@ -160,7 +159,7 @@ class InProcess:
         }
         if stats.num_failed_steps:
             raise SoakError(f"{stats.num_failed_steps} steps failed")
-        return holdings([psutil.Process().pid], len(asyncio.all_tasks()), counts)
+        return holdings([psutil.Process()], len(asyncio.all_tasks()), counts)
 
 
 @contextlib.asynccontextmanager
@@ -246,8 +245,7 @@ class OverHttp:
             raise SoakError(f"steps failed, or waited for a compiler: {failed}")
         names = ("engine_steps_total", "num_preemptions_total", "prefix_cache_hits_total")
         counts = {name.removesuffix("_total"): busy[name] for name in names}
-        pids = [child.pid for child in psutil.Process().children(recursive=True)]
-        return holdings(pids, 0, counts)
+        return holdings(psutil.Process().children(recursive=True), 0, counts)
 
     async def _metrics(self) -> dict[str, float]:
         """The values of /metrics summed over processes, on a connection that is then closed."""
