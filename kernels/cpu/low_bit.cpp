@@ -20,7 +20,7 @@ constexpr int64_t kMaxShortRows = 2, kMaxWordRows = 2;
 #endif
 #ifdef LLMC_AVX512
 constexpr int64_t kMaxBlockRows = 16;  // for more, tiles are faster or, in 16 bits, more exact
-constexpr int kBlocks = 2;  // multiplied together by several rows: x is read half as often
+constexpr int kBlocks = 2;  // multiplied together by four rows or more: x is read half as often
 #else
 constexpr int64_t kMaxBlockRows = 8;
 constexpr int kBlocks = 1;  // more have too many sums for the registers
@@ -41,13 +41,12 @@ struct Input {
   static constexpr bool kTakesEight =
       kMost > 4 && 8 * kBlocks * sizeof(typename Reader::Sum) <= 1024;
 
-  // How many of `rows` rows to multiply together, from `row` on. It may be more than there are:
-  // unpacking the weight once more takes longer than multiplying it by a row of zeros.
-  static int64_t width(int64_t rows, int64_t row) {
-    const int64_t left = rows - row;
+  // How many rows to multiply together if `left` are left. It may be more than there are: unpacking
+  // the weight once more takes longer than multiplying it by a row of zeros.
+  static int64_t width(int64_t left) {
     if (kTakesEight && left > 5) return 8;
     if (kMost > 2 && left > 2) return 4;
-    return kMost > 1 && (left > 1 || (kBlocks > 1 && rows > 1)) ? 2 : 1;
+    return kMost > 1 && left > 1 ? 2 : 1;
   }
 
   Input(const LowBitArgs& a, int64_t most)
@@ -57,7 +56,7 @@ struct Input {
     std::vector<float> x(a.depth);
     std::vector<X> row(row_words);
     for (int64_t first = 0, together = 0; first < a.rows; first += together) {
-      together = width(a.rows, first);
+      together = width(a.rows - first);
       for (int64_t m = 0; m < std::min(together, a.rows - first); ++m) {
         widen_row(a.dtype, a.x, (first + m) * a.x_stride, a.depth, x.data());
         for (int64_t s = 0; s < stretches; ++s)
@@ -80,9 +79,9 @@ LLMC_INLINE void set_part(All& all, int part, const Lanes& lanes) {
 }
 
 // Multiplies kParts parts of a stretch's lines, from `first` on, in kAdjacent adjacent blocks by M
-// rows of x. `apart`: bytes between blocks.
+// rows of x. `apart`: bytes between blocks. `left`: bytes from `line` to the end of its block.
 template <class Reader, int M, int kParts, int kAdjacent>
-LLMC_INLINE void multiply_parts(const uint8_t* line, int64_t apart,
+LLMC_INLINE void multiply_parts(const uint8_t* line, int64_t apart, int64_t left,
                                 const typename Reader::X* words, int64_t lines,
                                 int first, v16f (&all)[M][kAdjacent]) {
   // few rows keep several sums each, if a product depends on the previous one
@@ -91,12 +90,15 @@ LLMC_INLINE void multiply_parts(const uint8_t* line, int64_t apart,
   using Line = typename Reader::Line;
   typename Reader::Sum sum[M][kParts * kAdjacent][kSums];
   for (int64_t l = 0; l < lines; l += kUnrolled) {
+    // after the end of these blocks, the next ones are read
+    const int64_t ahead = kAhead + (left > kAhead ? 0 : (kAdjacent - 1) * apart);
+    left -= kUnrolled * kLineBytes;
 #pragma GCC unroll 4
     for (int i = 0; i < kUnrolled; ++i) {
       const uint8_t* const from = line + i * kLineBytes;
 #pragma GCC unroll 2
       for (int b = 0; b < kAdjacent; ++b)
-        if (first == 0) __builtin_prefetch(from + b * apart + kAhead, 0, 3);
+        if (first == 0) __builtin_prefetch(from + b * apart + ahead, 0, 3);
 #pragma GCC unroll 8
       for (int step = 0; step < Reader::kSteps; ++step) {
         const int word = i * Reader::kSteps + step;
@@ -125,14 +127,14 @@ LLMC_INLINE void multiply_parts(const uint8_t* line, int64_t apart,
 
 // Handles all parts of a line together if their sums fit in registers, so that x is read once.
 template <class Reader, int M, int kAdjacent>
-LLMC_INLINE void multiply_lines(const uint8_t* line, int64_t apart,
+LLMC_INLINE void multiply_lines(const uint8_t* line, int64_t apart, int64_t left,
                                 const typename Reader::X* words, int64_t lines,
                                 v16f (&all)[M][kAdjacent]) {
   constexpr int kParts = kLineBytes / sizeof(typename Reader::Line);
   constexpr int kTogether = M == 1 ? kParts : 1;
 #pragma GCC unroll 2
   for (int first = 0; first < kParts; first += kTogether)
-    multiply_parts<Reader, M, kTogether, kAdjacent>(line, apart, words, lines, first, all);
+    multiply_parts<Reader, M, kTogether, kAdjacent>(line, apart, left, words, lines, first, all);
 }
 
 // Up to kAdjacent blocks, before `end`, by M rows. If there are fewer, the first one is computed
@@ -143,6 +145,7 @@ void multiply(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t row, i
   const int64_t lines = a.lines() / x.stretches, words_of = x.row_words / x.stretches;
   const int64_t of_group = a.group / x.stretch, block_bytes = a.lines() * kLineBytes;
   const int64_t next = block + kAdjacent <= end;
+  int64_t left = block_bytes;
   const uint8_t* line = a.weight + block * block_bytes;
   const typename Reader::X* words = x.words.data() + row * x.row_words;
   const Packed* part = x.packed.data() + row * x.stretches;
@@ -160,8 +163,9 @@ void multiply(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t row, i
     }
     for (int64_t i = 0; i < of_group; ++i, part += M) {
       v16f all[M][kAdjacent];
-      multiply_lines<Reader, M, kAdjacent>(line, next * block_bytes, words, lines, all);
+      multiply_lines<Reader, M, kAdjacent>(line, next * block_bytes, left, words, lines, all);
       line += lines * kLineBytes;
+      left -= lines * kLineBytes;
       words += words_of * M;
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m)
@@ -180,19 +184,22 @@ template <class Reader, int64_t kMost = kMaxFewRows>
 void by_blocks(const LowBitArgs& a, int64_t stretch = Reader::kMaxStretch) {
   using In = Input<Reader, kMost>;
   const In x(a, stretch);
-  const int64_t step = a.rows > 1 ? kBlocks : 1;
+  const int64_t step = a.rows > 2 ? kBlocks : 1;
   parallel_rows(a.channels / kChannels, a.depth * kChannels * (a.rows + 3) / 8, a.threads,
                 [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; block += step)
       for (int64_t m = 0, together = 0; m < a.rows; m += together) {
-        together = In::width(a.rows, m);
+        together = In::width(a.rows - m);
         if constexpr (In::kTakesEight)
           if (together == 8) multiply<Reader, kMost, 8, kBlocks>(a, x, m, block, end);
         if constexpr (kMost > 2)
           if (together == 4) multiply<Reader, kMost, 4, kBlocks>(a, x, m, block, end);
-        if constexpr (kMost > 1)
-          if (together == 2) multiply<Reader, kMost, 2, kBlocks>(a, x, m, block, end);
-        if (together == 1) multiply<Reader, kMost, 1, 1>(a, x, m, block, end);
+        if (together > 2) continue;
+        for (int64_t one = block; one < std::min(block + step, end); ++one) {
+          if constexpr (kMost > 1)
+            if (together == 2) multiply<Reader, kMost, 2, 1>(a, x, m, one, end);
+          if (together == 1) multiply<Reader, kMost, 1, 1>(a, x, m, one, end);
+        }
       }
   });
 }
