@@ -31,12 +31,14 @@ constexpr int kSpinsPerLook = 64;  // between reads of the clock
 // Members save time while they have a core. They cost time if the system preempts them in the
 // middle of a piece, or runs them on this thread's core. The sum of both is kept, up to kMostSaved.
 // A virtual machine loses a core for a moment hundreds of times per second, and the team is still
-// worthwhile; but a busy process on a member's core uses up the sum. Then a number of works run
-// without members, twice as many each time this happens again before the sum is full. Reading the
+// worthwhile; but a busy process on a member's core uses up the sum. Then works run without members
+// for a while, twice as long each time this happens again before the sum is full. Reading the
 // CPU time is a system call, so while the sum is full, only one of kSampled works is measured, until
 // one costs time.
 constexpr int64_t kMostSaved = 20'000'000;  // ns
-constexpr int kLeastAlone = 64, kMostAlone = 1024, kSampled = 8;
+constexpr int kSampled = 8;
+constexpr auto kLeastAlone = std::chrono::milliseconds(1);
+constexpr auto kMostAlone = std::chrono::milliseconds(20);
 
 void pause() {
 #ifdef __x86_64__
@@ -84,8 +86,9 @@ struct Team {
   std::exception_ptr error;
   // used only by the owner of the current work
   int64_t saved = kMostSaved;  // ns
-  int alone = 0;               // works to run without members
-  int next_alone = kLeastAlone;
+  bool is_alone = false;       // works run without members until `alone_until`
+  std::chrono::steady_clock::time_point alone_until;
+  std::chrono::milliseconds next_alone = kLeastAlone;
   int unmeasured = 0;  // works since the last measured one
 
   void start(int count);
@@ -182,7 +185,8 @@ void Team::lead() {
   const int64_t passed = std::chrono::nanoseconds(steady_clock::now() - start).count();
   saved += own + std::min<int64_t>(helped, own * helpers) - passed;
   if (saved < 0) {
-    alone = next_alone;
+    is_alone = true;
+    alone_until = steady_clock::now() + next_alone;
     next_alone = std::min(2 * next_alone, kMostAlone);
     saved = 0;
   } else if (saved > kMostSaved) {
@@ -214,8 +218,8 @@ bool llmc_in_team() {
 void llmc_run_team(int threads, void (*work)(void*, int), void* context) {
   Team* t = threads > 1 && !is_within ? team() : nullptr;
   if (!t || t->taken.exchange(true)) return work(context, 0);
-  if (t->alone > 0) {
-    --t->alone;
+  t->is_alone = t->is_alone && std::chrono::steady_clock::now() < t->alone_until;
+  if (t->is_alone) {
     t->taken = false;
     return work(context, 0);
   }
