@@ -51,19 +51,23 @@ struct Input {
 
   Input(const LowBitArgs& a, int64_t most)
       : stretch(stretch_of(a, most)), stretches(a.depth / stretch),
-        row_words(a.depth / Reader::kInputs * Reader::kSteps), words((a.rows + 2) * row_words),
-        packed((a.rows + 2) * stretches) {
+        row_words(a.depth / Reader::kInputs * Reader::kSteps) {
+    const int64_t rows = a.rows > 2 ? a.rows + 2 : a.rows;  // with those of zeros
+    words.resize(rows * row_words);
+    packed.resize(rows * stretches);
     std::vector<float> x(a.depth);
-    std::vector<X> row(row_words);
+    std::vector<X> row(a.rows > 1 ? row_words : 0);
     for (int64_t first = 0, together = 0; first < a.rows; first += together) {
       together = width(a.rows - first);
       for (int64_t m = 0; m < std::min(together, a.rows - first); ++m) {
+        X* const to = words.data() + first * row_words + m;
+        X* const own = together > 1 ? row.data() : to;
         widen_row(a.dtype, a.x, (first + m) * a.x_stride, a.depth, x.data());
         for (int64_t s = 0; s < stretches; ++s)
           packed[first * stretches + s * together + m] =
-              Reader::pack(x.data() + s * stretch, stretch, row.data() + s * row_words / stretches);
-        X* const to = words.data() + first * row_words + m;
-        for (int64_t k = 0; k < row_words; ++k) to[k * together] = row[k];
+              Reader::pack(x.data() + s * stretch, stretch, own + s * row_words / stretches);
+        if (together > 1)
+          for (int64_t k = 0; k < row_words; ++k) to[k * together] = row[k];
       }
     }
   }

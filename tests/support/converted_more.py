@@ -132,6 +132,11 @@ def llama3_factors(base: float, size: int, factor: float, length: int) -> list[f
 
 LONG = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]
 SHORT = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7]
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 16.0,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+LLAMA3_FACTORS = llama3_factors(500000.0, 16, 16.0, 64)  # of its frequencies, in heads of 16
 MSCALE = math.sqrt(1.5)  # 1 + log(64 / 16) / log(16)
 CHUNKED: dict[str, Any] = {
     **SIZES, "num_hidden_layers": 4, "head_dim": 16, "intermediate_size": 32,
@@ -201,14 +206,10 @@ MORE = {
         architecture="exaone", name="llama",
         fields={
             **SIZES,
-            "rope_parameters": {
-                "rope_type": "llama3", "rope_theta": 500000.0, "factor": 16.0,
-                "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
+            "rope_parameters": LLAMA3,
         },
         metadata={"rope.dimension_count": 16},
-        change=beside(plain, rope_freqs__weight=llama3_factors(500000.0, 16, 16.0, 64)),
+        change=beside(plain, rope_freqs__weight=LLAMA3_FACTORS),
     ),
     "heads of two sizes, keys as values, experts": Case(
         architecture="gemma4", name="gemma4_text",
@@ -264,15 +265,11 @@ MORE = {
         architecture="llama4", name="llama4_text",
         fields={
             **CHUNKED, "num_local_experts": 4,
-            "rope_parameters": {
-                "rope_type": "llama3", "rope_theta": 500000.0, "factor": 16.0,
-                "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
+            "rope_parameters": LLAMA3,
         },
         metadata=OF_CHUNKED,
         change=beside(
-            turned_experts, rope_freqs__weight=llama3_factors(500000.0, 16, 16.0, 64)
+            turned_experts, rope_freqs__weight=LLAMA3_FACTORS
         ),
     ),
     "chunks, no norm of keys": Case(
