@@ -47,7 +47,8 @@ from llmc.load_test.report import context, write_json
 
 SHAPES = "1024x6144,4096x4096"
 ROWS = "1,2,4,8,16,32,64,256,1024"
-INTEGERS = ("int8/16", "int4/16", "int4/8")  # weight and bits of x, if the CPU multiplies integers
+# weight and bits of x, if the CPU multiplies integers
+INTEGERS = ("int8/16", "int4/16", "int4/8", "mxfp4/16")
 ROUNDED = (*INTEGERS, "fp8/8")
 STORED = (*FORMATS, "mxfp4")
 PLAIN = ("float32", "bfloat16", "float16")

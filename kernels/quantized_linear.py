@@ -70,8 +70,9 @@ def quantized_linear(
     then w = q * scale + minimum.
     A uint8 scale is an exponent: 2 ** (scale - 127), 255 is NaN. Then q are e2m1 codes in uint8,
     and there is neither zero nor minimum. Summed in float32 and rounded once.
-    x_bits: EXACT_BITS; or 16 if q are integers, or 8 if they are uint8: x is rounded with
-    `round_inputs`. Or 8 if q are float8 and groups multiples of 32: with `round_to_fp8`.
+    x_bits: EXACT_BITS; or 16 if q are not float8, or 8 if they are uint8 and no e2m1 codes: x is
+    rounded with `round_inputs`. Or 8 if q are float8 and groups multiples of 32: with
+    `round_to_fp8`.
     """
     w = dequantize(weight, scale, zero, minimum)
     x32, group = x.float(), x.shape[-1] // scale.shape[1]
@@ -97,9 +98,8 @@ def supports_bits(weight: Tensor, scale: Tensor, bits: int) -> int:
     if weight.dtype == torch.float8_e4m3fn:
         group = 4 * weight.shape[-2] // scale.shape[-2]
         return bits if bits == 8 and group % INPUTS == 0 else EXACT_BITS
-    if weight.dtype == torch.uint8 and scale.dtype != torch.uint8:
-        return bits
-    return max(bits, 16) if weight.dtype == torch.int8 else EXACT_BITS
+    is_int4 = weight.dtype == torch.uint8 and scale.dtype != torch.uint8
+    return bits if is_int4 else max(bits, 16)
 
 
 def round_inputs(x: Tensor, bits: int, group: int) -> Tensor:
@@ -359,28 +359,40 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         yield x, codes.to(device), exponents.to(device), None, bias
 
 
+_ROUNDED_ROWS = (1, 2, 3, 5, 13, 40)  # for every way of multiplying
+
+
 def _rounded_cases(
     gen: torch.Generator, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Case]:
+    drawn: tuple[tuple[Format, int, int], ...]
     drawn = (("int4", 96, 8), ("int4", 128, 8), ("int4", 96, 16), ("int8", 288, 16))
-    for name, k, bits in drawn:
-        format: Format = name  # type: ignore[assignment]
+    for format, k, bits in drawn:
         to = quantization_of(format, 48, k)
         assert to is not None
         weight, scale = quantize(torch.randn(48, k, generator=gen) * k**-0.5, to)
         drawn_zero = torch.randint(0, 16, scale.shape, generator=gen, dtype=torch.uint8)
-        zero = drawn_zero.to(device) if name == "int4" else None
+        zero = drawn_zero.to(device) if format == "int4" else None
         groups = (3, k // 16, CHANNELS)
         fine = (0.5 + torch.rand(groups, generator=gen)) * scale.float().abs().mean()
-        minimum = (torch.randn(groups, generator=gen) - (7.5 if name == "int4" else 0)) * fine
+        minimum = (torch.randn(groups, generator=gen) - (7.5 if format == "int4" else 0)) * fine
         bias = torch.randn(48, generator=gen).to(device, dtype)
-        for rows in (1, 2, 3, 5, 13, 40):
-            x = torch.randn(rows, k, generator=gen)
-            x[0, :40] = 0
-            x[-1, 50] = 30
-            x = x.to(device, dtype)
+        for rows in _ROUNDED_ROWS:
+            x = _uneven(gen, rows, k).to(device, dtype)
             yield x, weight.to(device), scale.to(device), zero, bias, None, bits
             yield x, weight.to(device), fine.to(device), None, None, minimum.to(device), bits
+    codes, exponents = mxfp4_draw(gen, 48, 96)
+    for rows in _ROUNDED_ROWS:
+        x = _uneven(gen, rows, 96).to(device, dtype)
+        yield x, codes.to(device), exponents.to(device), None, None, None, 16
+
+
+def _uneven(gen: torch.Generator, rows: int, k: int) -> Tensor:
+    """x with a group of zeros and one of a large value, which rounds the others coarsely."""
+    x = torch.randn(rows, k, generator=gen)
+    x[0, :40] = 0
+    x[-1, 50] = 30
+    return x
 
 
 def _float8_cases(gen: torch.Generator, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
@@ -389,10 +401,8 @@ def _float8_cases(gen: torch.Generator, device: torch.device, dtype: torch.dtype
         weight, scale = quantize(torch.randn(48, k, generator=gen) * k**-0.5, to)
         bias = None if group == 128 else torch.randn(48, generator=gen).to(device, dtype)
         for rows in (1, 3, 20, 40):
-            x = torch.randn(rows, k, generator=gen)
-            x[0, :40] = 0
-            x[-1, 50] = 30
-            yield x.to(device, dtype), weight.to(device), scale.to(device), None, bias, None, 8
+            x = _uneven(gen, rows, k).to(device, dtype)
+            yield x, weight.to(device), scale.to(device), None, bias, None, 8
 
 
 def mxfp4_draw(gen: torch.Generator, *size: int) -> tuple[Tensor, Tensor]:

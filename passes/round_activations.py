@@ -17,7 +17,7 @@ from llmc.passes.quantize_linears import is_head
 @graph_pass(rounds=True)
 def round_activations(gm: fx.GraphModule, *, bits: int | None, float8: bool = False) -> Notes:
     """Let CPUs multiply a weight's integers without dequantizing them: inputs are rounded to 16
-    bits, relative to the largest of each 32, or to 8 bits for 4-bit weights if `bits` is 8.
+    bits, relative to the largest of each 32, or to 8 bits for int4 weights if `bits` is 8.
     docs/quantization.md shows how far the results are from float32.
 
     `bits`: None if something else is faster; then inputs of integer weights are not rounded.
@@ -55,4 +55,4 @@ def _bits_of(node: fx.Node, bits: int | None, float8: bool) -> tuple[int, str]:
         return supports_bits(weight, scale, 8), "their scales are of fewer than 32 inputs"
     if bits is None:
         return EXACT_BITS, "integer products would not be faster here"
-    return supports_bits(weight, scale, bits), "their weights are not integers"
+    return supports_bits(weight, scale, bits), ""

@@ -33,17 +33,20 @@ class Level:
 
 
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
+_V3_VNNI = _V3 | {"avx_vnni"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = _V4 | {"avx512_vnni", "avx512vbmi"}
 _BF16 = _VNNI | {"avx512_bf16"}
 _AMX = _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
+_V3_FLAGS = ("-march=x86-64-v3",)
 _V4_FLAGS = ("-march=x86-64-v4",)
 _VNNI_FLAGS = (*_V4_FLAGS, "-mavx512vnni", "-mavx512vbmi")
 _BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
 _AMX_FLAGS = (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 
-X86_64 = (  # each level includes the previous one
-    Level(name="x86-64-v3", flags=("-march=x86-64-v3",), needs=_V3),
+X86_64 = (  # the best last; each level includes the previous one, but AVX-512 came before AVX-VNNI
+    Level(name="x86-64-v3", flags=_V3_FLAGS, needs=_V3),
+    Level(name="x86-64-v3-vnni", flags=(*_V3_FLAGS, "-mavxvnni"), needs=_V3_VNNI),
     Level(name="x86-64-v4", flags=_V4_FLAGS, needs=_V4),
     Level(name="x86-64-v4-vnni", flags=_VNNI_FLAGS, needs=_VNNI),
     Level(name="x86-64-v4-bf16", flags=_BF16_FLAGS, needs=_BF16),

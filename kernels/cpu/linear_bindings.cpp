@@ -78,17 +78,16 @@ LowBitArgs make_args(const Tensor& x, const Tensor& weight, const Tensor& scale,
   a.x_stride = a.depth;
   a.rows = x.numel() / a.depth;
   a.bias = bias_data(bias, x, a.channels);
-  const bool is_int4 = a.format == Format::int4;
   if (a.format == Format::fp8 && x_bits == 8) {
     TORCH_CHECK(a.group % kDepthStep == 0, "x_bits is 8, but scales are of ", a.group,
                 " inputs; fp8 inputs need multiples of ", kDepthStep);
     a.x_bits = kExactBits;  // once x is rounded
     return a;
   }
-  TORCH_CHECK(x_bits == kExactBits ||
-                  (kernels->rounds_x() && ((x_bits == 16 && (is_int4 || a.format == Format::int8)) ||
-                                           (x_bits == 8 && is_int4))),
-              "x_bits must be ", kExactBits, ", 8 for fp8, or on x86 16 for integers or 8 for those of 4 bits, got ",
+  const bool is_rounded = x_bits == 16 ? a.format != Format::fp8
+                                       : x_bits == 8 && a.format == Format::int4;
+  TORCH_CHECK(x_bits == kExactBits || (is_rounded && kernels->rounds_x()), "x_bits must be ",
+              kExactBits, ", 8 for fp8, or on x86 16 for other weights or 8 for int4, got ",
               x_bits);
   a.x_bits = int(x_bits);
   return a;

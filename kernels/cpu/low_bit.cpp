@@ -13,7 +13,7 @@ namespace {
 // Rows of x rounded to 8 bits, and to 16 bits in short groups and others: for more rows,
 // quantized_integer_rows is faster.
 constexpr int64_t kMaxByteRows = 2;
-#ifdef LLMC_BYTE_PRODUCTS
+#if defined(LLMC_BYTE_PRODUCTS) && defined(LLMC_AVX512)
 constexpr int64_t kMaxShortRows = 7, kMaxWordRows = 12;
 #else
 constexpr int64_t kMaxShortRows = 2, kMaxWordRows = 2;
@@ -222,10 +222,10 @@ void run(const LowBitArgs& a) {
   [[maybe_unused]] const bool is_narrow = a.dtype != Dtype::f32;
   if constexpr (kFormat == Format::int4)
     if (a.x_bits == 8) return by_blocks<NibbleReader<kFormat, 1>, kMaxByteRows>(a);
-  if constexpr (kFormat == Format::int8 || kFormat == Format::int4)
+  if constexpr (kFormat != Format::fp8)
     if (a.x_bits == 16) {
 #ifdef LLMC_BYTE_PRODUCTS
-      if (a.rows > 1) return by_blocks<ByteReader<kFormat>>(a, kRounded);
+      if (a.rows > 1 || kFormat == Format::mxfp4) return by_blocks<ByteReader<kFormat>>(a, kRounded);
 #endif
       if constexpr (kIsNibbles) return by_blocks<NibbleReader<kFormat, 2>, 2>(a);
       if constexpr (kIsBytes) return by_blocks<WordReader<1>, 2>(a);

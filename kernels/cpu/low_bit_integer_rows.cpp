@@ -31,18 +31,15 @@ struct Words {  // inputs j and j + kSteps of a line are a pair of 16-bit values
   static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs / 2;
   static constexpr bool kFoldsZero = false;
   LLMC_INLINE Register get(Register line, int step, Register zero) {
-    if constexpr (kFormat == Format::int8)
-      return shift_down(step ? line : shift_up(line));
-    else
-      return subtract_words((Register)((vu)line >> (4 * step) & 0x000f000fu), zero);
+    if constexpr (kFormat == Format::int8) return shift_down(step ? line : shift_up(line));
+    const vu words = (vu)line;
+    if constexpr (kFormat == Format::int4)
+      return subtract_words((Register)(words >> (4 * step) & 0x000f000fu), zero);
+    // in the upper bytes, whose signs reach the lower ones; code 0 is 0
+    const vu codes = (step < 3 ? words << (8 - 4 * step) : words >> 4) & 0x0f000f00u;
+    return shift_down(look_up(twice_e2m1(), (Register)codes));
   }
-  LLMC_INLINE Register add(Register sum, Register w, Register x) {
-#if defined(LLMC_AVX512) && defined(__AVX512VNNI__)
-    return _mm512_dpwssd_epi32(sum, w, x);
-#else
-    return (Register)((vi)sum + (vi)multiply_words(w, x));
-#endif
-  }
+  LLMC_INLINE Register add(Register sum, Register w, Register x) { return add_pairs(sum, w, x); }
   LLMC_INLINE vf total(Register sum) { return convert<vf>((vi)sum); }
   static Packed pack(const float* x, int64_t count, int64_t width, int32_t* to) {
     const FixedPoint<int16_t, 1> fixed(x, count);
@@ -55,7 +52,8 @@ struct Words {  // inputs j and j + kSteps of a line are a pair of 16-bit values
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j, to += width) *to = pairs[j];
     }
-    return fixed.packed;
+    const float scale = kFormat == Format::mxfp4 ? 0.5f : 1.0f;  // values are read as twice theirs
+    return {fixed.packed.scale * scale, fixed.packed.sum * scale};
   }
 };
 
@@ -65,10 +63,8 @@ struct Nibbles {  // low nibbles of a line's bytes, for even inputs, then high o
   LLMC_INLINE Register get(Register line, int step, Register) {
     return (Register)((vu)line >> (4 * step) & 0x0f0f0f0fu);
   }
-#if defined(LLMC_AVX512) && defined(__AVX512VNNI__)
-  LLMC_INLINE Register add(Register sum, Register w, Register x) {
-    return _mm512_dpbusd_epi32(sum, w, x);
-  }
+#ifdef LLMC_BYTE_PRODUCTS
+  LLMC_INLINE Register add(Register sum, Register w, Register x) { return add_bytes(sum, w, x); }
   LLMC_INLINE vf total(Register sum) { return convert<vf>((vi)sum); }
 #else
   LLMC_INLINE Register add(Register sum, Register w, Register x) {
@@ -284,6 +280,7 @@ bool rounds_x() {
 
 void quantized_integer_rows(const LowBitArgs& a) {
   if (a.format == Format::int8) return by_passes<Words<Format::int8>>(a);
+  if (a.format == Format::mxfp4) return by_passes<Words<Format::mxfp4>>(a);
   a.x_bits > 8 ? by_passes<Words<Format::int4>>(a) : by_passes<Nibbles>(a);
 }
 

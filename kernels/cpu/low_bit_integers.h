@@ -158,6 +158,34 @@ LLMC_INLINE Register look_up(__m128i table, Register i) {
 }
 #endif
 
+// Twice the values of e2m1 codes, in bytes.
+LLMC_INLINE __m128i twice_e2m1() {
+  return _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+}
+
+// LLMC_BYTE_PRODUCTS: sum + w * x in 32 bits, of four unsigned by signed bytes or two words per lane.
+#if defined(LLMC_AVX512) && defined(__AVX512VNNI__)
+#define LLMC_BYTE_PRODUCTS 1
+LLMC_INLINE Register add_bytes(Register sum, Register w, Register x) {
+  return _mm512_dpbusd_epi32(sum, w, x);
+}
+LLMC_INLINE Register add_pairs(Register sum, Register w, Register x) {
+  return _mm512_dpwssd_epi32(sum, w, x);
+}
+#elif !defined(LLMC_AVX512) && defined(__AVXVNNI__)
+#define LLMC_BYTE_PRODUCTS 1
+LLMC_INLINE Register add_bytes(Register sum, Register w, Register x) {
+  return _mm256_dpbusd_avx_epi32(sum, w, x);
+}
+LLMC_INLINE Register add_pairs(Register sum, Register w, Register x) {
+  return _mm256_dpwssd_avx_epi32(sum, w, x);
+}
+#else
+LLMC_INLINE Register add_pairs(Register sum, Register w, Register x) {
+  return (Register)((vi)sum + (vi)multiply_words(w, x));
+}
+#endif
+
 // The nibbles of a step as unsigned bytes: int4 as stored, mxfp4 as twice the value, which is an
 // integer, plus kOffset.
 template <Format kFormat>
@@ -239,7 +267,7 @@ struct WordReader {
   LLMC_INLINE void add(Sum& sum, V w, const X& x) {
 #pragma GCC unroll 2
     for (int d = 0; d < kDigits; ++d)
-      sum.digit[d] += (vi)multiply_words(w, every_pair(x.digit[d]));
+      sum.digit[d] = (vi)add_pairs((Register)sum.digit[d], w, every_pair(x.digit[d]));
   }
   LLMC_INLINE vf total(const Sum& sum) {
     vf all = convert<vf>(sum.digit[kDigits - 1]);
@@ -249,8 +277,7 @@ struct WordReader {
   static constexpr float kOffset = 0;
 };
 
-#if defined(LLMC_AVX512) && defined(__AVX512VNNI__)
-#define LLMC_BYTE_PRODUCTS 1
+#ifdef LLMC_BYTE_PRODUCTS
 // int4, mxfp4 and int8 with x in 16 bits, four byte products per lane and instruction.
 template <Format kFormat>
 struct ByteReader {
@@ -283,7 +310,7 @@ struct ByteReader {
   LLMC_INLINE void add(Sum& sum, V w, const X& x) {
 #pragma GCC unroll 2
     for (int d = 0; d < 2; ++d)
-      sum.digit[d] = _mm512_dpbusd_epi32(sum.digit[d], w, every_pair(x.digit[d]));
+      sum.digit[d] = add_bytes(sum.digit[d], w, every_pair(x.digit[d]));
   }
   LLMC_INLINE vf total(const Sum& sum) {
     return 256.0f * convert<vf>((vi)sum.digit[1]) + convert<vf>((vi)sum.digit[0]);

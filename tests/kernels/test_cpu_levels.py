@@ -15,7 +15,8 @@ from llmc.errors import ConfigError
 from llmc.kernels.cpu import build, compile, levels
 from llmc.kernels.cpu.levels import AARCH64, X86_64, Level, pick_level, supported
 
-ZEN4 = X86_64[3].needs | {"sse2", "aes"}
+NEEDS = {level.name: level.needs for level in X86_64}
+ZEN4 = NEEDS["x86-64-v4-bf16"] | {"sse2", "aes"}
 
 
 @pytest.fixture
@@ -32,12 +33,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch, machine: str, **facts: str) -> None
 @pytest.mark.parametrize(
     "machine,facts,name",
     [
-        ("x86_64", {"flags": " ".join(X86_64[0].needs)}, "x86-64-v3"),
-        ("AMD64", {"flags": " ".join(X86_64[1].needs)}, "x86-64-v4"),
+        ("x86_64", {"flags": " ".join(NEEDS["x86-64-v3"])}, "x86-64-v3"),
+        ("x86_64", {"flags": " ".join(NEEDS["x86-64-v3-vnni"])}, "x86-64-v3-vnni"),
+        ("AMD64", {"flags": " ".join(NEEDS["x86-64-v4"])}, "x86-64-v4"),
         ("x86_64", {"flags": " ".join(ZEN4)}, "x86-64-v4-bf16"),
         ("x86_64", {"flags": " ".join(ZEN4 - {"avx512_vnni"})}, "x86-64-v4"),
         ("x86_64", {"flags": " ".join(ZEN4 - {"avx512bw"})}, "x86-64-v3"),
-        ("x86_64", {"flags": " ".join(X86_64[4].needs)}, "x86-64-v4-amx"),
+        ("x86_64", {"flags": " ".join(NEEDS["x86-64-v4-amx"])}, "x86-64-v4-amx"),
         ("x86_64", {"flags": "sse2 avx"}, None),
         ("x86_64", {}, None),
         ("aarch64", {"Features": "fp asimd"}, "aarch64"),
@@ -69,14 +71,16 @@ def test_a_lower_level_can_be_asked_for(processor: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_wrong_level_is_refused(processor: pytest.MonkeyPatch, given: str, reason: str) -> None:
-    pretend(processor, "x86_64", flags=" ".join(X86_64[1].needs))
+    pretend(processor, "x86_64", flags=" ".join(NEEDS["x86-64-v4"]))
     processor.setenv(levels.VARIABLE, given)
     with pytest.raises(ConfigError, match=f"{reason}.*supports: x86-64-v3, x86-64-v4; or unset"):
         build.start_build()
 
 
 def test_levels_contain_each_other() -> None:
-    for ladder in (X86_64, AARCH64):
+    assert NEEDS["x86-64-v3"] < NEEDS["x86-64-v3-vnni"], "a side branch: AVX-512 came first"
+    x86_64 = [level for level in X86_64 if level.name != "x86-64-v3-vnni"]
+    for ladder in (x86_64, AARCH64):
         for lower, higher in zip(ladder, ladder[1:], strict=False):
             assert lower.needs < higher.needs
 

@@ -19,6 +19,7 @@ from llmc.kernels.quantized_linear import (
     Quantization,
     _to_blocks,
     dequantize,
+    mxfp4_draw,
     quantization_of,
     quantize,
     quantized_linear,
@@ -303,13 +304,17 @@ def test_the_cpu_rounds_inputs_to_the_same_numbers(group: int, dtype: torch.dtyp
     assert bool(want[4, :32].isnan().all()) == (group == 0), "others keep their scale"
 
 
-def test_fp8_weights_have_inputs_of_8_bits_or_exact_ones() -> None:
+def test_formats_have_their_own_bits_of_inputs() -> None:
     weight, scale = identity(192, 0)
     assert [supports_bits(weight, scale, bits) for bits in (8, 16)] == [8, EXACT_BITS]
+    codes, exponents = mxfp4_draw(torch.Generator(), 16, 32)
+    assert [supports_bits(codes, exponents, bits) for bits in (8, 16)] == [16, 16]
     by_16 = torch.ones(12, 12, 16)
     assert supports_bits(weight, by_16, 8) == EXACT_BITS
     op_cases.require_cpu_ops()
     with pytest.raises(RuntimeError, match="scales are of 16 inputs"):
         torch.ops.llmc_cpu.quantized_linear(rand(2, 192), weight, by_16, None, None, None, 8)
-    with pytest.raises(RuntimeError, match="x_bits must be 24, 8 for fp8"):
-        torch.ops.llmc_cpu.quantized_linear(rand(2, 192), weight, scale, None, None, None, 16)
+    for rounded, scales, bits in ((weight, scale, 16), (codes, exponents, 8)):
+        with pytest.raises(RuntimeError, match=f"x_bits must be 24, 8 for fp8.*got {bits}"):
+            x = rand(2, rounded.shape[1] * (4 if rounded is weight else 8))
+            torch.ops.llmc_cpu.quantized_linear(x, rounded, scales, None, None, None, bits)
