@@ -34,8 +34,8 @@ from llmc.model_info import OnPhase
 from llmc.passes.layers import find_layers
 from llmc.runner.adapter_store import lora_targets, target_sizes
 from llmc.startup.compile import build_as_stored, for_parameters
+from llmc.startup.phase_clock import PhaseClock
 from llmc.startup.resolve import ModelSource
-from llmc.startup.start import PhaseClock
 from llmc.text.tokenizer import Tokenizer
 from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
 from llmc.weights.lora import LoraWeights, PlainWeight, open_adapter, read_adapter

@@ -62,7 +62,7 @@ def test_recurrent_layers_switch_it_off(
     running: tiny_engine.Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert running.started.engine.scheduler.speculation is not None
-    caplog.set_level(logging.INFO, "llmc.startup.start")
+    caplog.set_level(logging.INFO, "llmc.startup.stages")
     path = save_random(tiny_config("lfm2"), tmp_path)
     started = tiny_engine.start(path, speculative_config=NGRAM).started
     assert started.engine.scheduler.speculation is None
