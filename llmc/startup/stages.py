@@ -221,14 +221,11 @@ def size_engine(resolved: ResolvedModels, loaded: LoadedModels, clock: PhaseCloc
     return SizedEngine(profile=profiles[0], pool=pool, bound=bound)
 
 
-def make_engine(loaded: LoadedModels, sized: SizedEngine) -> EngineCore:
+def make_engine(loaded: LoadedModels, sized: SizedEngine, info: ModelInfo) -> EngineCore:
     model, pool, bound, images = loaded.target, sized.pool, sized.bound[0], loaded.images
     config, program = model.source.config, model.program
     is_encoder = model.source.facts.is_encoder
     has_states = bool(model.state_bytes) or is_encoder  # blocks do not hold all of a prompt's past
-    # A checkpoint may name an end token beyond its logits. It can't be sampled, and must not be
-    # used as an index.
-    eos = tuple(t for t in model.source.eos_token_ids if 0 <= t < program.vocab_size)
     return EngineCore(
         bound.runner,
         EngineLimits(
@@ -244,7 +241,7 @@ def make_engine(loaded: LoadedModels, sized: SizedEngine) -> EngineCore:
             max_num_queued=config.max_num_queued,
         ),
         EngineFeatures(
-            eos_token_ids=eos,
+            eos_token_ids=info.eos_token_ids,
             seed=config.seed,
             enable_prefix_caching=_caches_prefixes(model)
             and bool(pool.num_snapshots or not has_states),
@@ -256,7 +253,9 @@ def make_engine(loaded: LoadedModels, sized: SizedEngine) -> EngineCore:
             windows=sized.profile.layout.windows,
             long_context_from=model.source.long_context_from,
             grammars=GrammarStarter(
-                model.source.tokenizer_path, vocab_size=program.vocab_size, eos_token_ids=eos
+                model.source.tokenizer_path,
+                vocab_size=program.vocab_size,
+                eos_token_ids=info.eos_token_ids,
             ),
             adapters=bound.adapters,
             whole_images=isinstance(images, ImageModel) and images.info.most_rows > 0,
@@ -270,13 +269,16 @@ def make_engine(loaded: LoadedModels, sized: SizedEngine) -> EngineCore:
 def describe(resolved: ResolvedModels, loaded: LoadedModels, sized: SizedEngine) -> ModelInfo:
     model, pool, images = loaded.target, sized.pool, loaded.images
     source, program = model.source, model.program
+    # A checkpoint may name an end token beyond its logits. It can't be sampled, and must not be
+    # used as an index.
+    eos = tuple(t for t in source.eos_token_ids if 0 <= t < program.vocab_size)
     return ModelInfo(
         name=source.files.name,
         path=source.files.path,
         tokenizer_path=source.tokenizer_path,
         max_model_len=pool.max_model_len,
         vocab_size=program.vocab_size,
-        eos_token_ids=tuple(t for t in source.eos_token_ids if t < program.vocab_size),
+        eos_token_ids=eos,
         dtype=source.dtype_name,
         device=str(source.device),
         num_blocks=pool.num_blocks,

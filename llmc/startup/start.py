@@ -120,11 +120,12 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
     stages.limit_to_cores(resolved)
     loaded = stages.load_models(resolved, processes, clock)
     sized = stages.size_engine(resolved, loaded, clock)
+    info = stages.describe(resolved, loaded, sized)
     return Started(
-        engine=stages.make_engine(loaded, sized),
+        engine=stages.make_engine(loaded, sized, info),
         runner=sized.bound[0].runner,
         model=sized.bound[0],
-        info=stages.describe(resolved, loaded, sized),
+        info=info,
         phases=clock.phases,
         upgrade=stages.start_upgrade(resolved, sized),
         rank_processes=processes,
