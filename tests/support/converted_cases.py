@@ -358,6 +358,17 @@ CASES = {
             name: value.squeeze(1) if "conv.conv.weight" in name else value
         },
     ),
+    "some layers attend, no bias of experts": Case(
+        architecture="lfm2moe", name="lfm2_moe",
+        fields={
+            **SIZES, **MOE, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1,
+            "use_expert_bias": False,
+        },
+        metadata={"attention.head_count_kv": [0, 2]},
+        change=lambda name, value, _: {
+            name: value.squeeze(1) if "conv.conv.weight" in name else value
+        },
+    ),
     "normalized states": Case(
         architecture="mamba", name="falcon_mamba",
         fields={**STATES, "intermediate_size": 128, "time_step_rank": 4},

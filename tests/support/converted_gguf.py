@@ -57,7 +57,8 @@ KEYS = {
 class Case:
     """`name` is transformers'. `change` converts a parameter and its name to tensors.
 
-    Of `metadata` None is left out.
+    Of `metadata` None is left out. `named_as`: an architecture that the gguf package knows, with
+    the same names of tensors.
     """
 
     architecture: str
@@ -67,6 +68,7 @@ class Case:
     change: Callable[[str, Tensor, Any], Mapping[str, Tensor]] = lambda name, value, _: {
         name: value
     }
+    named_as: str = ""
 
 
 def pairs(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
@@ -312,7 +314,8 @@ def write_converted(
 
 
 def _stored(case: Case, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    [arch] = [key for key, name in MODEL_ARCH_NAMES.items() if name == case.architecture]
+    known = case.named_as or case.architecture
+    [arch] = [key for key, name in MODEL_ARCH_NAMES.items() if name == known]
     config: Any = module.config
     names = get_tensor_name_map(arch, config.num_hidden_layers)
     tied = config.tie_word_embeddings

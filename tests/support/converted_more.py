@@ -13,6 +13,7 @@ from converted_cases import (
     MOE,
     OF_LATENT,
     SIZES,
+    YARN,
 )
 from converted_gguf import Case, interleaved, latent, pairs
 from torch import Tensor
@@ -35,6 +36,17 @@ def beside(change: Change, **extra: Any) -> Change:
 
 def plain(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
     return {name: value}
+
+
+def bias_of_experts(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """A bias without its suffix."""
+    own = name.endswith("e_score_correction_bias")
+    return {f"blk.{layer_of(name)}.exp_probs_b" if own else name: value}
+
+
+def gates_by_head(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    own = name.endswith("g_proj.weight")
+    return {f"blk.{layer_of(name)}.attn_gate.weight" if own else name: value}
 
 
 def joined_heads(change: Change) -> Change:
@@ -336,6 +348,76 @@ MORE = {
             "expert_shared_count": 1, "expert_weights_scale": 2.5, "expert_weights_norm": True,
             "expert_gating_func": 2, "rope.dimension_count": 16,
         },
+    ),
+    "a softmax of the chosen experts": Case(
+        architecture="cohere2moe", named_as="exaone-moe", name="cohere2_moe",
+        fields={
+            **SIZES, "num_hidden_layers": 5, "head_dim": 16, "sliding_window": 8, "num_experts": 4,
+            "num_experts_per_tok": 2, "prefix_dense_intermediate_size": 48,
+            "first_k_dense_replace": 1,
+        },
+        metadata={
+            "attention.sliding_window_pattern": [False, True, True, True, False],
+            "feed_forward_length": 48, "expert_feed_forward_length": 96, "expert_gating_func": 1,
+            "expert_weights_norm": True, "leading_dense_block_count": 1,
+            "rope.dimension_count": 16, "rope.scaling.type": "none",
+        },
+    ),
+    "a sigmoid of the chosen experts, beside shared ones": Case(
+        architecture="cohere2moe", named_as="exaone-moe", name="cohere2_moe",
+        fields={
+            **SIZES, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 8, "num_experts": 4,
+            "num_experts_per_tok": 2, "num_shared_experts": 2, "expert_selection_fn": "sigmoid",
+            "norm_topk_prob": False, "rms_norm_eps": 1e-5,
+        },
+        metadata={
+            "attention.sliding_window_pattern": [True, True, True, False],
+            "attention.layer_norm_epsilon": None, "feed_forward_length": None,
+            "expert_feed_forward_length": 96, "expert_gating_func": 2, "expert_shared_count": 2,
+            "expert_shared_feed_forward_length": 192, "expert_weights_norm": False,
+            "leading_dense_block_count": 0, "rope.dimension_count": 16,
+            "rope.scaling.type": "none",
+        },
+    ),
+    "shared experts of another width": Case(
+        architecture="hy_v3", named_as="exaone-moe", name="hy_v3",
+        fields={
+            **SIZES, **MOE, "num_hidden_layers": 3, "head_dim": 24, "num_shared_experts": 2,
+            "router_scaling_factor": 1.7,
+        },
+        metadata={
+            "expert_shared_feed_forward_length": 64, "expert_weights_scale": 1.7,
+            "expert_weights_norm": True, "expert_gating_func": 2,
+        },
+        change=bias_of_experts,
+    ),
+    "heads by layer, two rotary widths": Case(
+        architecture="laguna", named_as="exaone-moe", name="laguna",
+        fields={
+            **SIZES, **MOE, "num_hidden_layers": 6, "head_dim": 16, "sliding_window": 8,
+            "num_attention_heads_per_layer": [4, 6, 6, 6, 4, 6], "num_attention_heads": 6,
+            "shared_expert_intermediate_size": 48, "moe_routed_scaling_factor": 2.5,
+            "layer_types": [
+                "sliding_attention" if i % 4 else "full_attention" for i in range(6)
+            ],
+            "rope_parameters": {
+                "full_attention": {
+                    **YARN, "truncate": True, "attention_factor": 1.0, "partial_rotary_factor": 0.5,
+                },
+                "sliding_attention": {
+                    "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
+                },
+            },
+        },
+        metadata={
+            "attention.head_count": [4, 6, 6, 6, 4, 6], "rope.dimension_count": 8,
+            "rope.dimension_count_swa": 16, "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 16,
+            "rope.scaling.yarn_attn_factor": 1.0, "rope.scaling.yarn_beta_fast": 32.0,
+            "rope.scaling.yarn_beta_slow": 1.0, "expert_weights_scale": 2.5,
+            "expert_weights_norm": True, "expert_gating_func": 2, "leading_dense_block_count": 1,
+        },
+        change=gates_by_head,
     ),
     "norms within": Case(
         architecture="bitnet", name="bitnet",

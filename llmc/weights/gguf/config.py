@@ -28,6 +28,7 @@ _SCALING_FIELDS = {
     "factor": "factor",
     "original_context_length": "original_max_position_embeddings",
     "attn_factor": "attention_factor",
+    "yarn_attn_factor": "attention_factor",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
@@ -235,7 +236,12 @@ def _add_layers(
         first, second = (*found, layers, layers)[:2]
         config[f"{field}_offset"] = first
         config[f"{field}_period"] = max(second - first, first + 1)
+    for key, (field, by_layer) in rule.get("by_layer", {}).items():
+        if isinstance(counts := values.get(key), list) and counts:
+            config |= {field: max(counts), by_layer: counts[:layers]}
     pattern = values.get("attention.sliding_window_pattern")
+    if pattern is None and values.get("attention.sliding_window"):
+        pattern = rule.get("window_pattern")  # not stored in files
     if isinstance(pattern, int) and pattern:
         full = 0 if rule.get("full_layer_first") else pattern - 1  # one of every `pattern` layers
         pattern = [i % pattern != full for i in range(layers)]
@@ -305,16 +311,20 @@ def _add_rotary(
             kind["partial_rotary_factor"] = share
         return
     head_dim = config.get("head_dim") or _head_dim(values).get("head_dim")
+    kinds = config.get("rope_parameters", {})
     if head_dim and (width := values.get("rope.dimension_count")):
-        of_kinds = (config.get("rope_parameters", {}).get(kind) for kind in rope)
-        for kind in (k for k in of_kinds if k is not None):
-            kind["partial_rotary_factor"] = width / head_dim
+        windowed = values.get("rope.dimension_count_swa", width)
+        for kind in (k for k in rope if k in kinds):
+            share = (windowed if kind == "sliding_attention" else width) / head_dim
+            kinds[kind]["partial_rotary_factor"] = share
         if "partial_rotary_factor" in rope:
             config["partial_rotary_factor"] = width / head_dim
     scaling = _scaling(config, values, header)
     if scaling.get("rope_type") == "yarn" and "truncate" in rope:
         scaling["truncate"] = rope["truncate"]  # not stored in files
-    if scaling:
+    if scaling and "full_attention" in kinds:
+        kinds["full_attention"] |= scaling
+    elif scaling:
         config["rope_scaling"] = scaling
     elif rope.get("rope_type", "default") != "default":
         # the config class's default is that of one particular checkpoint

@@ -56,7 +56,7 @@ def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]
             names = get_gguf_hf_weights_map(
                 module,
                 processor_of(header.architecture, config).inner,
-                model_type=_spelled(header.architecture),
+                model_type=_named_as(header),
                 num_layers=hf_config.num_hidden_layers,
             )
     except Exception as e:  # constructors and maps raise nearly every type
@@ -158,17 +158,18 @@ def _is_unused(tensor: str, hf_config: Any) -> bool:
     return any(re.search(pattern, tensor) for pattern in rules()["unused"])
 
 
-def _spelled(architecture: str) -> str:
-    """An architecture's name as spelled by the gguf package."""
+def _named_as(header: GgufHeader) -> str:
+    """The gguf package's spelling of the architecture, or of one whose tensors have these names."""
+    named_as: str = rule_of(header).get("named_as", header.architecture)
     known = {squashed(name): name for name in MODEL_ARCH_NAMES.values()}
-    return known.get(squashed(architecture), architecture)
+    return known.get(squashed(named_as), named_as)
 
 
 def _add_prefixed(
     names: dict[str, str], shapes: Iterable[str], prefix: str, header: GgufHeader, layers: int
 ) -> None:
     """Add names from the gguf package's map, which knows parameters by their checkpoint prefix."""
-    [arch] = [a for a, name in MODEL_ARCH_NAMES.items() if name == _spelled(header.architecture)]
+    [arch] = [a for a, name in MODEL_ARCH_NAMES.items() if name == _named_as(header)]
     known = get_tensor_name_map(arch, layers)
     for parameter in shapes:
         in_files = prefix + parameter.split(".", 1)[-1]
