@@ -12,6 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 
 from llmc.cli import ported_flags
 from llmc.cli.options import name_flag
@@ -63,8 +64,17 @@ def describe(error: BaseException, argv: Sequence[str] = ()) -> tuple[str, str |
         return _one_line((error.strerror or str(error)) + name), hint, 2
     if isinstance(error, MemoryError):
         return "out of memory", "lower --max-model-len or --kv-cache-memory", 1
+    if isinstance(error, ModuleNotFoundError) and (package := _missing_package(error)):
+        message = f"this needs the Python package {package}, which is not installed"
+        return message, "`llmc doctor` lists what is missing, and the commands to install it", 2
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return _one_line(what), "this is a bug in llmc; run again with --debug for the traceback", 1
+
+
+def _missing_package(error: ModuleNotFoundError) -> str | None:
+    """The top-level package that was not found; None if only a module of it is missing."""
+    package = (error.name or "").partition(".")[0]
+    return package if package and find_spec(package) is None else None
 
 
 def _describe_usage(error: BaseException, argv: Sequence[str]) -> tuple[str, str | None, int]:

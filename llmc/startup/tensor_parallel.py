@@ -152,6 +152,8 @@ def tcp_store(host: str, port: int, size: int, timeout_s: float, *, is_master: b
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
+    # torch's record of collectives has no lock in torch 2.11: groups of two threads crash
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     options = _dist.ProcessGroupGloo._Options()
     options._devices = [_dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timeout

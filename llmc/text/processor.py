@@ -1,14 +1,13 @@
 """Loads the model's processor, which computes pixel values of images and fills in placeholders.
 
-Processors of models that also accept videos have a part for them, which needs torchvision. If that
-is not installed, they are loaded without this part, as llmc does not support videos.
+Processors of models that also accept videos have a part for them, which needs torchvision and its
+own file. They are loaded without this part, as llmc does not support videos.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,10 +23,7 @@ class _NoVideo:
 
 @contextmanager
 def without_video() -> Iterator[None]:
-    """Inside, processors are created without their video part if torchvision is missing."""
-    if find_spec("torchvision") is not None:
-        yield
-        return
+    """Inside, processors are created without their video part."""
     from transformers import processing_utils
 
     mixin: Any = processing_utils.ProcessorMixin

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from llmc.errors import CheckpointError
+from llmc.kernels.quantized_linear import Part, Quantization
 
 _DTYPES = {
     "F64": torch.float64,
@@ -52,6 +55,38 @@ class Readable(Protocol):
 
     def equals(self, other: Readable) -> bool:
         """Whether both are the same; False if comparing them would take arithmetic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTensor(ABC):
+    """A weight, read in `dtype`, that its file may store in quantized blocks.
+
+    Each file format has its own class, so that only models in that format import its package.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    @abstractmethod
+    def is_quantized(self) -> bool: ...
+
+    @abstractmethod
+    def read(self, out: Tensor | None = None) -> Tensor:
+        """The dequantized values, written into `out` (of any dtype) if given."""
+
+    @abstractmethod
+    def equals(self, other: Readable) -> bool: ...
+
+    @abstractmethod
+    def kept_as(self) -> Quantization | None:
+        """The `quantized_linear` format with the same values; None if it must be dequantized."""
+
+    @abstractmethod
+    def blocks(self, to: Quantization, part: SomeOf | None = None) -> Iterator[dict[Part, Tensor]]:
+        """The stored bits of the tensor, or of a part, in the op's layout; one item per expert, if
+        there are any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

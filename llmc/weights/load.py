@@ -24,8 +24,7 @@ from llmc.kernels.quantized_linear import (
 )
 from llmc.passes.inputs import FUNCTIONS, Shard, WeightInput
 from llmc.weights.assignment import Assignment
-from llmc.weights.checkpoint import Readable, SomeOf, StoredTensor, staging
-from llmc.weights.gguf.tensors import GgufTensor
+from llmc.weights.checkpoint import BlockTensor, Readable, SomeOf, StoredTensor, staging
 from llmc.weights.parameters import Parameters, mean_of
 from llmc.weights.quantized.kept_quantized import blocks_of
 from llmc.weights.quantized.quantized_tensor import QuantizedTensor
@@ -254,7 +253,7 @@ def _copy(stored: Readable, out: Tensor, part: SomeOf | None = None) -> None:
     if part is not None:
         part.read(stored, out)
         return
-    if isinstance(stored, GgufTensor) and tuple(out.shape) == stored.shape:
+    if isinstance(stored, BlockTensor) and tuple(out.shape) == stored.shape:
         stored.read(out)  # piece by piece, whatever its dtype
         return
     straight = stored.dtype == out.dtype and out.is_contiguous() and out.device.type == "cpu"
@@ -267,7 +266,7 @@ def _copy(stored: Readable, out: Tensor, part: SomeOf | None = None) -> None:
 def _blocks(
     stored: Readable | None, name: str, to: Quantization, part: SomeOf | None
 ) -> Iterator[dict[Part, Tensor]]:
-    if not isinstance(stored, QuantizedTensor | GgufTensor):
+    if not isinstance(stored, QuantizedTensor | BlockTensor):
         raise CheckpointError(f"the checkpoint has no quantized tensors for {name}")
     return blocks_of(stored, to, part)
 

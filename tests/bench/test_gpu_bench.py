@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,12 +27,34 @@ from bench.gpu.tree import link_tree
 # cold and ablate start engines again in ways that others do; they are a minute on a busy machine
 LONG = ("cold", "ablate")
 
+# What llmc requires and bench/gpu/README.md does not name, nor those that it names require
+HIDDEN = (
+    *("gguf", "llguidance", "prompt_toolkit", "pydantic", "prometheus_client"),
+    *("starlette", "uvicorn", "zmq", "msgspec", "hypothesis"),
+)
+HIDE = f"""
+import sys
+from importlib.machinery import PathFinder
+class Visible(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.partition(".")[0] not in {HIDDEN}:
+            return PathFinder.find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Visible
+"""
 
-def command(tmp_path: Path, *args: str) -> tuple[dict[str, Any], str]:
+
+def command(
+    tmp_path: Path, *args: str, python_path: Path | None = None
+) -> tuple[dict[str, Any], str]:
     output = tmp_path / "gpu.json"
+    environment = dict(os.environ)
+    if python_path is not None:
+        environment["PYTHONPATH"] = str(python_path)
     done = subprocess.run(
         [sys.executable, "-m", "bench.gpu", *args, "--output-json", str(output)],
         cwd=ROOT,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=500,
@@ -64,6 +87,14 @@ def test_every_part_works_in_miniature(tmp_path: Path) -> None:
     measured = [v for v in judge(result["parts"]) if v.value is not None]
     assert len(measured) > len(TARGETS) / 2
     assert "SHORT" in printed and "these numbers are meaningless" in printed
+
+
+def test_a_model_is_measured_with_only_the_packages_that_the_readme_names(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
+    result, _ = command(tmp_path, "--tiny", "--part", "0.6b", python_path=tmp_path)
+    part = result["parts"]["0.6b"]
+    assert part["status"] == "ok" and list(failures(part)) == [], part
+    assert part["data"]["decode"]["1"]["step_ms"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure this machine's GPU")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,26 @@ def test_a_bug_is_called_a_bug(
     assert code == 1
     assert err.startswith("error: RuntimeError: first line second line\nhint: ")
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "missing, expected",
+    [
+        ("nowhere", "error: this needs the Python package nowhere, which is not installed\n"),
+        ("nowhere.inside", "error: this needs the Python package nowhere, which is"),
+        ("json.nowhere", "error: ModuleNotFoundError: "),  # json is there: a bug
+    ],
+)
+def test_a_missing_package_is_named(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    missing: str,
+    expected: str,
+) -> None:
+    monkeypatch.setattr("llmc.cli.chat.find_question", lambda *_: importlib.import_module(missing))
+    code, _, err = run_main(capsys, "chat", "hi")
+    assert err.startswith(expected), err
+    assert (code == 2) == ("hint: `llmc doctor` lists" in err) == (missing != "json.nowhere")
 
 
 @pytest.mark.parametrize("words, code", [(["--version"], 0), (["serve", "/nothing"], 2)])

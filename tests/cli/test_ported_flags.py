@@ -153,9 +153,9 @@ def test_variables_have_no_effect_but_for_the_key(
     told = capsys.readouterr().err
     assert "VLLM_USE_V1 (" in told and "VLLM_API_KEY" not in told
     serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    assert serve.make_context("serve", []).params["api_key"] == ["very-secret"]
+    assert list(serve.make_context("serve", []).params["api_key"]) == ["very-secret"]
     monkeypatch.setenv("LLMC_API_KEY", "ours")
-    assert serve.make_context("serve", []).params["api_key"] == ["ours"]
+    assert list(serve.make_context("serve", []).params["api_key"]) == ["ours"]
 
 
 def test_what_is_left_out_is_told_with_the_reason() -> None:

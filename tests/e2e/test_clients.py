@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,10 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
     pytest.mark.xdist_group("clients"),  # one server for all
+    pytest.mark.skipif(
+        any(find_spec(name) is None for name in ("starlette", "uvicorn", "zmq", "msgspec")),
+        reason="the server's dependencies are not installed",
+    ),
     needs_model,
 ]
 

@@ -35,7 +35,8 @@ def our_logprobs(running: tiny_engine.Running, tokens: tuple[int, ...]) -> torch
         seed=0,
         stop_token_ids=(),
     )
-    blocks = tuple(range(-(-len(tokens) // running.started.info.block_size)))
+    rows = running.started.runner.rows
+    blocks = range(-(-len(tokens) // rows.block_size) * rows.num_groups)
     work = RowWork(row=0, start=0, num_tokens=len(tokens), sample=True, new_blocks=blocks)
     plan = StepPlan(step=0, released_rows=(0,), new_rows=(new,), work=(work,))
     logits: Any = running.started.runner.logits(plan)
@@ -64,8 +65,9 @@ def test_bfloat16_logits(family: str, level: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("level", sorted({0, LEVEL}))
-def test_float32_logits_dry_run(level: int, tmp_path: Path) -> None:
-    path = save_checkpoint("llama", tmp_path)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_float32_logits_dry_run(family: str, level: int, tmp_path: Path) -> None:
+    path = save_checkpoint(family, tmp_path)
     exact = load_reference(path)
     running = tiny_engine.start(path, device=DEVICE.type, dtype="float32", opt_level=level, **SMALL)
     for prompt in prompts(LENGTHS):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from tiny_images import tiny_image_model
-from transformers import LlavaProcessor
+from transformers import LlavaProcessor, processing_utils
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llava import modeling_llava
 from transformers.models.qwen3_vl import modeling_qwen3_vl
@@ -19,7 +22,7 @@ from llmc.startup import images
 from llmc.startup.images import _fill, _unwanted, verify_images
 from llmc.startup.resolve import resolve
 from llmc.text.images import ImagePreparer, _packed
-from llmc.text.processor import load_processor
+from llmc.text.processor import load_processor, without_video
 
 CPU = torch.device("cpu")
 
@@ -196,6 +199,15 @@ def test_a_processor_that_puts_tokens_before_the_text(monkeypatch: pytest.Monkey
     monkeypatch.setattr(LlavaProcessor, "__call__", called)
     with pytest.raises(CheckpointError, match="puts tokens before the text"):
         proved("llava")
+
+
+def test_no_video_part_is_loaded_with_torchvision_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = ModuleType("torchvision")
+    installed.__spec__ = ModuleSpec("torchvision", None)
+    monkeypatch.setitem(sys.modules, "torchvision", installed)
+    with without_video():
+        part = processing_utils.MODALITY_TO_AUTOPROCESSOR_MAPPING["video_processor"]
+        assert part.from_pretrained("nowhere") is None
 
 
 def test_pixels_in_bfloat16() -> None:

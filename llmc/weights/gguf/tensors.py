@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llmc.errors import CheckpointError, reason_of
 from llmc.kernels.quantized_linear import CHANNELS, Part, Quantization, some_inputs
-from llmc.weights.checkpoint import Readable, SomeOf, staging
+from llmc.weights.checkpoint import BlockTensor, Readable, SomeOf, staging
 from llmc.weights.gguf.blocks import kept_as, to_blocks
 from llmc.weights.gguf.processors import Processor, processor_of
 from llmc.weights.gguf.reader import GgufTensorInfo
@@ -103,7 +103,7 @@ class Undo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GgufTensor:
+class GgufTensor(BlockTensor):
     """A parameter, read in `dtype`. Several `parts` are matrices whose rows are concatenated.
 
     `row_order`: see `Undo.order`; for experts, the order within each. It is a slice if rows are not
@@ -111,9 +111,6 @@ class GgufTensor:
     the parameter.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     parts: tuple[GgufTensorInfo, ...]
     row_order: RowOrder | None
     undo: Undo

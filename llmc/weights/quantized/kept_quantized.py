@@ -29,8 +29,7 @@ from llmc.kernels.quantized_linear import (
     pack_weight,
 )
 from llmc.weights.assignment import Assignment
-from llmc.weights.checkpoint import Readable, SomeOf
-from llmc.weights.gguf.tensors import GgufTensor
+from llmc.weights.checkpoint import BlockTensor, Readable, SomeOf
 from llmc.weights.quantized.config_fields import ALL
 from llmc.weights.quantized.quantization_config import StoredQuantization, WeightScheme
 from llmc.weights.quantized.quantized_tensor import QuantizedTensor
@@ -83,13 +82,13 @@ def log_dequantized(tensors: Mapping[str, Readable], kept: Iterable[Readable]) -
 
 
 def _is_quantized(tensor: Readable) -> bool:
-    if isinstance(tensor, GgufTensor):
+    if isinstance(tensor, BlockTensor):
         return tensor.is_quantized
     return isinstance(tensor, QuantizedTensor)
 
 
 def _kept_as(tensor: Readable) -> Quantization | None:
-    if isinstance(tensor, GgufTensor):
+    if isinstance(tensor, BlockTensor):
         return tensor.kept_as()
     if not isinstance(tensor, QuantizedTensor):
         return None
@@ -165,11 +164,11 @@ def _scale_of(dtype: torch.dtype) -> Scale:
 
 
 def blocks_of(
-    tensor: QuantizedTensor | GgufTensor, to: Quantization, part: SomeOf | None = None
+    tensor: QuantizedTensor | BlockTensor, to: Quantization, part: SomeOf | None = None
 ) -> Iterator[dict[Part, Tensor]]:
     """The weight inputs of `quantized_linear`, made from the stored bits of the tensor or of a part
     of it; one item per expert, if there are any. CheckpointError if a part is not whole blocks."""
-    if isinstance(tensor, GgufTensor):
+    if isinstance(tensor, BlockTensor):
         yield from tensor.blocks(to, part)
         return
     channels, inputs = tensor.places(part)
