@@ -116,6 +116,11 @@ LLMC_INLINE void multiply_parts(const uint8_t* line, int64_t apart, int64_t left
         }
       }
     }
+    if constexpr (requires { Reader::widen(sum[0][0][0]); })
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+        for (int p = 0; p < kParts * kAdjacent; ++p) Reader::widen(sum[m][p][0]);
     line += kUnrolled * kLineBytes;
     words += kUnrolled * Reader::kSteps * M;
   }

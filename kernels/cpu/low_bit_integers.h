@@ -207,18 +207,20 @@ struct NibbleBytes {
   }
 };
 
-// int4 and mxfp4 with one-byte digits. A stretch adds products of two inputs to each 16-bit sum: at
-// most 8 * 2 * 15 * 128 = 30720, and 4 * 2 * 24 * 128 = 24576.
+// int4 and mxfp4 with one-byte digits. Products of two inputs are added to each 16-bit sum: at most
+// 8 * 2 * 15 * 128 = 30720 of a stretch, or 4 * 2 * 24 * 128 = 24576 of kMinGroup inputs of mxfp4.
 template <Format kFormat, int kDigits>
 struct NibbleReader {
   static constexpr int kInputs = 8, kSteps = 2, kSums = 1;
-  static constexpr int64_t kMaxStretch = kFormat == Format::mxfp4 ? 16 : 32;
-  static_assert(kMaxStretch / 2 * NibbleBytes<kFormat>::kMost * 128 < 1 << 15);
+  static constexpr int64_t kMaxStretch = 32;
+  static constexpr bool kWidens = kFormat == Format::mxfp4;
+  static constexpr int64_t kAdded = kWidens ? kMinGroup : kMaxStretch;
+  static_assert(kAdded / 2 * NibbleBytes<kFormat>::kMost * 128 < 1 << 15);
   using X = DigitWords<kDigits>;
   using Line = Register;
   using V = Register;
   struct Sum {
-    Register digit[kDigits] = {};
+    Register digit[kDigits] = {}, wide[kWidens ? kDigits : 1] = {};  // of 16 and 32 bits
   };
   static Packed pack(const float* x, int64_t count, X* to) {
     return NibbleBytes<kFormat>::pack(x, count, to);
@@ -229,13 +231,22 @@ struct NibbleReader {
     for (int d = 0; d < kDigits; ++d)
       sum.digit[d] = add_words(sum.digit[d], multiply_bytes(w, every_pair(x.digit[d])));
   }
-  LLMC_INLINE vf as_floats(Register words) {
-    return convert<vf>((vi)multiply_words(words, every_word(1)));
+  // After kMinGroup inputs.
+  LLMC_INLINE void widen(Sum& sum) {
+#pragma GCC unroll 3
+    for (int d = 0; kWidens && d < kDigits; ++d) {
+      sum.wide[d] = (Register)((vi)sum.wide[d] + (vi)multiply_words(sum.digit[d], every_word(1)));
+      sum.digit[d] = Register{};
+    }
+  }
+  LLMC_INLINE vf as_floats(const Sum& sum, int d) {
+    if constexpr (kWidens) return convert<vf>((vi)sum.wide[d]);
+    return convert<vf>((vi)multiply_words(sum.digit[d], every_word(1)));
   }
   LLMC_INLINE vf total(const Sum& sum) {
-    vf all = as_floats(sum.digit[kDigits - 1]);
+    vf all = as_floats(sum, kDigits - 1);
 #pragma GCC unroll 3
-    for (int d = kDigits - 2; d >= 0; --d) all = 256.0f * all + as_floats(sum.digit[d]);
+    for (int d = kDigits - 2; d >= 0; --d) all = 256.0f * all + as_floats(sum, d);
     return all;
   }
   static constexpr float kOffset = NibbleBytes<kFormat>::kOffset;
