@@ -22,6 +22,7 @@ from llmc.engine.core import EngineCore
 from llmc.engine.options import MAX_SCORED, EngineFeatures, EngineLimits
 from llmc.engine.spec_decode.ngram import NgramSpeculation
 from llmc.engine.spec_decode.speculation import Speculation
+from llmc.garbage import without_collections
 from llmc.model_info import ModelInfo, OnPhase, Phase
 from llmc.speculative_config import SpeculativeConfig
 from llmc.startup.model_files import Location, locate, resolve_model
@@ -86,7 +87,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
     """Start an engine. Raises ConfigError, CheckpointError or CompileError, or EngineDeadError if
     another rank of a tensor-parallel engine does not start."""
     clock = PhaseClock(on_phase)
-    with without_collections():
+    with without_collections():  # start-up creates many objects and hardly any cycles
         return _start_ranks(config, clock)
 
 
@@ -95,18 +96,6 @@ def keep_forever() -> None:
     to its end. Modules and the graph are a million objects: going through them takes 0.1 to 0.3 s,
     in which no request advances."""
     gc.freeze()
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Start-up creates many objects and hardly any cycles: collecting them would take 0.3 s."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _start_ranks(config: EngineConfig, clock: PhaseClock) -> Started:

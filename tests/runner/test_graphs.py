@@ -6,6 +6,7 @@ They run on the CPU against a backend that records and replays there (support/fa
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -258,6 +259,7 @@ class ScriptedCuda:
             "synchronize": lambda: None,
             "mem_get_info": lambda: (1000, 2000),
             "graph_pool_handle": self._pool,
+            "empty_cache": lambda: self.calls.append("empty the cache"),
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
@@ -296,12 +298,26 @@ def test_a_swapped_step_is_captured_into_a_pool_of_its_own(
     graphs.new_step()
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(graphs.capture, lambda: outputs, {}).result().replay is not None
-    begun = [call for call in cuda.calls if call.startswith("begin")]
-    assert begun == [
+    assert [call for call in cuda.calls if call != "end"] == [
         "begin pool 1 on stream 1",
         "begin pool 1 on stream 1",
+        "empty the cache",  # else the first pool keeps its memory: captures free none
         "begin pool 2 on stream 2",
     ]
+
+
+def test_garbage_is_not_collected_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ScriptedCuda(monkeypatch)
+    enabled = []
+
+    def run() -> Any:
+        enabled.append(gc.isenabled())
+        return torch.zeros(1), torch.zeros(1)
+
+    CudaGraphs().capture(run, {})
+    assert enabled == [True, False] and gc.isenabled()
 
 
 def test_a_batch_is_padded_to_the_captured_size_above_it(running: tiny_engine.Running) -> None:
