@@ -11,7 +11,6 @@ import torch
 from llmc.cache_dir import cache_dir
 from llmc.weights.checkpoint import Readable, open_checkpoint
 from llmc.weights.gguf.files import gguf_files, is_gguf
-from llmc.weights.gguf.model import open_gguf
 from llmc.weights.pickled import converted, pickled_files
 from llmc.weights.quantized.quantization_config import StoredQuantization
 from llmc.weights.quantized.stored_weights import dequantized
@@ -25,6 +24,8 @@ def open_tensors(
     Raises CheckpointError for files that are missing, truncated or inconsistent.
     """
     if is_gguf(folder):
+        from llmc.weights.gguf.model import open_gguf
+
         found = open_gguf(folder).items()
         return {name: dataclasses.replace(tensor, dtype=dtype) for name, tensor in found}
     if pickled := pickled_files(folder):

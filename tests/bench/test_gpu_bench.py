@@ -75,6 +75,33 @@ def test_without_a_gpu_each_measurement_says_why(tmp_path: Path) -> None:
     assert "NOT MEASURED" in printed
 
 
+# what llmc depends on and a machine with torch, transformers and pytest may lack
+ABSENT = (
+    "gguf", "llguidance", "msgspec", "prometheus_client", "prompt_toolkit", "pydantic",
+    "starlette", "uvicorn", "zmq",
+)  # fmt: skip
+HIDE = f"""
+import sys
+from types import SimpleNamespace
+
+def find_spec(name, *args):
+    if name.partition(".")[0] in {ABSENT}:
+        raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, SimpleNamespace(find_spec=find_spec))
+"""
+
+
+def test_parts_run_where_only_the_named_packages_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result, _ = command(tmp_path, "--tiny", "--part", "limits,8b,kernels")
+    for name, part in result["parts"].items():
+        assert part["status"] == "ok" and not list(failures(part)), f"{name}: {part}"
+
+
 def test_a_run_without_time_starts_nothing(tmp_path: Path) -> None:
     result, _ = command(tmp_path, "--part", "limits,8b", "--seconds", "3")
     assert {p["status"] for p in result["parts"].values()} == {"no time"}

@@ -459,7 +459,7 @@ def random_blocks(kind: Type, rows: int, depth: int) -> np.ndarray[Any, Any]:
     return raw.reshape(rows, -1)
 
 
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("kind", [GGMLQuantizationType[name] for name in KEPT])
 def test_kept_blocks_stand_for_the_same_numbers(kind: Type) -> None:
     raw = random_blocks(kind, 32, 512)
     to = kept_as(kind, 32, 512)
@@ -502,7 +502,7 @@ def test_a_tensor_is_packed_some_channels_at_a_time(
         assert torch.equal(joined.view(torch.uint8), blocks.view(torch.uint8))
 
 
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("kind", [GGMLQuantizationType[name] for name in KEPT])
 def test_a_part_of_a_tensor_has_the_numbers_of_its_place(kind: Type, tmp_path: Path) -> None:
     """Of rows in another order, and of inputs that begin and end inside a block of the file."""
     raw, order = random_blocks(kind, 64, 512), np.random.default_rng(1).permutation(64)

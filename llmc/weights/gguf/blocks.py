@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, quants
-from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
 from llmc.kernels.quantized_linear import (
@@ -26,6 +24,10 @@ from llmc.kernels.quantized_linear import (
     pack_groups,
     pack_weight,
 )
+from llmc.weights.gguf.reader import block_of
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType as Type
 
 Array = NDArray[Any]
 
@@ -141,13 +143,19 @@ def _q6_k(blocks: Array) -> Integers:
     )
 
 
+def _iq4_values() -> Array:
+    from gguf import quants
+
+    return np.array(quants.IQ4_NL.kvalues, np.int8)
+
+
 def _iq4_nl(blocks: Array) -> Integers:
-    values = np.array(quants.IQ4_NL.kvalues, np.int8)
+    values = _iq4_values()
     return Integers(q=values[_nibbles(blocks[:, 2:])], scale=_half(blocks, 0))
 
 
 def _iq4_xs(blocks: Array) -> Integers:
-    values = np.array(quants.IQ4_NL.kvalues, np.int8)
+    values = _iq4_values()
     high = blocks[:, 2:4].copy().view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = (blocks[:, 4:8, None] >> np.array([0, 4], np.uint8) & 15).reshape(-1, 8)
     steps = (low | high.astype(np.uint8) << 4).astype(np.float32) - 32
@@ -170,27 +178,27 @@ class _Kind:
     scale: Scale = "float32"
 
 
-_KINDS = {
-    Type.Q4_0: _Kind("int4", _q4_0, scale="float16"),
-    Type.Q4_1: _Kind("int4", _q4_1, minimum=True, scale="float16"),
-    Type.Q5_0: _Kind("int8", _q5_0, scale="float16"),
-    Type.Q5_1: _Kind("int8", _q5_1, minimum=True, scale="float16"),
-    Type.Q8_0: _Kind("int8", _q8_0, scale="float16"),
-    Type.Q2_K: _Kind("int4", _q2_k, minimum=True, group=16),
-    Type.Q3_K: _Kind("int4", _q3_k, group=16),
-    Type.Q4_K: _Kind("int4", _q4_k, minimum=True),
-    Type.Q5_K: _Kind("int8", _q5_k, minimum=True),
-    Type.Q6_K: _Kind("int8", _q6_k, group=16),
-    Type.IQ4_NL: _Kind("int8", _iq4_nl, scale="float16"),
-    Type.IQ4_XS: _Kind("int8", _iq4_xs),
-    Type.MXFP4: _Kind("mxfp4", _mxfp4, scale="exponent"),
+_KINDS = {  # by the name of the type
+    "Q4_0": _Kind("int4", _q4_0, scale="float16"),
+    "Q4_1": _Kind("int4", _q4_1, minimum=True, scale="float16"),
+    "Q5_0": _Kind("int8", _q5_0, scale="float16"),
+    "Q5_1": _Kind("int8", _q5_1, minimum=True, scale="float16"),
+    "Q8_0": _Kind("int8", _q8_0, scale="float16"),
+    "Q2_K": _Kind("int4", _q2_k, minimum=True, group=16),
+    "Q3_K": _Kind("int4", _q3_k, group=16),
+    "Q4_K": _Kind("int4", _q4_k, minimum=True),
+    "Q5_K": _Kind("int8", _q5_k, minimum=True),
+    "Q6_K": _Kind("int8", _q6_k, group=16),
+    "IQ4_NL": _Kind("int8", _iq4_nl, scale="float16"),
+    "IQ4_XS": _Kind("int8", _iq4_xs),
+    "MXFP4": _Kind("mxfp4", _mxfp4, scale="exponent"),
 }
 KEPT = tuple(_KINDS)
 
 
 def kept_as(kind: Type, channels: int, depth: int) -> Quantization | None:
     """The op's format for a matrix of this type; None if it can't represent it exactly."""
-    held = _KINDS.get(kind)
+    held = _KINDS.get(kind.name)
     if held is None or channels % CHANNELS or depth % INPUTS:
         return None
     return Quantization(
@@ -205,7 +213,7 @@ def to_blocks(raw: Array, kind: Type, to: Quantization) -> dict[Part, torch.Tens
     """Rows of a file [N, bytes] -> the weight inputs of `quantized_linear`."""
     channels = len(raw)
     with np.errstate(invalid="ignore"):  # an infinite scale times 0 is NaN, as the file implies
-        integers = _KINDS[kind].read(raw.reshape(-1, _block_bytes(kind)))
+        integers = _KINDS[kind.name].read(raw.reshape(-1, block_of(kind)[1]))
     q = torch.from_numpy(np.ascontiguousarray(integers.q).reshape(channels, -1))
     parts: dict[Part, torch.Tensor] = {"weight": pack_weight(q, to)}
     groups: tuple[tuple[Part, Array | None], ...] = (
@@ -217,7 +225,3 @@ def to_blocks(raw: Array, kind: Type, to: Quantization) -> dict[Part, torch.Tens
             rows = torch.from_numpy(values.reshape(channels, -1).copy())
             parts[part] = pack_groups(rows.to(to.dtypes[part]))
     return parts
-
-
-def _block_bytes(kind: Type) -> int:
-    return GGML_QUANT_SIZES[kind][1]

@@ -10,12 +10,13 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
-
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from llmc.errors import CheckpointError
 from llmc.weights.gguf.files import MAGIC, PART, all_parts, around_number
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
@@ -33,6 +34,14 @@ def shown(value: object) -> str:
     """A value for an error message, truncated: files contain text and lists of any length."""
     text = repr(value[:80] if isinstance(value, str | list) else value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def block_of(kind: GGMLQuantizationType) -> tuple[int, int]:
+    """The values and the bytes of a block of this type."""
+    from gguf import GGML_QUANT_SIZES  # here: models of other formats load without the package
+
+    values, num_bytes = GGML_QUANT_SIZES[kind]
+    return values, num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,13 +201,15 @@ class _Cursor:
     def _placed(
         self, entries: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
     ) -> dict[str, GgufTensorInfo]:
+        from gguf import GGMLQuantizationType
+
         tensors: dict[str, GgufTensorInfo] = {}
         for name, shape, type_number, offset in entries:
             if name in tensors:
                 self._fail(f"has tensor {shown(name)} twice")
             try:
                 kind = GGMLQuantizationType(type_number)
-                block, block_bytes = GGML_QUANT_SIZES[kind]
+                block, block_bytes = block_of(kind)
             except (ValueError, KeyError):
                 self._fail(
                     f"tensor {shown(name)} has type {type_number}, which this version of the gguf "

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES
-from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,7 +19,7 @@ from llmc.kernels.quantized_linear import CHANNELS, Part, Quantization, some_inp
 from llmc.weights.checkpoint import Readable, SomeOf, staging
 from llmc.weights.gguf.blocks import kept_as, to_blocks
 from llmc.weights.gguf.processors import Processor, processor_of
-from llmc.weights.gguf.reader import GgufTensorInfo
+from llmc.weights.gguf.reader import GgufTensorInfo, block_of
 
 _AT_ONCE = 1 << 20  # values dequantized or packed at a time
 _PROBED = 4  # columns: enough to detect a change of their order (two groups of two)
@@ -193,7 +191,7 @@ class GgufTensor:
     ) -> Iterator[dict[Part, Tensor]]:
         """Some channels at a time, as unpacking takes several bytes a weight for a moment."""
         kind = self.parts[0].type
-        block, block_bytes = GGML_QUANT_SIZES[kind]
+        block, block_bytes = block_of(kind)
         depth = rows.shape[1] // block_bytes * block
         channels = max(1, _AT_ONCE // (CHANNELS * depth)) * CHANNELS
         chosen = rows[order] if isinstance(order, slice) else order
@@ -207,7 +205,7 @@ class GgufTensor:
         """The blocks of these inputs, which may start and end inside a block of the file."""
         kind, whole = self.parts[0].type, self.kept_as()
         assert whole is not None and self.row_order is not None
-        size, num_bytes = GGML_QUANT_SIZES[kind]
+        size, num_bytes = block_of(kind)
         first = min(start for start, _ in inputs) // size
         end = -(-max(start + n for start, n in inputs) // size)
         own = rows[:, first * num_bytes : end * num_bytes][self.row_order]
@@ -277,12 +275,14 @@ def raw_rows(info: GgufTensorInfo) -> NDArray[np.uint8]:
         data = np.memmap(info.file, np.uint8, "r", info.offset, (info.num_bytes,))
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{info.file.name} ends inside tensor {info.name!r}") from e
-    block, block_bytes = GGML_QUANT_SIZES[info.type]
+    block, block_bytes = block_of(info.type)
     return data.reshape(-1, info.shape[-1] // block * block_bytes)
 
 
 def _widen(raw: NDArray[np.uint8], info: GgufTensorInfo) -> Floats:
     """[rows, bytes] -> [rows, values] in float32, dequantized by the gguf package."""
+    from gguf.quants import dequantize
+
     try:
         with np.errstate(all="ignore"):
             numbers = dequantize(np.ascontiguousarray(raw), info.type)
