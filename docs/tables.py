@@ -159,17 +159,19 @@ def ported_flags() -> str:
 
 
 def gguf_types() -> str:
+    from gguf import GGMLQuantizationType
+
     from llmc.weights.gguf.blocks import KEPT, kept_as
 
     rows = []
-    for kind in KEPT:
-        to = kept_as(kind, 16, 256)
+    for name in KEPT:
+        to = kept_as(GGMLQuantizationType[name], 16, 256)
         assert to is not None
         num_bytes = sum(
             math.prod(to.shape(part, 16, 256)) * dtype.itemsize for part, dtype in to.dtypes.items()
         )
         bits = 8 * num_bytes / (16 * 256)
-        rows.append([f"`{kind.name}`", to.format, "yes" if to.minimum else "no", f"{bits:g}"])
+        rows.append([f"`{name}`", to.format, "yes" if to.minimum else "no", f"{bits:g}"])
     return _table(("type", "kept as", "minimums", "bits per weight in memory"), rows)
 
 
