@@ -87,8 +87,6 @@ class CudaGraphs:
 
     def new_step(self) -> None:
         self._pool = self._stream = None
-        with contextlib.suppress(RuntimeError):  # a capture that failed to end is still under way
-            torch.cuda.empty_cache()  # return the pool of the dropped graphs: a capture can't
 
     def capture(self, run: Callable[[], StepOutputs], inputs: Mapping[str, Tensor]) -> CapturedStep:
         if self._stream is None:
