@@ -315,16 +315,15 @@ class ModelRunner:
                 self._write_rows(delta, sent)
 
     def warm_up(self) -> None:
-        """Run the shapes that kernels are selected by: powers of two of rows and tokens, the most
-        of both, one more row, as mixed steps are padded, and the longest prompts that are not
-        `Prompts`.
+        """Run the shapes that kernels are selected by: powers of two of rows and tokens, all rows
+        and one more, as mixed steps are padded, and the longest prompts that are not `Prompts`.
 
         Kernels are compiled here, once per machine, as they are cached on disk.
         """
         all_rows = self.rows.padding_row
         for rows in sorted({*powers_of_2(all_rows), all_rows, all_rows + 1}):
             most = min(self.rows.max_model_len, self._buffers.max_tokens // rows)
-            for tokens in sorted({*powers_of_2(most), most, min(most, MIN_TOKENS - 1)}):
+            for tokens in sorted({*powers_of_2(most), min(most, MIN_TOKENS - 1)}):
                 self.dummy_run(rows, tokens)
         if not self._pools:
             self._warm_up_logprobs()
