@@ -10,6 +10,7 @@ from rich.console import Console
 from llmc.cli.console import phases
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
+from llmc.garbage import keep_forever, without_collections
 
 if TYPE_CHECKING:
     from llmc.async_llm import AsyncLLM
@@ -22,7 +23,6 @@ def _options(config: EngineConfig) -> dict[str, Any]:
 
 def load_async_llm(config: EngineConfig, console: Console, *, quiet: bool = False) -> AsyncLLM:
     from llmc.startup.resolve import check_paths
-    from llmc.startup.start import keep_forever, without_collections
 
     check_paths(config)
     # Until the objects of start-up are kept: the first collection after it would visit them all.

@@ -31,6 +31,7 @@ LEAVES = (
     "llmc.image_input",
     "llmc.background_thread",
     "llmc.cache_dir",
+    "llmc.garbage",
     "llmc.pooling",
     "llmc.logs",
 )
@@ -49,6 +50,7 @@ MAY_IMPORT = {
     "llmc.pooling": ("llmc.errors",),
     "llmc.background_thread": (),
     "llmc.cache_dir": (),
+    "llmc.garbage": (),
     "llmc.logs": (),
     "llmc.kernels": ("llmc.errors", "llmc.background_thread", "llmc.cache_dir"),
     "llmc.passes": ("llmc.errors", "llmc.pooling", "llmc.kernels"),

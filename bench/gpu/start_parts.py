@@ -7,9 +7,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,23 +26,28 @@ from bench.gpu.subject import running
 from bench.gpu.tree import ROOT
 
 _AT_ONCE = 8  # processes that compile; each has its own workers
+TESTS_S = 230.0  # less than the part's limit, so that what has run is reported
 
 
 def run_tests(settings: Settings, record: Record) -> None:
     """Run the tests: those of ops, dominated by compiling, on several workers with pytest-xdist."""
-    workers = ["-n", "6"] if importlib.util.find_spec("xdist") and not settings.tiny else []
+    workers = ["-n", "10"] if importlib.util.find_spec("xdist") and not settings.tiny else []
     with ThreadPoolExecutor(2) as pool:
         engine = ["test_gpu_engine.py", "test_gpu_parity.py"]
+        ops = ["test_gpu_ops.py", "test_gpu_prompts.py"]
         runs = {
             "engine": pool.submit(run_pytest, settings, engine, []),
-            "ops": pool.submit(run_pytest, settings, ["test_gpu_ops.py"], workers),
+            "ops": pool.submit(run_pytest, settings, ops, workers),
         }
         for name, result in runs.items():
             record.measure(name, result.result)
 
 
-def run_pytest(settings: Settings, files: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
-    """Run pytest in a separate process. In miniature, without a GPU, it is a dry run."""
+def run_pytest(
+    settings: Settings, files: Sequence[str], options: Sequence[str], seconds: float = TESTS_S
+) -> dict[str, Any]:
+    """Run pytest in a separate process. In miniature, without a GPU, it is a dry run. After
+    `seconds` it is interrupted, and reports what has run."""
     command = [sys.executable, "-P", "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
     command += ["--rootdir", str(ROOT), *(str(ROOT / "tests/gpu" / name) for name in files)]
     command += ["-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-ra", *options]
@@ -48,14 +55,20 @@ def run_pytest(settings: Settings, files: Sequence[str], options: Sequence[str])
     if settings.tiny:
         environment["LLMC_GPU_DRY_RUN"] = "1"
         command += ["-k", "dry_run"]
-    done = subprocess.run(
-        command, cwd=tempfile.gettempdir(), env=environment, capture_output=True, text=True
-    )
-    print(done.stdout[-6000:] + done.stderr[-2000:])
-    counts = {k: int(n) for n, k in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
-    if done.returncode != 0 or not counts.get("passed"):
-        raise RuntimeError(f"pytest: {counts}, status {done.returncode}\n{done.stdout[-6000:]}")
-    return {**counts, "last": done.stdout.strip().splitlines()[-1]}
+    process = subprocess.Popen(
+        command, cwd=tempfile.gettempdir(), env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    late = threading.Timer(seconds, process.send_signal, [signal.SIGINT])
+    late.daemon = True
+    late.start()
+    output, _ = process.communicate()
+    late.cancel()
+    print(output[-8000:])
+    counts = {k: int(n) for n, k in re.findall(r"(\d+) (passed|failed|skipped|error)", output)}
+    if process.returncode != 0 or not counts.get("passed"):
+        raise RuntimeError(f"pytest: {counts}, status {process.returncode}\n{output[-6000:]}")
+    return {**counts, "last": output.strip().splitlines()[-1]}
 
 
 def run_warm(settings: Settings, record: Record) -> None:

@@ -122,7 +122,12 @@ def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
     return higher, norm, acc
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "table_row", "target"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens", "table_row", "target"],
+    # parts of a step's requests begin anywhere: a variant for each alignment would be compiled
+    # while serving, and numbers that are read one by one gain nothing from it
+    do_not_specialize_on_alignment=["query_start", "context_len", "block_table"],
+)
 def attention_kernel(
     query, key_cache, value_cache, query_start, context_len, block_table, sinks, slopes,
     distance_bias, k_scale, v_scale,

@@ -15,7 +15,10 @@ from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.write_kv import cache_strides
 
 
-@triton.jit(do_not_specialize=["table_row"])
+@triton.jit(
+    do_not_specialize=["table_row"],
+    do_not_specialize_on_alignment=["key_start", "block_table"],  # prompts begin at any request
+)
 def gather_kernel(
     key_cache, value_cache, key_start, block_table, key_out, value_out,
     kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot, table_row,

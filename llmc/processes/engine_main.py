@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+from llmc.garbage import keep_forever
 from llmc.logs import set_up_logging
 from llmc.processes.parent_watch import die_with_parent, leave_signals_to_parent
 
@@ -76,7 +77,6 @@ def _serve(
     from llmc.frontend import engine_options as engine
     from llmc.processes.engine_host import EngineHost, bind
     from llmc.processes.wire import Ready
-    from llmc.startup.start import keep_forever
 
     load = start or engine.start
     with zmq.Context() as context, bind(context, order.address) as socket:

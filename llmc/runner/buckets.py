@@ -22,6 +22,11 @@ def default_buckets(max_rows: int) -> tuple[int, ...]:
     return (*[s for s in sizes if s < max_rows], max_rows)
 
 
+def powers_of_2(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [1 << i for i in range(most.bit_length())]
+
+
 def mixed_tokens(tokens: int) -> int | None:
     """Packed tokens that a step with prompts is padded to: four sizes per doubling, so at most a
     quarter more. None above 2048, where the host stays ahead of the device without graphs."""

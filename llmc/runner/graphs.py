@@ -8,7 +8,6 @@ runs without graphs: slower, but with the same results.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from llmc.compiler.lower import StepFunction
 from llmc.engine.plan import EagerReason
+from llmc.garbage import without_collections
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +99,9 @@ class CudaGraphs:
             with torch.cuda.stream(stream):
                 run()  # load kernels and allocate workspaces before recording
                 torch.cuda.synchronize()
-                gc.collect()  # freeing another graph during a capture would abort it
                 free = torch.cuda.mem_get_info()[0]
-                outputs = self._record(graph, run)
+                with without_collections():  # freeing another graph would abort the capture
+                    outputs = self._record(graph, run)
         finally:
             current.wait_stream(stream)
         torch.cuda.synchronize()

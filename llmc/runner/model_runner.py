@@ -25,11 +25,11 @@ from llmc.engine.plan import EagerReason, PendingStep, StepPlan, StepResult
 from llmc.errors import EngineDeadError
 from llmc.kernels.collectives import ranks as ranks_of
 from llmc.kernels.cpu.pages import release_memory, touch_pages
-from llmc.kernels.prompts import Prompts
+from llmc.kernels.prompts import MIN_TOKENS, Prompts
 from llmc.kernels.record_tokens import record_tokens
 from llmc.kernels.write_segments import write_segments
 from llmc.runner.adapter_store import AdapterStore
-from llmc.runner.buckets import Buckets, default_buckets
+from llmc.runner.buckets import Buckets, default_buckets, powers_of_2
 from llmc.runner.compiles import CompileWatch
 from llmc.runner.delta import NO_HINTS, Delta, encode, work_of
 from llmc.runner.device import Device, Download, HostDevice
@@ -278,11 +278,11 @@ class ModelRunner:
             _, logits = self._run(self.step, self._prepare(delta, sent))
             return logits[: delta.num_sampled].clone()
 
-    def dummy_run(self, rows: int, tokens_each: int = 1) -> None:
+    def dummy_run(self, rows: int, tokens_each: int = 1) -> StepOutputs:
         """Run a step of dummies, which write to no request's cache, for its memory and kernels."""
         self._tell(Order(kind=Kind.DUMMY_RUN, numbers=(rows, tokens_each)))
         with torch.inference_mode(), ranks_of(self._group):
-            self._run(self.step, self._dummies(StepShape(rows * tokens_each, rows, rows)))
+            return self._run(self.step, self._dummies(StepShape(rows * tokens_each, rows, rows)))
 
     def follow(self, order: Order) -> None:
         """Repeat what rank 0's runner does: a step, a dummy run, a capture, or copying an adapter
@@ -315,18 +315,24 @@ class ModelRunner:
                 self._write_rows(delta, sent)
 
     def warm_up(self) -> None:
-        """Run the shapes that kernels are selected by: powers of two of rows and tokens.
+        """Run the shapes that kernels are selected by: powers of two of rows and tokens, all rows
+        and one more, as mixed steps are padded, and the longest prompts that are not `Prompts`.
 
         Kernels are compiled here, once per machine, as they are cached on disk.
         """
-        rows = 1
-        while rows <= self.rows.padding_row:
-            tokens = 1
+        all_rows = self.rows.padding_row
+        for rows in sorted({*powers_of_2(all_rows), all_rows, all_rows + 1}):
             most = min(self.rows.max_model_len, self._buffers.max_tokens // rows)
-            while tokens <= most:
+            for tokens in sorted({*powers_of_2(most), min(most, MIN_TOKENS - 1)}):
                 self.dummy_run(rows, tokens)
-                tokens *= 2
-            rows *= 2
+        if not self._pools:
+            self._warm_up_logprobs()
+
+    def _warm_up_logprobs(self) -> None:
+        """Run what follows the steps of requests that want log-probabilities."""
+        tokens, logits = self.dummy_run(1)
+        with torch.inference_mode():
+            gather_logprobs(logits, tokens, tokens.new_zeros(1, dtype=torch.int32), 1)
 
     def _dummies(self, shape: StepShape) -> StepInputs:
         """The inputs of a dummy step of this shape. Every request samples, unlike in real steps."""

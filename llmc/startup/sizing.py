@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,6 +86,9 @@ def peak_resident_bytes() -> int:
 def free_bytes(device: torch.device, config: EngineConfig) -> int:
     """Bytes available for the cache, before activations are subtracted."""
     if device.type == "cuda":
+        gc.collect()  # a profiled step and its cache are a cycle: a function and its globals
+        with contextlib.suppress(RuntimeError):  # a capture that failed to end is still under way
+            torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         return int(free - total * (1 - config.gpu_memory_utilization))
     sharers = config.tensor_parallel_size * config.data_parallel_size  # all share this memory

@@ -9,12 +9,11 @@ torch is imported after the paths are checked. stages.py has what comes then.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmc.config import EngineConfig
+from llmc.garbage import without_collections
 from llmc.model_info import OnPhase
 from llmc.startup.model_files import Location, locate, resolve_model
 from llmc.startup.phase_clock import PhaseClock
@@ -51,27 +50,8 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
     """Start an engine. Raises ConfigError, CheckpointError or CompileError, or EngineDeadError if
     another rank of a tensor-parallel engine does not start."""
     clock = PhaseClock(on_phase)
-    with without_collections():
+    with without_collections():  # start-up creates many objects and hardly any cycles
         return _start_ranks(config, clock)
-
-
-def keep_forever() -> None:
-    """Leave everything that exists out of garbage collections, for a process that serves one engine
-    to its end. Modules and the graph are a million objects: going through them takes 0.1 to 0.3 s,
-    in which no request advances."""
-    gc.freeze()
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Start-up creates many objects and hardly any cycles: collecting them would take 0.3 s."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _start_ranks(config: EngineConfig, clock: PhaseClock) -> Started:

@@ -6,23 +6,32 @@ import json
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bench_package import ROOT
+from fake_graphs import FakeGraphs
 
+from bench.gpu import start_parts
 from bench.gpu.ablation import pass_switches
 from bench.gpu.decode import padding_waste
 from bench.gpu.parts import PARTS, choose
 from bench.gpu.record import Record, finite
 from bench.gpu.replay import Span, summary
 from bench.gpu.report import failures, table
-from bench.gpu.settings import full
+from bench.gpu.settings import full, tiny
 from bench.gpu.shapes import linears, prefill_flops, read_config, step_bytes
+from bench.gpu.subject import swap_and_capture
 from bench.gpu.targets import TARGETS, judge
 from bench.gpu.tree import link_tree
+from llmc.compiler.lower import StepFunction
+from llmc.runner.device import HostDevice
+from llmc.runner.model_runner import ModelRunner
+from llmc.runner.rows import RowTables
 
 # cold and ablate start engines again in ways that others do; they are a minute on a busy machine
 LONG = ("cold", "ablate")
@@ -106,9 +115,72 @@ def test_without_a_gpu_each_measurement_says_why(tmp_path: Path) -> None:
     assert "NOT MEASURED" in printed
 
 
+# what llmc depends on and a machine with torch, transformers and pytest may lack
+ABSENT = (
+    "gguf", "llguidance", "msgspec", "prometheus_client", "prompt_toolkit", "pydantic",
+    "starlette", "uvicorn", "zmq",
+)  # fmt: skip
+HIDE = f"""
+import sys
+from types import SimpleNamespace
+
+def find_spec(name, *args):
+    if name.partition(".")[0] in {ABSENT}:
+        raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, SimpleNamespace(find_spec=find_spec))
+"""
+
+
+def test_parts_run_where_only_the_named_packages_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result, _ = command(tmp_path, "--tiny", "--part", "limits,8b,kernels")
+    for name, part in result["parts"].items():
+        assert part["status"] == "ok" and not list(failures(part)), f"{name}: {part}"
+
+
 def test_a_run_without_time_starts_nothing(tmp_path: Path) -> None:
     result, _ = command(tmp_path, "--part", "limits,8b", "--seconds", "3")
     assert {p["status"] for p in result["parts"].values()} == {"no time"}
+
+
+def test_tests_that_take_too_long_are_interrupted_and_what_ran_is_reported(tmp_path: Path) -> None:
+    file = tmp_path / "test_slow.py"
+    file.write_text(
+        "import time, pytest\n"
+        "pytestmark = pytest.mark.gpu\n"
+        "def test_fast_dry_run(): pass\n"
+        f"def test_slow_dry_run(): open({str(tmp_path / 'begun')!r}, 'w'); time.sleep(300)\n"
+    )
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"'passed': 1.*status 2"):
+        start_parts.run_pytest(tiny(), [str(file)], [], seconds=10)
+    assert (tmp_path / "begun").exists() and time.monotonic() - start < 100
+
+
+def test_the_compiled_step_is_the_one_that_is_measured() -> None:
+    """It waits for an idle moment once the uncompiled one has graphs."""
+    rows = RowTables(
+        num_rows=2, max_model_len=16, block_size=4, vocab_size=8, device=torch.device("cpu")
+    )
+
+    def call(**inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        count = len(inputs["row"])
+        return torch.zeros(count, dtype=torch.int64), torch.zeros(count, 8)
+
+    step = StepFunction(call=call, inputs=("positions", "request_row", "row"), source="")
+    runner = ModelRunner(
+        step, rows, max_tokens=16, device=HostDevice(FakeGraphs()), use_graphs=True, buckets=(1, 2)
+    )
+    while runner.capture_next() is not None:
+        pass
+    runner.swap_step(replace(step, level=2))
+    before = runner.graph_bytes
+    swap_and_capture(runner)
+    assert runner.step.level == 2 and runner.graph_bytes == 2 * before
 
 
 def test_parts_are_chosen_by_name_in_their_own_order() -> None:

@@ -68,7 +68,7 @@ def start(level: int) -> Small:
     started = start_engine(config)
     if started.upgrade is not None:
         assert started.upgrade.wait(COMPILE_S), started.upgrade.error
-    while started.runner.capture_next() is not None:
+    while started.runner.use_idle_time(has_work=True):
         pass
     tokenizer = load_tokenizer(config, started.info)
     return Small(started=started, llm=LLM.from_started(started, config, tokenizer))

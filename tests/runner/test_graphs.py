@@ -6,6 +6,7 @@ They run on the CPU against a backend that records and replays there (support/fa
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -302,6 +303,20 @@ def test_a_swapped_step_is_captured_into_a_pool_of_its_own(
         "begin pool 1 on stream 1",
         "begin pool 2 on stream 2",
     ]
+
+
+def test_garbage_is_not_collected_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ScriptedCuda(monkeypatch)
+    enabled = []
+
+    def run() -> Any:
+        enabled.append(gc.isenabled())
+        return torch.zeros(1), torch.zeros(1)
+
+    CudaGraphs().capture(run, {})
+    assert enabled == [True, False] and gc.isenabled()
 
 
 def test_a_batch_is_padded_to_the_captured_size_above_it(running: tiny_engine.Running) -> None:

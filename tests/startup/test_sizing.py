@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -122,6 +123,26 @@ def test_free_memory_on_the_cpu_leaves_most_to_others() -> None:
 
     free = free_bytes(torch.device("cpu"), EngineConfig())
     assert 0 < free < 0.6 * psutil.virtual_memory().available
+
+
+def test_free_memory_of_a_gpu_is_measured_without_what_profiling_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Step: ...
+
+    step = Step()
+    step.itself = step  # type: ignore[attr-defined]
+    left, calls = weakref.ref(step), []
+    del step
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(left()))
+
+    def mem_get_info() -> tuple[int, int]:
+        assert calls == [None]
+        return 700, 1000
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    config = EngineConfig(gpu_memory_utilization=0.75)
+    assert free_bytes(torch.device("cuda"), config) == 450
 
 
 def test_peak_memory_sees_what_was_freed_again() -> None:

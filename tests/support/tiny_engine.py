@@ -141,6 +141,8 @@ def start(path: Path, **options: Any) -> Running:
     if started.upgrade is not None:
         # waited for, or the step function would be swapped in the middle of a test
         assert started.upgrade.wait(300), started.upgrade.error
+        while started.runner.use_idle_time(has_work=True):  # where the plain step has graphs
+            pass
     stay = made[len(made) // 2 :]  # the first half are the caches of the profile steps
     caches = [cache for caches in stay for cache in caches]
     return Running(started=started, caches=caches, states=states[-1])

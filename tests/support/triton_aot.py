@@ -1,7 +1,7 @@
 """Compiles a planned launch for a target that need not exist here, and reads its resource use.
 
 The signature is what Triton would derive from the same arguments at run time: pointers aligned to
-16 bytes, integers specialized when 1 or a multiple of 16 (unless the kernel says not to).
+16 bytes, integers specialized when 1 or a multiple of 16, unless the kernel says not to.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def specialize(launch: Launch, target: str) -> Specialization:
         elif isinstance(value, TensorDescriptor):
             kind = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
         elif isinstance(value, torch.Tensor):
-            kind, aligned = f"*{_TYPES[value.dtype]}", True
+            kind = f"*{_TYPES[value.dtype]}"
+            aligned = not param.do_not_specialize_on_alignment
         elif isinstance(value, float):
             kind = "fp32"
         elif param.do_not_specialize:

@@ -1,0 +1,115 @@
+"""After warm-up, a GPU compiles no kernel for any traffic.
+
+The launches are Triton's own (support/fake_triton.py); nothing runs, so the tokens mean nothing.
+Run by test_warm_up.py, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import fake_triton
+import pytest
+import tiny_engine
+import torch
+from fake_graphs import FakeGraphs
+from tiers import tiered
+from tiny_configs import save_random, tiny_config
+from torch import Tensor
+
+from llmc.engine.core import EngineCore
+from llmc.engine.messages import AddRequest
+from llmc.passes.options import PipelineOptions
+from llmc.runner import model_runner
+from llmc.runner.device import Download, HostDevice
+from llmc.runner.model_runner import ModelRunner
+from llmc.sampling_params import SamplingParams
+from llmc.startup import bind, profile
+from llmc.startup import compile as compile_module
+
+COMPILED = fake_triton.install()
+CONTEXT = 1201  # blocks per request are not a multiple of four
+ROWS = 20
+LONG = 300  # tokens of a prompt that other kernels compute
+MODELS = {"dense": "llama", "latent": "deepseek_v3", "routed": "qwen3_moe", "recurrent": "mamba2"}
+_numbers = itertools.count()
+
+
+class Results(HostDevice):
+    """Every step draws token 1: what the kernels would have written is not there."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeGraphs())
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        return super().download([torch.ones_like(tensor) for tensor in tensors])
+
+
+def start(kind: str, folder: Path, patch: pytest.MonkeyPatch) -> EngineCore:
+    options = {"max_position_embeddings": 2 * CONTEXT}
+    path = save_random(tiny_config(MODELS[kind], **options), folder / kind)
+    patch.setattr(
+        compile_module,
+        "PipelineOptions",
+        lambda **given: PipelineOptions(**{**given, "device_type": "cuda"}),
+    )
+    patch.setattr(profile, "verify_packing", lambda *args, **options: None)
+    patch.setattr(bind, "open_device", lambda device, **options: Results())
+    patch.setattr(
+        bind,
+        "ModelRunner",
+        lambda *args, **given: ModelRunner(*args, **given | {"use_graphs": True}),
+    )
+    running = tiny_engine.start(
+        path, dtype="bfloat16", max_model_len=CONTEXT, max_num_seqs=ROWS,
+        max_num_batched_tokens=1024, kv_cache_memory=2**26, enable_prefix_caching=False,
+    )  # fmt: skip
+    runner = running.started.runner
+    assert isinstance(runner, model_runner.ModelRunner)
+    runner.warm_up()
+    while runner.capture_next() is not None:
+        pass
+    return running.started.engine
+
+
+def add(core: EngineCore, length: int, tokens: int, **params: Any) -> None:
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, **params)
+    prompt = [1 + i % 50 for i in range(length)]
+    core.add(AddRequest(request_id=str(next(_numbers)), prompt_token_ids=prompt, sampling=sampling))
+
+
+def drain(core: EngineCore) -> None:
+    while core.has_work:
+        assert all(update.error is None for update in core.step())
+    while core.use_idle_time():
+        pass
+
+
+@pytest.mark.parametrize("kind", tiered(MODELS, "dense", "latent"))
+def test_nothing_is_compiled_while_serving(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = start(kind, tmp_path, monkeypatch)
+    before = len(COMPILED)
+    assert {"draw_kernel", "record_tokens_kernel"} <= {made.split()[0] for made in COMPILED}
+    for length in (1, 2, 3, 17, 127, 128, 129, LONG, CONTEXT - 8):
+        add(core, length, 3)
+        drain(core)
+    for i in range(3 * ROWS):
+        add(core, (1, 5, 33, 150, LONG)[i % 5], 1 + i % 7, temperature=0.5, top_k=i % 3, seed=i)
+    drain(core)
+    for decodes in (1, 2, 3):  # long prompts begin at any request of a step
+        for _ in range(decodes):
+            add(core, 4, 12)
+        for _ in range(3):
+            core.step()
+        add(core, LONG, 3)
+        add(core, LONG, 3)
+        drain(core)
+    add(core, 6, 3, logprobs=5, repetition_penalty=1.2, min_tokens=2, logit_bias={3: 1.0})
+    add(core, 40, 3, prompt_logprobs=0)
+    drain(core)
+    assert len(COMPILED) == before, "\n".join(COMPILED[before:])
