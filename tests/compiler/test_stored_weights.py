@@ -325,6 +325,8 @@ def typed(suffix: str, dtype: torch.dtype) -> Any:
             shaped("weight.quant_state.bitsandbytes__nf4", 9),
             "quant_state.bitsandbytes__nf4 can't be read",
         ),
+        (PACKINGS["torchao int8"](), typed("_weight_qdata", torch.int32), "torchao's formats llmc"),
+        (PACKINGS["torchao int8"](), without("_weight_scale"), "up_proj.weight_scale is missing"),
         (PACKINGS["nvfp4"](), without("weight_global_scale"), "weight_global_scale is missing"),
         (PACKINGS["nvfp4"](), shaped("weight_global_scale", 2), "it must be one number"),
         (PACKINGS["nvfp4"](), typed("weight_scale", torch.uint8), "weight_scale is uint8 instead"),

@@ -411,6 +411,34 @@ def bitnet(linear: str) -> Packing:
     return Packing(config=config, pack=pack)
 
 
+def torchao(kind: str) -> Packing:
+    """Int8Tensor, or IntxUnpackedToInt8Tensor with 4 bits in groups and zero points."""
+
+    def pack(weight: Tensor) -> Packed:
+        if kind == "Float8WeightOnlyConfig":
+            q, scale, numbers = float8(weight, (1, 1 << 20))
+            return {"_weight_qdata": q, "_weight_scale": scale}, numbers
+        if kind == "Int8WeightOnlyConfig":
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            rows = (weight / scale).round()
+            zero = torch.zeros_like(scale)
+        else:
+            groups = weight.unflatten(1, (-1, 32))
+            low, high = groups.amin(-1), groups.amax(-1)
+            scale = (high - low) / 15
+            zero = (-8 - low / scale).round().clamp(-8, 7)
+            near = groups / scale[..., None] + zero[..., None]
+            rows = near.round().clamp(-8, 7).flatten(1)
+        parts = {"_weight_qdata": rows, "_weight_scale": scale, "_weight_zero_point": zero}
+        each = weight.shape[1] // scale.shape[1]
+        wide = [part.repeat_interleave(each, 1) for part in (zero, scale)]
+        stored = {k: v if v is scale else v.to(torch.int8) for k, v in parts.items()}
+        return stored, (rows - wide[0]) * wide[1]
+
+    config = {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_data": {}}}}
+    return Packing(config=config, pack=pack)
+
+
 def modelopt_fp8() -> Packing:
     config = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     return Packing(config=config, pack=fp8(None).pack)
@@ -450,6 +478,9 @@ PACKINGS: dict[str, Callable[[], Packing]] = {
     "nf4": lambda: nf4(nested=False),
     "nf4 with nested scales": lambda: nf4(nested=True),
     "bitsandbytes in 8 bits": bnb_int8,
+    "torchao float8": lambda: torchao("Float8WeightOnlyConfig"),
+    "torchao int8": lambda: torchao("Int8WeightOnlyConfig"),
+    "torchao int4 in bytes": lambda: torchao("IntxWeightOnlyConfig"),
 }
 
 

@@ -1,8 +1,8 @@
 """`quantization_config` of config.json -> how the weights of a checkpoint are stored.
 
 The formats are common ones of vLLM and transformers: fp8, fbgemm_fp8, compressed-tensors, gptq,
-awq, mxfp4. The result determines how tensors are unpacked (stored_weights.py); the captured model
-does not depend on it.
+awq, mxfp4, torchao and others. The result determines how tensors are unpacked (stored_weights.py);
+the captured model does not depend on it.
 """
 
 from __future__ import annotations
@@ -389,6 +389,18 @@ def _compressed_scheme(name: str, form: Any, group: Mapping[str, Any]) -> Weight
     )
 
 
+def _torchao(fields: Mapping[str, Any]) -> StoredQuantization:
+    """One byte per value, whatever the bits; the tensors tell the kinds and blocks of modules."""
+    default = mapping_in(mapping_in(fields, "quant_type"), "default")
+    float8 = WeightScheme(layout="plain", bits=8, block=None, is_float=True)
+    return StoredQuantization(
+        method="torchao",
+        schemes=(float8, replace(float8, is_float=False, symmetric=False)),
+        plain_modules=names_in(fields, "modules_to_not_convert"),
+        quantizes_activations="DynamicActivation" in str(default.get("_type")),
+    )
+
+
 _READERS: dict[Any, Callable[[Mapping[str, Any]], StoredQuantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
@@ -401,4 +413,5 @@ _READERS: dict[Any, Callable[[Mapping[str, Any]], StoredQuantization]] = {
     "bitsandbytes": _bitsandbytes,
     "bitnet": _bitnet,
     "mxfp4": _mxfp4,
+    "torchao": _torchao,
 }

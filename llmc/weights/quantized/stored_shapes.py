@@ -14,13 +14,14 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def block_of(scale: StoredTensor, channels: int, depth: int) -> tuple[int, int]:
-    """The block if config.json does not state it: one scale, one per channel, or one per input."""
+    """The block if config.json does not state it: all of the weight, or of a channel or input, or
+    inputs of a channel in equal groups."""
     sizes = scale.shape if len(scale.shape) != 1 else (*scale.shape, 1)
     rows, columns = sizes[-2:] if len(sizes) > 1 else (1, 1)
-    if rows not in (1, channels) or columns not in (1, depth):
+    if rows not in (1, channels) or depth % columns or (rows == 1 and columns not in (1, depth)):
         raise CheckpointError(
             f"{scale.name} has shape {list(scale.shape)}; its weight of {channels} channels and "
-            f"{depth} inputs requires one scale, or one per channel"
+            f"{depth} inputs requires one scale, or one per channel or group of its inputs"
         )
     return channels // rows, depth // columns
 

@@ -32,6 +32,10 @@ from llmc.weights.quantized.stored_shapes import (
 log = logging.getLogger(__name__)
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_BYTES = (torch.int8, *_FLOAT8)
+_TORCHAO = {
+    "qdata": "weight", "scale": "weight_scale", "zero_point": "weight_zero_point",
+}  # fmt: skip
 # Name suffixes. Activations have dynamic scales, if any, and the KV cache has its own options.
 _OF_ACTIVATIONS = (
     "input_scale",
@@ -56,6 +60,8 @@ def dequantized(
     """
     if quantization is None:
         return dict(tensors)
+    if quantization.method == "torchao":
+        tensors = _renamed(tensors)
     finder = _Finder(tensors, quantization, dtype)
     found = finder.find()
     if quantization.quantizes_activations:
@@ -76,6 +82,21 @@ def dequantized(
     if not found:
         log.warning("config.json says %s, but no weight is quantized", quantization.method)
     return {**plain, **found}
+
+
+def _renamed(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """torchao's parts of a weight under the names that compressed-tensors gives to its own."""
+    found = {}
+    for name, tensor in tensors.items():
+        module, is_part, part = name.rpartition("._weight_")
+        if is_part and part not in _TORCHAO or part == "qdata" and tensor.dtype not in _BYTES:
+            raise CheckpointError(
+                f"{name} is {plain_name(tensor.dtype)}: of torchao's formats llmc reads those with "
+                "a value in each byte (int8, float8); use another quantization of the model, or "
+                "its original checkpoint"
+            )
+        found[f"{module}.{_TORCHAO[part]}" if is_part else name] = tensor
+    return dict(sorted(found.items()))  # weights before their scales
 
 
 @cache
