@@ -389,15 +389,23 @@ def _compressed_scheme(name: str, form: Any, group: Mapping[str, Any]) -> Weight
     )
 
 
+# Their zero points are stored, but 0.
+_TORCHAO_SYMMETRIC = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig")
+
+
 def _torchao(fields: Mapping[str, Any]) -> StoredQuantization:
     """One byte per value, whatever the bits; the tensors tell the kinds and blocks of modules."""
     default = mapping_in(mapping_in(fields, "quant_type"), "default")
+    kind, options = str(default.get("_type")), mapping_in(default, "_data")
+    names = "mapping_type", "weight_mapping_type"
+    mappings = [mapping_in(options, name).get("_data") for name in names if name in options]
+    is_symmetric = kind in _TORCHAO_SYMMETRIC or mappings == ["SYMMETRIC"]
     float8 = WeightScheme(layout="plain", bits=8, block=None, is_float=True)
     return StoredQuantization(
         method="torchao",
-        schemes=(float8, replace(float8, is_float=False, symmetric=False)),
+        schemes=(float8, replace(float8, is_float=False, symmetric=is_symmetric)),
         plain_modules=names_in(fields, "modules_to_not_convert"),
-        quantizes_activations="DynamicActivation" in str(default.get("_type")),
+        quantizes_activations="DynamicActivation" in kind,
     )
 
 

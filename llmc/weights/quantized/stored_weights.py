@@ -174,7 +174,13 @@ class _Finder:
                 f"({self._quantization.method}, {schemes[0].layout}, {schemes[0].bits} bits)"
             )
         has_zeros = f"{module}.weight_zero_point" in self.left
-        possible.sort(key=lambda scheme: scheme.symmetric == has_zeros)
+        is_float8 = self.left[name].dtype in _FLOAT8
+        possible.sort(
+            key=lambda scheme: (
+                scheme.layout == "plain" and scheme.is_float != is_float8,
+                scheme.symmetric == has_zeros,
+            )
+        )
         problems = []
         for scheme in possible:
             self._popped.clear()
