@@ -114,14 +114,25 @@ class CudaGraphs:
         try:
             outputs = run()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # "invalidated by a previous error"
+            try:
                 graph.capture_end()
+            except RuntimeError:  # "invalidated by a previous error"
+                _stop_allocating_to(self._pool)
             raise
         graph.capture_end()
         return outputs
 
     def memory_bytes(self) -> int:
         return self._bytes
+
+
+def _stop_allocating_to(pool: Any) -> None:
+    """End what the failed end of a capture leaves under way before torch 2.12: the allocator would
+    free no cached memory any more when it runs out, and `empty_cache` would fail."""
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if end is not None:
+        with contextlib.suppress(RuntimeError):  # it is not under way
+            end(torch.cuda.current_device(), pool)
 
 
 class StepGraphs:

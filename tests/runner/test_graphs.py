@@ -285,6 +285,32 @@ def test_a_failed_capture_is_ended_and_gives_the_stream_back(
     assert cuda.current == "serving"
 
 
+@pytest.mark.parametrize("is_under_way", [True, False])  # torch before 2.12, and later
+def test_a_capture_that_cannot_be_ended_does_not_stay_under_way(
+    monkeypatch: pytest.MonkeyPatch, is_under_way: bool
+) -> None:
+    cuda = ScriptedCuda(monkeypatch)
+
+    def fail(graph: Any) -> None:
+        raise RuntimeError("invalidated by a previous error")
+
+    def end_allocations(device: int, pool: str) -> None:
+        cuda.calls.append(f"end allocations to {pool} on device {device}")
+        if not is_under_way:
+            raise RuntimeError("not currently recording to mempool_id")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", fail)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_allocations, raising=False)
+    runs = iter([(torch.zeros(1), torch.zeros(1))])
+    with pytest.raises(StopIteration):  # what the step raised, not what followed
+        CudaGraphs().capture(lambda: next(runs), {})
+    assert cuda.calls == [
+        "begin pool 1 on stream 1", "end allocations to pool 1 on device 3"
+    ]  # fmt: skip
+    assert cuda.current == "serving"
+
+
 def test_a_swapped_step_is_captured_into_a_pool_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
