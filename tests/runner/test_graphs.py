@@ -374,6 +374,39 @@ def test_a_swapped_step_is_captured_anew_when_idle(running: tiny_engine.Running)
     assert backend.num_replays == 2
 
 
+def test_graphs_serve_until_the_swapped_step_has_all_of_its_own(
+    running: tiny_engine.Running,
+) -> None:
+    """Requests that come while they are captured would run without graphs otherwise."""
+    runner, backend = graphed(running)
+    runner.execute(enter(0))
+    while runner.capture_next():
+        pass
+    runner.swap_step(dataclasses.replace(runner.step, level=1))
+    for replays, level in enumerate((0, 0, 0, 1), 1):
+        runner.use_idle_time()
+        assert runner.step.level == level
+        runner.execute(decode(range(1), 2 + replays))
+        assert backend.num_replays == replays and runner.num_eager_steps == 1
+
+
+def test_a_swapped_step_that_cannot_be_captured_does_not_replace_graphs(
+    running: tiny_engine.Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, backend = graphed(running)
+    runner.execute(enter(0))
+    while runner.capture_next():
+        pass
+    runner.swap_step(dataclasses.replace(runner.step, level=1))
+    assert runner.use_idle_time()
+    backend.error = RuntimeError("out of memory")
+    while runner.use_idle_time():
+        pass
+    assert runner.step.level == 0 and "out of memory" in caplog.text
+    runner.execute(decode(range(1), 3))
+    assert backend.num_replays == 1
+
+
 def test_nothing_moves_and_the_host_reads_nothing_between_replays(
     running: tiny_engine.Running,
 ) -> None:
