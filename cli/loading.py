@@ -21,8 +21,9 @@ def _options(config: EngineConfig) -> dict[str, Any]:
 
 
 def load_async_llm(config: EngineConfig, console: Console, *, quiet: bool = False) -> AsyncLLM:
+    from llmc.garbage import without_collections
     from llmc.startup.resolve import check_paths
-    from llmc.startup.start import keep_forever, without_collections
+    from llmc.startup.start import keep_forever
 
     check_paths(config)
     # Until the objects of start-up are kept: the first collection after it would visit them all.
