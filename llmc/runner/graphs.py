@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -114,8 +115,10 @@ class CudaGraphs:
         try:
             outputs = run()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # "invalidated by a previous error"
+            try:
                 graph.capture_end()
+            except RuntimeError:  # "invalidated by a previous error"
+                _stop_allocating_to(self._pool)
             raise
         graph.capture_end()
         return outputs
@@ -124,15 +127,35 @@ class CudaGraphs:
         return self._bytes
 
 
+def _stop_allocating_to(pool: Any) -> None:
+    """End what the failed end of a capture leaves under way before torch 2.12: the allocator would
+    free no cached memory any more when it runs out, and `empty_cache` would fail."""
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if end is not None:
+        with contextlib.suppress(RuntimeError):  # it is not under way
+            end(torch.cuda.current_device(), pool)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Graphs:
+    """The graphs of one step function by shape."""
+
+    step: StepFunction | None = None
+    captured: dict[StepShape, CapturedStep] = field(default_factory=dict)
+    is_off: bool = False  # a capture of this step function failed
+
+
 class StepGraphs:
-    """The current step function's graphs by shape. They are dropped when the step is swapped."""
+    """The graphs of the step function that runs, and of the one that will replace it.
+
+    The former are dropped when the latter runs for the first time.
+    """
 
     def __init__(self, backend: GraphBackend) -> None:
         self._backend = backend
-        self._step: StepFunction | None = None
-        self._captured: dict[StepShape, CapturedStep] = {}
+        self._used = _Graphs()
+        self._next = _Graphs()
         self._seen: Counter[StepShape] = Counter()
-        self._is_off = False  # a capture of this step function failed
         self.num_eager: Counter[EagerReason] = Counter()  # steps that ran without a graph
 
     def next_shape(self, step: StepFunction, sizes: Iterable[int]) -> StepShape | None:
@@ -140,14 +163,14 @@ class StepGraphs:
 
         None if nothing is missing, or if `step` can't be captured.
         """
-        self._follow(step)
-        if self._is_off:
+        graphs = self._of(step)
+        if graphs.is_off:
             return None
         least = 1 if step.uncompiled is not None else step.min_size
-        missing = {StepShape.decode(max(size, least)) for size in sizes} - self._captured.keys()
-        room = _MAX_MIXED - sum(not shape.is_decode for shape in self._captured)
+        missing = {StepShape.decode(max(size, least)) for size in sizes} - graphs.captured.keys()
+        room = _MAX_MIXED - sum(not shape.is_decode for shape in graphs.captured)
         for shape, times in self._seen.most_common():
-            is_mixed = not shape.is_decode and shape not in self._captured and room > 0
+            is_mixed = not shape.is_decode and shape not in graphs.captured and room > 0
             if shape in missing or (is_mixed and times >= _WANTED_AFTER):
                 return shape
         return max(missing, default=None)
@@ -160,11 +183,11 @@ class StepGraphs:
         inputs: Mapping[str, Tensor],
     ) -> bool:
         """Capture a graph. Returns False, after logging a warning, if `step` can't be captured."""
-        assert step is self._step, "ask for the next shape first"
+        graphs = self._of(step)
         try:
-            self._captured[shape] = self._backend.capture(run, inputs)
+            graphs.captured[shape] = self._backend.capture(run, inputs)
         except Exception as error:
-            self._is_off = True
+            graphs.is_off = True
             logger.warning(
                 "failed to capture a CUDA graph for %d tokens and %d requests; steps without a "
                 "graph launch kernels one by one, which is slower: %s: %s",
@@ -173,12 +196,19 @@ class StepGraphs:
             return False
         return True
 
+    def is_off(self, step: StepFunction) -> bool:
+        """Whether `step` can't be captured."""
+        return self._of(step).is_off
+
+    def drop_next(self) -> None:
+        """The step that runs will not be replaced."""
+        self._next = _Graphs()
+
     def find(
         self, step: StepFunction, shape: StepShape, reason: EagerReason = "not_captured"
     ) -> CapturedStep | None:
         """The graph for a step that is about to run; without one, the reason is counted."""
-        self._follow(step)
-        graph = self._captured.get(shape)
+        graph = self._follow(step).captured.get(shape)
         if graph is None:
             self.num_eager[reason] += 1
         if graph is None and shape.is_decode:
@@ -191,24 +221,35 @@ class StepGraphs:
         self._seen[shape] += 1
 
     def has(self, step: StepFunction, shape: StepShape) -> bool:
-        return step is self._step and shape in self._captured
+        return step is self._used.step and shape in self._used.captured
 
-    def _follow(self, step: StepFunction) -> None:
-        if step is not self._step:
-            self._step = step
-            self._captured = {}
-            self._is_off = bool(step.references)
-            self._backend.new_step()
-            if step.references:
-                logger.warning(
-                    "CUDA graphs are off: %s use their reference implementations, which read "
-                    "values on the host",
-                    ", ".join(step.references),
-                )
+    def _follow(self, step: StepFunction) -> _Graphs:
+        """The graphs of a step that runs."""
+        if step is not self._used.step:
+            self._used, self._next = self._of(step), _Graphs()
+        return self._used
+
+    def _of(self, step: StepFunction) -> _Graphs:
+        for graphs in (self._used, self._next):
+            if step is graphs.step:
+                return graphs
+        made = _Graphs(step=step, is_off=bool(step.references))
+        self._backend.new_step()
+        if self._used.step is None:
+            self._used = made
+        else:
+            self._next = made
+        if step.references:
+            logger.warning(
+                "CUDA graphs are off: %s use their reference implementations, which read "
+                "values on the host",
+                ", ".join(step.references),
+            )
+        return made
 
     @property
     def is_empty(self) -> bool:
-        return not self._captured
+        return not self._used.captured
 
     @property
     def memory_bytes(self) -> int:

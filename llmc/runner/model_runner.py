@@ -128,7 +128,7 @@ class ModelRunner:
             max_model_len=rows.max_model_len,
         )
         self._pools = pools
-        self._offered: StepFunction | None = None  # to be swapped in when idle
+        self._offered: StepFunction | None = None  # to run once its graphs are captured
         self._watch = CompileWatch()
         self._profiler = StepProfiler()
         self._num_unread = 0  # submitted steps whose result was not read
@@ -292,8 +292,7 @@ class ModelRunner:
         elif order.kind == Kind.CAPTURE and self._graphs is not None:
             if self._offered is not None:
                 self.step, self._offered = self._offered, None
-            self._graphs.next_shape(self.step, ())  # for its side effect: it notes the step
-            self._capture(StepShape(*order.numbers))
+            self._capture(self.step, StepShape(*order.numbers))
         elif order.kind == Kind.ADAPTER:
             assert self._adapters is not None, "rank 0 has adapter slots, but this rank has none"
             with torch.inference_mode():
@@ -453,41 +452,48 @@ class ModelRunner:
     # Graphs
 
     def swap_step(self, step: StepFunction) -> None:
-        """Run `step` from the next launch on or, if graphs are in use, from the next idle moment,
-        since its own graphs have to be captured first."""
+        """Run `step` from the next launch on or, if graphs are in use, once its own graphs are
+        captured, in idle moments."""
         if self._graphs is None or self._graphs.is_empty:
             self.step = step
         else:
             self._offered = step
 
     def use_idle_time(self, *, has_work: bool = False) -> bool:
-        """Do what would otherwise delay a step: swap in an offered step, capture one graph, or make
-        some memory of the caches present, unless requests are waiting.
+        """Do what would otherwise delay a step: capture one graph, or make some memory of the
+        caches present, unless requests are waiting.
 
         -> whether there may be more to do.
         """
-        if self._offered is not None:
-            self.step, self._offered = self._offered, None
         if self.capture_next() is not None:
             return True
         return not has_work and next(self._untouched, False)
 
     def capture_next(self) -> StepShape | None:
-        """Capture the step at a shape that has no graph yet: those in use first.
+        """Capture the step, or the one that is to replace it, at a shape that has no graph yet:
+        those in use first. Once no graph is missing, the step is replaced.
 
         -> that shape, or None if none is missing. Blocks serving for a moment.
         """
         if self._graphs is None:
             return None
-        step = self.step
+        offered = self._offered
+        step = offered or self.step
         shape = self._graphs.next_shape(step, self.buckets.sizes)
-        return shape if shape is not None and self._capture(shape) else None
+        if shape is not None and self._capture(step, shape):
+            return shape
+        if offered is not None:
+            self._offered = None
+            if self._graphs.is_off(offered):  # the step with graphs is faster
+                self._graphs.drop_next()
+            else:
+                self.step = offered
+        return None
 
-    def _capture(self, shape: StepShape) -> bool:
-        """Capture the step at this shape. Returns False if it can't be captured."""
+    def _capture(self, step: StepFunction, shape: StepShape) -> bool:
+        """Capture `step` at this shape. Returns False if it can't be captured."""
         assert self._graphs is not None, "next_shape must be called before"
         self._tell(Order(kind=Kind.CAPTURE, numbers=shape))
-        step = self.step
         with torch.inference_mode(), ranks_of(self._group):
             inputs = self._with_hints(self._dummies(shape), NO_HINTS)
 

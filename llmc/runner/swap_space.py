@@ -6,12 +6,24 @@ One slot holds a block of all layers contiguously, so that a block moves in one 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 _TRIAL_BLOCKS = 32
+_MOST_BYTES = 1 << 30  # of a piece
+
+
+def piece_sizes(num_slots: int, block_bytes: int) -> Iterator[int]:
+    """The numbers of slots to allocate at a time. torch rounds pinned memory up to a power of two,
+    so pieces are at most as large as one: 20 GiB in one piece would take 32."""
+    while num_slots:
+        left = num_slots * block_bytes
+        size = min(_MOST_BYTES, 1 << (left.bit_length() - 1))
+        count = max(1, size // block_bytes)
+        yield count
+        num_slots -= count
 
 
 class SwapSpace:
@@ -25,7 +37,10 @@ class SwapSpace:
         self.device = caches[0].device
         self.num_slots = num_slots
         pinned = self.device.type == "cuda"
-        self._slots = torch.empty(num_slots, self.block_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self._slots: list[Tensor] = []  # views of pieces
+        for count in piece_sizes(num_slots, self.block_bytes):
+            shape = count, self.block_bytes
+            self._slots += torch.empty(shape, dtype=torch.uint8, pin_memory=pinned).unbind()
 
     def swap_out(self, blocks: Tensor, slots: Sequence[int]) -> None:
         """Copy blocks [N] int32 (on the device) to these slots. Asynchronous."""

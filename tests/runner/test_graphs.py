@@ -285,6 +285,32 @@ def test_a_failed_capture_is_ended_and_gives_the_stream_back(
     assert cuda.current == "serving"
 
 
+@pytest.mark.parametrize("is_under_way", [True, False])  # torch before 2.12, and later
+def test_a_capture_that_cannot_be_ended_does_not_stay_under_way(
+    monkeypatch: pytest.MonkeyPatch, is_under_way: bool
+) -> None:
+    cuda = ScriptedCuda(monkeypatch)
+
+    def fail(graph: Any) -> None:
+        raise RuntimeError("invalidated by a previous error")
+
+    def end_allocations(device: int, pool: str) -> None:
+        cuda.calls.append(f"end allocations to {pool} on device {device}")
+        if not is_under_way:
+            raise RuntimeError("not currently recording to mempool_id")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", fail)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_allocations, raising=False)
+    runs = iter([(torch.zeros(1), torch.zeros(1))])
+    with pytest.raises(StopIteration):  # what the step raised, not what followed
+        CudaGraphs().capture(lambda: next(runs), {})
+    assert cuda.calls == [
+        "begin pool 1 on stream 1", "end allocations to pool 1 on device 3"
+    ]  # fmt: skip
+    assert cuda.current == "serving"
+
+
 def test_a_swapped_step_is_captured_into_a_pool_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -346,6 +372,39 @@ def test_a_swapped_step_is_captured_anew_when_idle(running: tiny_engine.Running)
     assert backend.captured == sizes(4, 2, 1, 4, 2), "1 is below the new step's least size"
     assert runner.execute(decode(range(1), 3)).token_ids == first.token_ids
     assert backend.num_replays == 2
+
+
+def test_graphs_serve_until_the_swapped_step_has_all_of_its_own(
+    running: tiny_engine.Running,
+) -> None:
+    """Requests that come while they are captured would run without graphs otherwise."""
+    runner, backend = graphed(running)
+    runner.execute(enter(0))
+    while runner.capture_next():
+        pass
+    runner.swap_step(dataclasses.replace(runner.step, level=1))
+    for replays, level in enumerate((0, 0, 0, 1), 1):
+        runner.use_idle_time()
+        assert runner.step.level == level
+        runner.execute(decode(range(1), 2 + replays))
+        assert backend.num_replays == replays and runner.num_eager_steps == 1
+
+
+def test_a_swapped_step_that_cannot_be_captured_does_not_replace_graphs(
+    running: tiny_engine.Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, backend = graphed(running)
+    runner.execute(enter(0))
+    while runner.capture_next():
+        pass
+    runner.swap_step(dataclasses.replace(runner.step, level=1))
+    assert runner.use_idle_time()
+    backend.error = RuntimeError("out of memory")
+    while runner.use_idle_time():
+        pass
+    assert runner.step.level == 0 and "out of memory" in caplog.text
+    runner.execute(decode(range(1), 3))
+    assert backend.num_replays == 1
 
 
 def test_nothing_moves_and_the_host_reads_nothing_between_replays(

@@ -18,7 +18,7 @@ from llmc.kernels.step_inputs import PREPARED, ROW_TABLES
 from llmc.runner.logprobs import gather_logprobs
 from llmc.runner.model_runner import ModelRunner
 from llmc.runner.rows import RowTables
-from llmc.runner.swap_space import SwapSpace
+from llmc.runner.swap_space import SwapSpace, piece_sizes
 from llmc.sampling_params import SamplingParams
 
 VOCAB = 40
@@ -233,6 +233,17 @@ def test_what_leaves_a_block_is_safe_from_what_enters_it_in_the_same_plan() -> N
 def test_the_speed_of_copies_is_measured() -> None:
     caches = [torch.zeros(8, 2, 16, 8)]
     assert 0 < SwapSpace(caches, 4).measure() < 1e13  # a machine may be busy
+
+
+@pytest.mark.parametrize("block_bytes", [3000, 1 << 21, 7 << 18, 3 << 30])
+@pytest.mark.parametrize("num_slots", [1, 5, 1000, 9999])
+def test_pinned_memory_is_not_rounded_up_by_much(num_slots: int, block_bytes: int) -> None:
+    sizes = list(piece_sizes(num_slots, block_bytes))
+    assert sum(sizes) == num_slots
+    taken = sum(1 << (count * block_bytes - 1).bit_length() for count in sizes)
+    if block_bytes < 1 << 30:  # a larger block is a piece of its own
+        assert taken <= num_slots * block_bytes + len(sizes) * block_bytes
+        assert len(sizes) <= num_slots * block_bytes / 2**30 * 1.1 + 60
 
 
 def test_steps_in_flight_read_what_the_step_before_drew() -> None:
