@@ -50,6 +50,8 @@ KEPT = {
     "bitnet": Quantization(format="int8"),
     "bitnet with divisors": Quantization(format="int8"),
     "mxfp8": Quantization(format="fp8", group=32),
+    "torchao float8": Quantization(format="fp8"),
+    "torchao int8": Quantization(format="int8"),
 }
 
 
