@@ -203,6 +203,8 @@ def explain_steps(
         advance()
     finally:
         started.runner.step = served
+    while started.runner.use_idle_time(has_work=True):
+        pass  # another step has run, so the graphs of this one are gone
     eager = [Counter(started.runner.eager_steps)]
     decode_s = statistics.median(decode().traces[-1].itls_s[NOT_COUNTED:count])
     eager.append(Counter(started.runner.eager_steps))

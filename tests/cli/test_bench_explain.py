@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_graphs import FakeGraphs
 from rank_threads import RankThreads, rank_threads
 from tiny_engine import Running, generate, start
 from tiny_models import save_checkpoint
@@ -22,6 +23,9 @@ from llmc.load_test.explain_report import format_table
 from llmc.load_test.observe import ObservedStep, OpRow
 from llmc.load_test.op_work import Call, RequestTokens, Work, work_of
 from llmc.passes.inputs import AdapterInput, CacheInput, Input, StateInput, WeightInput
+from llmc.runner.device import HostDevice
+from llmc.runner.model_runner import ModelRunner
+from llmc.startup import bind
 
 LIMITS = Limits(bytes_per_s=1e10, operations_per_s=1e11)
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, LAYERS = 32, 4, 2, 8, 64, 96, 2
@@ -102,6 +106,26 @@ def test_an_observed_step_draws_the_same_tokens(running: Running, replays: bool)
         assert generate(running.engine(), prompts, 6) == expected
     finally:
         runner.step = served
+
+
+def test_steps_are_timed_with_their_graphs(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bind, "open_device", lambda device, **options: HostDevice(FakeGraphs()))
+    monkeypatch.setattr(
+        bind,
+        "ModelRunner",
+        lambda *args, **given: ModelRunner(*args, **given | {"use_graphs": True}),
+    )
+    running = start(checkpoint)
+    runner = running.started.runner
+    while runner.capture_next() is not None:
+        pass
+    decode, _ = explain_steps(
+        running.started, batch_size=3, context_len=21, input_len=17, num_iters=2,
+        limits=lambda: LIMITS,
+    )  # fmt: skip
+    assert sum(decode.eager_steps.values()) == 1, "only that of the prompts"
 
 
 def test_ranks_spend_a_share_in_collectives(checkpoint: Path) -> None:
