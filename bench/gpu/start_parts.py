@@ -13,19 +13,24 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench.gpu.ablation import engine_options, pass_switches
 from bench.gpu.record import Record
-from bench.gpu.settings import Settings
+from bench.gpu.settings import GIB, Settings
+from bench.gpu.shapes import read_config, step_bytes
 from bench.gpu.subject import running
 from bench.gpu.tree import ROOT
 
 _AT_ONCE = 8  # processes that compile; each has its own workers
+_TESTS_BYTES = 16 * GIB  # of the tests, which run meanwhile
 TESTS_S = 230.0  # less than the part's limit, so that what has run is reported
 
 
@@ -80,17 +85,53 @@ def run_warm(settings: Settings, record: Record) -> None:
     if settings.tiny:
         record.measure("warm", partial(run_warm_job, settings, jobs[0]))
         return
+    room = Room(torch.cuda.mem_get_info()[0] - _TESTS_BYTES if torch.cuda.is_available() else 0)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        results = [(job, pool.submit(_in_process, job)) for job in jobs]
+        results = [(job, pool.submit(_in_process, settings, job, room)) for job in jobs]
         for job, result in results:
             record.measure(job, result.result)
 
 
-def _in_process(job: str) -> dict[str, Any]:
-    start = time.perf_counter()
+class Room:
+    """Memory that jobs share. One that needs more than there is runs alone."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._bytes = num_bytes
+        self._taken: list[int] = []
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, num_bytes: int) -> Iterator[None]:
+        """Wait until there is room, and take it."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._taken or sum(self._taken) + num_bytes <= self._bytes
+            )
+            self._taken.append(num_bytes)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken.remove(num_bytes)
+                self._changed.notify_all()
+
+
+def job_bytes(settings: Settings, job: str) -> int:
+    """About the memory that a job needs: weights, cache, activations, and CUDA's own."""
+    kind, _, name = job.partition(" ")
+    is_ablation = kind in ("on", "off", "ablation")
+    model = settings.model(settings.ablated if is_ablation else name)
+    cache = model.cache_bytes if kind == "model" else 4 * GIB
+    weights = step_bytes(read_config(model.config), 2)
+    return int(1.1 * weights) + cache + 3 * GIB
+
+
+def _in_process(settings: Settings, job: str, room: Room) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.gpu", "--warm-job", job]
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "4"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    with room.taken(job_bytes(settings, job)):
+        start = time.perf_counter()
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{job}: {done.stderr[-2000:]}")
     return {"seconds": time.perf_counter() - start, "output": done.stdout[-1500:]}

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from bench.gpu.parts import PARTS, choose
 from bench.gpu.record import Record, finite
 from bench.gpu.replay import Span, summary
 from bench.gpu.report import failures, table
-from bench.gpu.settings import full, tiny
+from bench.gpu.settings import GIB, full, tiny
 from bench.gpu.shapes import linears, prefill_flops, read_config, step_bytes
 from bench.gpu.subject import swap_and_capture
 from bench.gpu.targets import TARGETS, judge
@@ -159,6 +160,29 @@ def test_tests_that_take_too_long_are_interrupted_and_what_ran_is_reported(tmp_p
     with pytest.raises(RuntimeError, match=r"'passed': 1.*status 2"):
         start_parts.run_pytest(tiny(), [str(file)], [], seconds=10)
     assert (tmp_path / "begun").exists() and time.monotonic() - start < 100
+
+
+def test_jobs_that_compile_share_the_memory_of_an_h100() -> None:
+    """All at once would need more, and the tests that run meanwhile would find none."""
+    room, most = start_parts.Room(62 * GIB), 0
+    jobs = [f"{kind} {name}" for kind in ("model", "generate") for name in ("8b", "0.6b", "1b")]
+    assert sum(start_parts.job_bytes(full(), job) for job in jobs) > 80 * GIB
+    running: list[int] = []
+
+    def run(job: str) -> None:
+        nonlocal most
+        size = start_parts.job_bytes(full(), job)
+        with room.taken(size):
+            running.append(size)
+            most = max(most, sum(running))
+            time.sleep(0.05)
+            running.remove(size)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(run, jobs))
+        assert 0 < most <= 62 * GIB
+        with start_parts.Room(0).taken(GIB):
+            pass  # alone
 
 
 def test_the_compiled_step_is_the_one_that_is_measured() -> None:

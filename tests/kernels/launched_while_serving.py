@@ -23,7 +23,6 @@ from torch import Tensor
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
 from llmc.passes.options import PipelineOptions
-from llmc.runner import model_runner
 from llmc.runner.device import Download, HostDevice
 from llmc.runner.model_runner import ModelRunner
 from llmc.sampling_params import SamplingParams
@@ -68,7 +67,6 @@ def start(kind: str, folder: Path, patch: pytest.MonkeyPatch) -> EngineCore:
         max_num_batched_tokens=1024, kv_cache_memory=2**26, enable_prefix_caching=False,
     )  # fmt: skip
     runner = running.started.runner
-    assert isinstance(runner, model_runner.ModelRunner)
     runner.warm_up()
     while runner.capture_next() is not None:
         pass
