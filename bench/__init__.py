@@ -6,6 +6,21 @@ packages of the same names.
 
 import sys
 from pathlib import Path
+from types import TracebackType
 
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [p for p in sys.path if p and Path(p).resolve() != _ROOT]
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Name a package that is not installed in a sentence, as the command line does."""
+    from llmc.cli.errors import describe, report
+
+    if isinstance(error, ModuleNotFoundError) and describe(error)[2] == 2:
+        report(error, debug=False)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+if sys.argv[0] == "-m":  # run as a command, not imported
+    sys.excepthook = _report

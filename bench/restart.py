@@ -12,7 +12,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from typing import IO
 
 import httpx
 import psutil
@@ -31,11 +33,12 @@ def main() -> None:
     ranks = ["--tensor-parallel-size", "2", "--port", port]
     command = [sys.executable, "-P", "-c", START, "serve", *sys.argv[1:], *ranks]
     with (
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server,
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log) as server,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
     ):
         try:
-            print(f"first start: {_until_it_answers(server, client):.1f} s")
+            print(f"first start: {_until_it_answers(server, client, log):.1f} s")
             for _ in range(KILLS):
                 processes = psutil.Process(server.pid).children(recursive=True)
                 rank = next(p for p in processes if MODULE in p.cmdline())
@@ -44,16 +47,20 @@ def main() -> None:
                 while _answers(client):
                     time.sleep(0.02)
                 noticed = time.perf_counter() - start
-                again = noticed + _until_it_answers(server, client)
+                again = noticed + _until_it_answers(server, client, log)
                 print(f"noticed after {noticed:.1f} s, answers again after {again:.1f} s")
         finally:
             server.terminate()
 
 
-def _until_it_answers(server: subprocess.Popen[bytes], client: httpx.Client) -> float:
+def _until_it_answers(server: subprocess.Popen[bytes], client: httpx.Client, log: IO[str]) -> float:
     start = time.perf_counter()
     while not _answers(client):
-        if server.poll() is not None or time.perf_counter() - start > LONGEST_S:
+        if server.poll() is not None:
+            log.seek(0)
+            _, error, reason = log.read().rpartition("error: ")
+            raise SystemExit(f"{error}{reason}".strip() or f"the server ended: {server.returncode}")
+        if time.perf_counter() - start > LONGEST_S:
             raise SystemExit("the server does not respond; check `llmc serve` with these flags")
         time.sleep(0.05)
     return time.perf_counter() - start

@@ -84,7 +84,14 @@ def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
     else:
         k = load_tile(key_cache, blocks, inside, kc_block, kc_slot, live, q.dtype,
                       DIM, DIM_PAD, MASKED, FORMAT, NATIVE)  # fmt: skip
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if DISTANCES > 0:
+        distance = pos[:, None] - n[None, :]
+        near = (distance >= 0) & (distance < DISTANCES)
+        added = tl.load(bias[:, None] + distance, mask=near, other=0.0).to(tl.float32)
+    if DISTANCES > 0 and not SOFTCAP:  # added to products, scores keep the layout of those
+        s = tl.dot(q, tl.trans(k), added / scale, input_precision=PRECISION)
+    else:
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SHARED:
         v = load_tile(value_cache, blocks, inside, vc_block, vc_slot, live, q.dtype,
                       V_DIM, V_DIM_PAD, MASKED, FORMAT, NATIVE)  # fmt: skip
@@ -94,10 +101,8 @@ def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
         s = softcap * tanh(s / softcap)
     if ALIBI:
         s += slope[:, None] * (n[None, :] - pos[:, None]).to(tl.float32)
-    if DISTANCES > 0:
-        distance = pos[:, None] - n[None, :]
-        near = (distance >= 0) & (distance < DISTANCES)
-        s += tl.load(bias[:, None] + distance, mask=near, other=0.0).to(tl.float32)
+    if DISTANCES > 0 and SOFTCAP:
+        s += added
     s *= LOG2E
     if MASKED:
         seen = live[None, :] & (n[None, :] <= pos[:, None])

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from llmc.kernels.triton import dependent_launch
@@ -21,6 +22,8 @@ except ImportError:  # an older Triton
     TensorDescriptor = None
 
 _MAX_BOX = 256  # elements in a dimension of a tile
+# Triton 3.7 asks for numbers of registers that no warp can have: its own check of the code fails
+TRITON_SPECIALIZES = [int(part) for part in triton.__version__.split(".")[:2]] < [3, 7]
 
 
 def fits_descriptors(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_n: int) -> bool:
@@ -48,11 +51,11 @@ def _is_rows(cache: Tensor, query: Tensor, block_n: int) -> bool:
 def specializes(device: torch.device) -> bool:
     """Whether Triton can give a loop's copies, products and softmax to separate warps for this GPU.
 
-    Only for Blackwell's (sm_100 and 103). For Hopper, Triton 3.6 leaves kernels with more than four
-    warps or an `else` as they are and fails to compile the others; later Blackwells (sm_120) have
-    no tensor memory, over which the warps pass their results.
+    Only Triton 3.6, and for Blackwell's (sm_100 and 103). For Hopper, it leaves kernels with more
+    than four warps or an `else` as they are and fails to compile the others; later Blackwells
+    (sm_120) have no tensor memory, over which the warps pass their results.
     """
-    return device.type != "cuda" or _is_blackwell(device.index)
+    return TRITON_SPECIALIZES and (device.type != "cuda" or _is_blackwell(device.index))
 
 
 @lru_cache

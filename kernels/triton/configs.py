@@ -26,8 +26,11 @@ class AttentionConfig:
     warp_specialize: bool = False
 
 
-def attention_config(rows: int, dim: int, itemsize: int, cache_itemsize: int) -> AttentionConfig:
-    """rows: average queries per request x heads of a group; dim: the larger padded head size."""
+def attention_config(
+    rows: int, dim: int, itemsize: int, cache_itemsize: int, biased: bool = False
+) -> AttentionConfig:
+    """rows: average queries per request x heads of a group; dim: the larger padded head size.
+    biased: with a bias by distance, which takes a pointer per score."""
     widens = cache_itemsize < itemsize  # dequantizing takes registers
     if itemsize == 4:  # float32 is for checking, not for speed: small tiles that always fit
         block_n = 16 if dim >= 128 else 32
@@ -47,12 +50,12 @@ def attention_config(rows: int, dim: int, itemsize: int, cache_itemsize: int) ->
         )  # fmt: skip
     if rows <= 64 or dim > 128 or widens:  # few draft or prompt tokens per request, or wide heads
         return AttentionConfig(
-            block_m=64 if rows > 32 else 32, block_n=32 if dim > 128 else 64,
+            block_m=64 if rows > 32 else 32, block_n=32 if dim > 128 or biased else 64,
             num_warps=8 if dim > 128 and rows > 32 else 4, num_stages=2,
             waves=2, min_tiles=4, combine_rows=4, combine_splits=4,
         )  # fmt: skip
     return AttentionConfig(  # prompts
-        block_m=128, block_n=64, num_warps=8, num_stages=3, waves=2, min_tiles=8,
+        block_m=128, block_n=32 if biased else 64, num_warps=8, num_stages=3, waves=2, min_tiles=8,
         combine_rows=8, combine_splits=4,
     )  # fmt: skip
 

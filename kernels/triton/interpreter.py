@@ -1,11 +1,14 @@
-"""Makes triton 3.6's interpreter (TRITON_INTERPRET=1) work with numpy 2.4, round like GPUs, and
+"""Makes the interpreter of triton 3.6 and 3.7 (TRITON_INTERPRET=1) compute what GPUs compute, and
 take half the time.
 
-The interpreter stores a scalar as a one-element array and converts it to a loop bound with
-`int(array)`, which numpy now supports only for 0-dimensional arrays. It truncates float32 to
-bfloat16, while GPUs round to nearest: twice the error, always toward zero. It patches
-`triton.language` with its own functions at each launch and again at each call of a device function,
-although only the first patch of a launch changes anything.
+- 3.6 stores a scalar as a one-element array and converts it to a loop bound with `int(array)`,
+  which numpy 2.4 supports only for 0-dimensional arrays.
+- 3.7 cannot use a global constexpr times a tensor: Python makes a constexpr of the product, where
+  the compiler makes a tensor.
+- Both truncate float32 to bfloat16, while GPUs round to nearest: twice the error, always toward
+  zero.
+- Both patch `triton.language` with their own functions at each launch and again at each call of a
+  device function, although only the first patch of a launch changes anything.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import numpy as np
 import triton.language as tl
 from numpy.typing import NDArray
 from triton import knobs
+from triton.language.semantic import TritonSemantic
 
 
 def repair() -> None:
@@ -39,6 +43,13 @@ def repair() -> None:
         return to_bfloat16(data)
 
     interpreter._convert_float = rounded
+    to_tensor = TritonSemantic.to_tensor
+
+    def unwrapped(semantic: Any, value: Any, check_type: bool = True) -> Any:
+        is_constant = isinstance(value, tl.constexpr)
+        return to_tensor(semantic, value.value if is_constant else value, check_type)
+
+    TritonSemantic.to_tensor = unwrapped
     _patch_once_a_launch(interpreter)
 
 

@@ -60,7 +60,7 @@ def plan(
     dim_pad, v_dim_pad = power_of_2(dim, 16), power_of_2(v_dim, 16)
     config = attention_config(
         group * cdiv(tokens, max(rows, 1)), max(dim_pad, v_dim_pad), query.element_size(),
-        key_cache.element_size(),
+        key_cache.element_size(), distance_bias is not None,
     )  # fmt: skip
     block_m = config.block_m
     group_tile = min(group, block_m)

@@ -39,6 +39,7 @@ from llmc.kernels.triton import delta_rule as triton_delta_rule
 from llmc.kernels.triton import paged_attention as triton_attention
 from llmc.kernels.triton import rope_attention as triton_rope
 from llmc.kernels.triton import sample_rows
+from llmc.kernels.triton.attention_tiles import TRITON_SPECIALIZES
 from llmc.kernels.triton.configs import AttentionConfig
 from llmc.kernels.triton.define import interpreted
 from llmc.kernels.triton.launch import Launch
@@ -384,7 +385,7 @@ def test_tiles_of_keys_come_through_descriptors(
     assert launch.constants["DESCRIPTORS"] and isinstance(
         launch.args["key_cache"], TensorDescriptor
     )
-    assert launch.constants["SPECIALIZE"] == (rows == 64)
+    assert launch.constants["SPECIALIZE"] == (rows == 64 and TRITON_SPECIALIZES)
     check(OPS["paged_attention"], case, dtype)
 
 

@@ -148,16 +148,21 @@ def compile_launch(launch: Launch, target: str) -> Use:
     return Use(registers=registers, spilled=spilled, shared=int(compiled.metadata.shared))
 
 
-def _nvidia_use(cubin: bytes) -> tuple[int, int]:
+def machine_code(compiled: Any) -> str:
+    """The instructions of a kernel compiled for an NVIDIA GPU."""
+    return _read_cubin(triton.knobs.nvidia.nvdisasm.path, compiled.asm["cubin"])
+
+
+def _read_cubin(tool: str, cubin: bytes, *options: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        text = subprocess.run(
-            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        command = [tool, *options, str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _nvidia_use(cubin: bytes) -> tuple[int, int]:
+    text = _read_cubin(triton.knobs.nvidia.cuobjdump.path, cubin, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text)
     assert found, f"cuobjdump printed no resource use: {text!r}"
     return int(found[1]), max(int(found[2]), int(found[3]))
