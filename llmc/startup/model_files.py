@@ -13,6 +13,7 @@ from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, ConfigError, reason_of
 from llmc.startup.default_model import default_model, default_model_path
 from llmc.startup.gguf_files import is_new, model_directory
+from llmc.text.tokenizer import TOKENIZER_FILES
 from llmc.weights.gguf.files import first_part, is_gguf, is_gguf_file, name_of
 from llmc.weights.quantized.quantization_config import (
     GGUF,
@@ -38,8 +39,7 @@ class ModelFiles:
 
     @property
     def has_tokenizer(self) -> bool:
-        names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-        return any((self.path / name).is_file() for name in names)
+        return any((self.path / name).is_file() for name in TOKENIZER_FILES)
 
 
 def resolve_model(config: EngineConfig) -> ModelFiles:

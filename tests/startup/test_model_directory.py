@@ -283,3 +283,13 @@ def test_what_greedy_models_recommend(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(fields))
     want = {"temperature": 0.0, "repetition_penalty": 1.1}
     assert resolve(config, torch.device("cpu")).sampling_defaults == want
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tekken.json", "tiktoken.model", "vocab.txt", "spiece.model"]
+)
+def test_any_tokenizer_that_can_be_loaded_is_one(tmp_path: Path, name: str) -> None:
+    files = resolve_model(EngineConfig(model=str(write_config(tmp_path))))
+    assert not files.has_tokenizer
+    (tmp_path / name).write_text("")
+    assert files.has_tokenizer
