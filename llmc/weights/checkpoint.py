@@ -36,6 +36,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_LFS_POINTER = b"version https://git-lfs.github.com/"
 _COMPARED_AT_ONCE = 4 << 20  # bytes
 _READ_AT_ONCE = 16 << 20  # bytes of whole rows, when only a part of each row is used
 
@@ -220,7 +221,7 @@ def open_checkpoint(path: Path) -> dict[str, StoredTensor]:
     others = sorted(p.name for p in path.glob("*.safetensors"))
     if len(others) == 1:
         return open_file(path / others[0])
-    if list(path.glob("*.bin")) or list(path.glob("*.pt")):
+    if any(list(path.glob(f"*.{kind}")) for kind in ("bin", "pt", "pth")):
         raise CheckpointError(
             f"{path.name!r} contains only pickled weights, none of them named "
             "pytorch_model*.bin; use a checkpoint in safetensors"
@@ -242,7 +243,9 @@ def _open_sharded(path: Path, index: Path) -> dict[str, StoredTensor]:
         if Path(name).name != name:
             raise CheckpointError(f"{index.name} names a file outside its directory: {name!r}")
         if not (path / name).is_file():
-            raise CheckpointError(f"{index.name} names {name!r}, which is missing")
+            raise CheckpointError(
+                f"{index.name} names {name!r}, which is missing; download the checkpoint again"
+            )
         tensors.update(open_file(path / name))
     missing = [n for n in weight_map if n not in tensors]
     if missing:
@@ -258,8 +261,13 @@ def open_file(file: Path) -> dict[str, StoredTensor]:
             size = int.from_bytes(f.read(8), "little")
             header = json.loads(f.read(size))
     except (SafetensorError, OSError, ValueError) as e:
+        if _is_lfs_pointer(file):
+            raise CheckpointError(
+                f"{file.name} is a Git LFS pointer instead of the weights; run `git lfs pull` in "
+                "the model's directory"
+            ) from e
         raise CheckpointError(
-            f"{file.name} is not a complete safetensors file: {str(e)[:200]}"
+            f"{file.name} is not a complete safetensors file ({str(e)[:200]}); download it again"
         ) from e
     tensors = {}
     for name, entry in header.items():
@@ -278,3 +286,12 @@ def open_file(file: Path) -> dict[str, StoredTensor]:
             dtype=dtype,
         )
     return tensors
+
+
+def _is_lfs_pointer(file: Path) -> bool:
+    """Whether it is what `git clone` leaves in place of a large file without Git LFS."""
+    try:
+        with open(file, "rb") as f:
+            return f.read(len(_LFS_POINTER)) == _LFS_POINTER
+    except OSError:
+        return False

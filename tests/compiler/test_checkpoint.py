@@ -150,8 +150,13 @@ def test_a_header_of_absurd_size(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_safetensors(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"<!DOCTYPE html>\n")
+    refused(tmp_path, "not a complete safetensors file", "download it again")
+
+
+def test_a_pointer_that_git_left_in_place_of_the_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    refused(tmp_path, "not a complete safetensors file")
+    refused(tmp_path, "is a Git LFS pointer", "run `git lfs pull`")
 
 
 def _with_dtype(tensor: Tensor, dtype: str, file: Path) -> None:
@@ -178,3 +183,8 @@ def test_pickled_weights_are_never_read(tmp_path: Path) -> None:
 
 def test_no_weights_at_all(tmp_path: Path) -> None:
     refused(tmp_path, "has no model.safetensors", "--load-format dummy")
+
+
+def test_a_vendors_pickles_are_never_read(tmp_path: Path) -> None:
+    (tmp_path / "consolidated.00.pth").write_bytes(b"")
+    refused(tmp_path, "only pickled weights", "use a checkpoint in safetensors")
