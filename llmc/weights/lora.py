@@ -35,6 +35,7 @@ from llmc.weights.parameters import Parameters
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 4 << 20
+_WAY_OUT = "serve the model that PEFT's merge_and_unload makes of it, if it can be merged"
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(.+)\.(?:lora_(A|B)\.weight|lora_embedding_(A|B)|base_layer\.weight)",
     re.ASCII,
@@ -278,9 +279,11 @@ def _read_config(adapter: LoRARequest, path: Path) -> dict[str, Any]:
 
 def _check_features(adapter: LoRARequest, config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
-        raise _refused(adapter, f"its peft_type is {config.get('peft_type')!r:.40}, not 'LORA'")
+        raise _refused(
+            adapter, f"its peft_type is {config.get('peft_type')!r:.40}, not 'LORA'; {_WAY_OUT}"
+        )
     if config.get("bias", "none") != "none":
-        raise _refused(adapter, f"it trains biases (bias={config['bias']!r:.40})")
+        raise _refused(adapter, f"it trains biases (bias={config['bias']!r:.40}); {_WAY_OUT}")
     asked = config.get("target_parameters") or []
     if not isinstance(asked, list) or not all(isinstance(one, str) for one in asked):
         raise _refused(adapter, f"target_parameters in {_CONFIG} is not a list of names")
@@ -300,7 +303,7 @@ def _check_features(adapter: LoRARequest, config: Mapping[str, Any]) -> None:
         raise _refused(
             adapter,
             f"it uses {', '.join(map(str, unknown))[:200]}; only plain LoRA on linears and "
-            "embeddings is supported, with use_rslora, rank_pattern and alpha_pattern",
+            f"embeddings is supported, with use_rslora, rank_pattern and alpha_pattern; {_WAY_OUT}",
         )
 
 

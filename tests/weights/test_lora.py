@@ -139,7 +139,7 @@ O_PAIR = {A.replace(".q.", ".o."): torch.ones(2, 8), B.replace(".q.", ".o."): to
         ("{", None, "can't be read"),
         ("[" * 100_000, None, "can't be read"),
         ([], None, "is not a JSON object"),
-        ({**CONFIG, "peft_type": "IA3"}, None, "peft_type is 'IA3'"),
+        ({**CONFIG, "peft_type": "IA3"}, None, "is 'IA3', not 'LORA'; serve the model that PEFT's"),
         ({**CONFIG, "use_dora": True}, None, "it uses use_dora"),
         ({**CONFIG, "modules_to_save": ["lm_head"]}, None, "it uses modules_to_save"),
         ({**CONFIG, "bias": "all"}, None, "trains biases"),
