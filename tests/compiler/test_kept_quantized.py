@@ -22,6 +22,7 @@ from llmc.weights.quantized.quantized_tensor import QuantizedTensor
 from llmc.weights.quantized.stored_weights import dequantized
 
 INT4 = Quantization(format="int4", group=32, scale="float16", zero=True)
+MXFP4 = Quantization(format="mxfp4", group=32, scale="exponent")
 # Of a weight of 48 channels and 96 inputs; the others are widened.
 KEPT = {
     "fp8 in blocks of 32": Quantization(format="fp8", group=32),
@@ -40,10 +41,12 @@ KEPT = {
     "gptq 4 bits, all inputs": INT4,
     "gptq 2 bits": INT4,
     "gptq 2 bits, symmetric": INT4,
+    "gptq 3 bits": INT4,
+    "gptq_v2 3 bits, symmetric": INT4,
     "gptq_v2": INT4,
     "awq": INT4,
     "fp8 of modelopt": Quantization(format="fp8"),
-    "mxfp4": Quantization(format="mxfp4", group=32, scale="exponent"),
+    "mxfp4": MXFP4,
     "bitsandbytes in 8 bits": Quantization(format="int8"),
     "auto-round as gptq": Quantization(format="int4", group=32, scale="float16"),
     "auto-round as awq": INT4,
@@ -52,6 +55,13 @@ KEPT = {
     "mxfp8": Quantization(format="fp8", group=32),
     "torchao float8": Quantization(format="fp8"),
     "torchao int8": Quantization(format="int8"),
+    "mxfp4 of modelopt": MXFP4,
+    "mxfp8 of modelopt": Quantization(format="fp8", group=32),
+    "fp8 of quark": Quantization(format="fp8"),
+    "mxfp4 of quark": MXFP4,
+    "auto-round, fp8": Quantization(format="fp8", group=32),
+    "auto-round, mxfp4": MXFP4,
+    "auto-round, mxfp8": Quantization(format="fp8", group=32),
 }
 
 

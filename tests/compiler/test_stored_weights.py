@@ -246,6 +246,38 @@ def test_modules_of_auto_round_may_have_bits_of_their_own(tmp_path: Path) -> Non
     assert found is not None and found.expected("a", ["Linear"]) is None
 
 
+def test_modules_of_modelopt_may_have_algorithms_of_their_own(tmp_path: Path) -> None:
+    config = {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {
+            MODULE: {"quant_algo": "NVFP4", "group_size": 16},
+            "down": {"quant_algo": "FP8"},
+        },
+    }
+    tensors, four = PACKINGS["nvfp4 of modelopt"]().pack(drawn())
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    tensors, eight = fp8(None).pack(drawn())
+    named |= {f"down.{suffix}": t for suffix, t in tensors.items()}
+    got = read_stored(tmp_path, named, config, torch.float32)
+    for name, numbers in ((MODULE, four), ("down", eight)):
+        torch.testing.assert_close(got[f"{name}.weight"].read(), numbers, rtol=1e-6, atol=0)
+
+
+def test_modules_of_quark_may_have_formats_of_their_own(tmp_path: Path) -> None:
+    config = PACKINGS["fp8 of quark"]().config
+    config["layer_quant_config"] = {
+        "*up_proj": {"weight": {"dtype": "fp4", "group_size": 32}},
+        "*gate*": {"weight": None},
+    }
+    tensors, numbers = PACKINGS["mxfp4 of quark"]().pack(drawn())
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    got = read_stored(tmp_path, named, config, torch.float32)
+    torch.testing.assert_close(got[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
+    found = read_quantization({"quantization_config": config})
+    assert found is not None and found.expected("a.gate_proj", ["Linear"]) is None
+
+
 def test_what_is_not_used_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     stored_weights._log_once.cache_clear()
@@ -393,7 +425,7 @@ def test_integers_of_4_bits_may_take_a_byte(tmp_path: Path) -> None:
         ("awq", "is 'awq' instead of an object"),
         ({"quant_method": "hqq"}, "quant_method is 'hqq'; llmc supports fp8"),
         ({"bits": 4}, "quant_method is None"),
-        ({"quant_method": "gptq", "bits": 3}, "bits is 3; llmc supports 2, 4, 8"),
+        ({"quant_method": "gptq", "bits": 5}, "bits is 5; llmc supports 2, 3, 4, 8"),
         ({"quant_method": "gptq", "bits": True}, "bits is True"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0; it must be"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "is 'marlin'"),
@@ -421,6 +453,35 @@ def test_integers_of_4_bits_may_take_a_byte(tmp_path: Path) -> None:
         ({"quant_method": "bitnet", "quantization_mode": "online"}, "mode is 'online'"),
         ({"quant_method": "bitnet", "use_rms_norm": True}, "use_rms_norm adds norms"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo is 'NVFP4_AWQ'"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "without quantized_layers"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "W4A8_AWQ"}},
+            },
+            "quantized_layers.a.quant_algo is 'W4A8_AWQ'",
+        ),
+        (
+            {"quant_method": "auto-round", "bits": 4, "rotation_config": {"type": "hadamard"}},
+            "rotation_config rotates the inputs",
+        ),
+        (
+            {"quant_method": "auto-round", "bits": 4, "data_type": "int_asym_dq"},
+            "data_type is 'int_asym_dq'",
+        ),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}},
+            "global_quant_config.weight.dtype is 'int4'; llmc supports fp8_e4m3, fp4",
+        ),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": {"dtype": "fp4"}},
+                "layer_type_quant_config": {"Linear": {}},
+            },
+            "layer_type_quant_config is not supported",
+        ),
         ({**grouped(), "ignore": ["re:("]}, "not a valid regular expression"),
         ({**grouped(), "transform_config": {"a": 1}}, "transform_config rotates the inputs"),
         ({**grouped(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),

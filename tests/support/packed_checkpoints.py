@@ -39,13 +39,16 @@ class Packing:
 
 
 def words_of(values: np.ndarray, bits: int, axis: int) -> Tensor:
-    """Pack unsigned integers into int32 words along an axis, the first in the lowest bits."""
-    per_word = 32 // bits
+    """Pack unsigned integers into int32 words along an axis, the first in the lowest bits. Of 3
+    bits, a word begins with the bits that the word before had no room for."""
     values = np.moveaxis(values.astype(np.uint64), axis, -1)
-    values = np.pad(values, ((0, 0), (0, -values.shape[-1] % per_word)))
-    words = np.zeros((values.shape[0], values.shape[-1] // per_word), dtype=np.uint64)
-    for i in range(per_word):
-        words |= values[:, i::per_word] << np.uint64(bits * i)
+    unit = 32 if bits == 3 else 32 // bits
+    values = np.pad(values, ((0, 0), (0, -values.shape[-1] % unit)))
+    words = np.zeros((values.shape[0], values.shape[-1] * bits // 32), dtype=np.uint64)
+    for i in range(values.shape[-1]):
+        for bit in range(bits):
+            word, at = divmod(i * bits + bit, 32)
+            words[:, word] |= (values[:, i] >> np.uint64(bit) & np.uint64(1)) << np.uint64(at)
     packed = np.moveaxis(words, -1, axis).astype(np.uint32).view(np.int32)
     return torch.from_numpy(np.ascontiguousarray(packed))
 
@@ -98,7 +101,9 @@ def gptq(
             weight, bits, group, symmetric=symmetric, group_of=group_of
         )
         zeros = words_of(zero.T, bits, 1)
-        if not v2:  # subtracted from whole words: a value of 0 borrows from the next
+        if not v2 and bits == 3:
+            zeros = words_of((zero.T - 1) & 7, bits, 1)
+        elif not v2:  # subtracted from whole words: a value of 0 borrows from the next
             ones = np.uint32(sum(1 << i for i in range(0, 32, bits)))
             zeros = torch.from_numpy((zeros.numpy().view(np.uint32) - ones).view(np.int32))
         return {
@@ -344,14 +349,70 @@ def auto_round(layout: str) -> Packing:
     return Packing(config=config, pack=made.pack)
 
 
+def auto_round_floats(bits: int) -> Packing:
+    """AutoRound's files of floats: in 4 bits as compressed-tensors', in 8 bits as `fp8`."""
+    config: dict[str, Any] = {"quant_method": "auto-round", "bits": bits, "act_bits": bits}
+    if bits == 8:
+        config |= {"data_type": "fp", "fmt": "e4m3", "weight_block_size": [32, 32]}
+        config |= {"packing_format": "auto_round:fp8", "group_size": [32, 32]}
+        return Packing(config=config, pack=fp8((32, 32)).pack)
+    config |= {"data_type": "nv_fp", "group_size": 16}
+    return Packing(
+        config=config | {"packing_format": "auto_round:llm_compressor"}, pack=nvfp4().pack
+    )
+
+
+def auto_round_mx(bits: int) -> Packing:
+    config = {
+        "quant_method": "auto-round",
+        "bits": bits,
+        "group_size": 32,
+        "data_type": "mx_fp",
+        "packing_format": "auto_round:llm_compressor",
+    }
+    return Packing(config=config, pack=(mxfp4_linear() if bits == 4 else mxfp8()).pack)
+
+
+def quark(dtype: str) -> Packing:
+    """Quark's export, with the names of `fp8` for both."""
+
+    def fp4(weight: Tensor) -> Packed:
+        parts, numbers = mxfp4_linear().pack(weight)
+        return {"weight": parts["weight_packed"], "weight_scale": parts["weight_scale"]}, numbers
+
+    weight = {"dtype": dtype, "qscheme": "per_group" if dtype == "fp4" else "per_tensor"}
+    config = {
+        "quant_method": "quark",
+        "global_quant_config": {
+            "weight": weight | ({"group_size": 32} if dtype == "fp4" else {}),
+            "input_tensors": None,
+        },
+        "layer_quant_config": {},
+        "exclude": ["lm_head"],
+        "export": {"weight_format": "real_quantized", "pack_method": "reorder"},
+    }
+    return Packing(config=config, pack=fp4 if dtype == "fp4" else fp8(None).pack)
+
+
+def modelopt(algorithm: str) -> Packing:
+    packs = {"mxfp4": quark("fp4").pack, "MXFP8": mxfp8().pack, "W4A16_NVFP4": nvfp4_of_modelopt}
+    config = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
+    return Packing(config=config, pack=packs[algorithm])
+
+
+def nvfp4_of_modelopt(weight: Tensor) -> Packed:
+    return nvfp4(modelopt=True).pack(weight)
+
+
 _NF4 = (
     *(-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0),
     *(0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0),
 )
 
 
-def nf4(*, nested: bool) -> Packing:
-    """bitsandbytes in 4 bits: blocks of 64 in a row, over the ends of channels."""
+def nf4(*, nested: bool, stored_as: torch.dtype = torch.uint8) -> Packing:
+    """bitsandbytes in 4 bits: blocks of 64 in a row, over the ends of channels. `stored_as`:
+    bnb_4bit_quant_storage, the dtype in which the bytes are stored."""
 
     def pack(weight: Tensor) -> Packed:
         flat = weight.flatten()
@@ -373,12 +434,13 @@ def nf4(*, nested: bool) -> Packing:
         codes = (blocks[..., None] / scale[:, None, None] - table).abs().argmin(-1).flatten()
         numbers = (table[codes].view(count, 64) * scale[:, None]).flatten()[: len(flat)]
         codes = codes[: len(flat)].to(torch.uint8)
-        parts["weight"] = (codes[::2] << 4 | codes[1::2])[:, None]
+        parts["weight"] = (codes[::2] << 4 | codes[1::2]).view(stored_as)[:, None]
         text = json.dumps(state).encode()
         parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
         return parts, numbers.view(weight.shape)
 
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    config["bnb_4bit_quant_storage"] = str(stored_as).removeprefix("torch.")
     return Packing(config=config, pack=pack)
 
 
@@ -463,20 +525,32 @@ PACKINGS: dict[str, Callable[[], Packing]] = {
     "gptq 4 bits, all inputs": lambda: gptq(4, -1),
     "gptq 2 bits": lambda: gptq(2, 32),
     "gptq 2 bits, symmetric": lambda: gptq(2, 32, symmetric=True),
+    "gptq 3 bits": lambda: gptq(3, 32),
+    "gptq_v2 3 bits, symmetric": lambda: gptq(3, 32, v2=True, symmetric=True),
     "gptq_v2": lambda: gptq(4, 32, v2=True),
     "gptq in another order": lambda: gptq(4, 32, order=True),
     "awq": lambda: awq(32),
     "nvfp4": nvfp4,
     "nvfp4 of modelopt": lambda: nvfp4(modelopt=True),
     "fp8 of modelopt": modelopt_fp8,
+    "mxfp4 of modelopt": lambda: modelopt("mxfp4"),
+    "mxfp8 of modelopt": lambda: modelopt("MXFP8"),
+    "nvfp4 of modelopt, weights only": lambda: modelopt("W4A16_NVFP4"),
+    "fp8 of quark": lambda: quark("fp8_e4m3"),
+    "mxfp4 of quark": lambda: quark("fp4"),
     "mxfp4": mxfp4_linear,
     "mxfp8": mxfp8,
     "auto-round as gptq": lambda: auto_round("gptq"),
     "auto-round as awq": lambda: auto_round("awq"),
+    "auto-round, fp8": lambda: auto_round_floats(8),
+    "auto-round, nvfp4": lambda: auto_round_floats(4),
+    "auto-round, mxfp4": lambda: auto_round_mx(4),
+    "auto-round, mxfp8": lambda: auto_round_mx(8),
     "bitnet": lambda: bitnet("autobitlinear"),
     "bitnet with divisors": lambda: bitnet("bitlinear"),
     "nf4": lambda: nf4(nested=False),
     "nf4 with nested scales": lambda: nf4(nested=True),
+    "nf4 stored as bfloat16": lambda: nf4(nested=False, stored_as=torch.bfloat16),
     "bitsandbytes in 8 bits": bnb_int8,
     "torchao float8": lambda: torchao("Float8WeightOnlyConfig"),
     "torchao int8": lambda: torchao("Int8WeightOnlyConfig"),

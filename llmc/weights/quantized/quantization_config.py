@@ -1,8 +1,7 @@
 """`quantization_config` of config.json -> how the weights of a checkpoint are stored.
 
-The formats are common ones of vLLM and transformers: fp8, fbgemm_fp8, compressed-tensors, gptq,
-awq, mxfp4, torchao and others. The result determines how tensors are unpacked (stored_weights.py);
-the captured model does not depend on it.
+`_READERS` lists the formats by `quant_method`. The result determines how tensors are unpacked
+(stored_weights.py); the captured model does not depend on it.
 """
 
 from __future__ import annotations
@@ -194,13 +193,11 @@ def _gptq(fields: Mapping[str, Any]) -> StoredQuantization:
 
 
 def _auto_round(fields: Mapping[str, Any]) -> StoredQuantization:
-    """GPTQ's or AWQ's layout; modules in `extra_config` have their own bits or are plain."""
-    one_of(fields, "data_type", "int", ("int",))
-    form = str(fields.get("packing_format") or "auto_round:auto_gptq")
-    readers = {"auto_round:auto_gptq": _gptq_scheme, "auto_round:auto_awq": _awq_scheme}
-    if form not in readers:
-        raise bad(f"packing_format is {form!r}; llmc supports {', '.join(readers)}; {WAY_OUT}")
-    scheme = readers[form]
+    """Layouts of other tools; modules in `extra_config` have their own bits or are plain."""
+    if fields.get("rotation_config"):
+        raise bad(f"rotation_config rotates the inputs, which is not supported; {WAY_OUT}")
+    form = one_of(fields, "packing_format", "auto_round:auto_gptq", tuple(_AUTO_ROUND))
+    scheme = _AUTO_ROUND[form]
     schemes, plain = [], ["lm_head"]
     for name, own in mapping_in(fields, "extra_config").items():
         asked = _overridden(fields, own)
@@ -212,15 +209,50 @@ def _auto_round(fields: Mapping[str, Any]) -> StoredQuantization:
         else:
             schemes.append(scheme(asked, target))
     schemes.append(scheme(fields, "Linear"))
+    activation_bits = fields.get("act_bits")
     return StoredQuantization(
-        method="auto-round", schemes=tuple(schemes), plain_modules=tuple(plain)
+        method="auto-round",
+        schemes=tuple(schemes),
+        plain_modules=tuple(plain),
+        quantizes_activations=isinstance(activation_bits, int) and activation_bits < 16,
+    )
+
+
+def _auto_round_integers(
+    read: Callable[[Mapping[str, Any], str], WeightScheme],
+) -> Callable[[Mapping[str, Any], str], WeightScheme]:
+    def scheme(fields: Mapping[str, Any], target: str) -> WeightScheme:
+        one_of(fields, "data_type", "int", ("int",))
+        return read(fields, target)
+
+    return scheme
+
+
+def _auto_round_floats(fields: Mapping[str, Any], target: str) -> WeightScheme:
+    """The layouts of compressed-tensors and of `fp8`."""
+    kind = one_of(fields, "data_type", None, ("fp", "mx_fp", "nv_fp"))
+    bits = one_of(fields, "bits", None, {"fp": (8,), "mx_fp": (4, 8), "nv_fp": (4,)}[kind])
+    if kind == "fp":
+        one_of(fields, "fmt", "e4m3", ("e4m3",))
+        has_blocks = fields.get("weight_block_size") is not None
+        block = block_size(fields, "weight_block_size") if has_blocks else None
+    else:
+        size = 16 if kind == "nv_fp" else 32
+        block = (1, one_of(fields, "group_size", size, (size,)))
+    return WeightScheme(
+        layout="fp4" if bits == 4 else "plain",
+        bits=bits,
+        block=block,
+        is_float=True,
+        divides=kind == "nv_fp",
+        targets=(target,),
     )
 
 
 def _gptq_scheme(fields: Mapping[str, Any], target: str) -> WeightScheme:
     return WeightScheme(
         layout="gptq",
-        bits=one_of(fields, "bits", None, (2, 4, 8)),
+        bits=one_of(fields, "bits", None, (2, 3, 4, 8)),
         block=(1, group_size(fields, "group_size")),
         symmetric=fields.get("sym") is True,  # zero points are stored either way
         zeros_less_one=True,
@@ -287,20 +319,85 @@ def _bitnet(fields: Mapping[str, Any]) -> StoredQuantization:
     )
 
 
+# The layout, bits and block.
+_MODELOPT: dict[str, tuple[Layout, int, tuple[int, int] | None]] = {
+    "NVFP4": ("fp4", 4, (1, 16)),
+    "W4A16_NVFP4": ("fp4", 4, (1, 16)),
+    "MXFP4": ("fp4", 4, (1, 32)),
+    "MXFP8": ("plain", 8, (1, 32)),
+    "FP8": ("plain", 8, None),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("plain", 8, None),
+}
+
+
 def _modelopt(fields: Mapping[str, Any]) -> StoredQuantization:
-    algorithm = one_of(fields, "quant_algo", None, ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
-    if algorithm == "NVFP4":
-        size = one_of(fields, "group_size", 16, (16,))
-        scheme = WeightScheme(layout="fp4", bits=4, block=(1, size), is_float=True)
+    """Modules have an algorithm each where `quantized_layers` lists them."""
+    if fields.get("quant_algo") == "MIXED_PRECISION":
+        layers = mapping_in(fields, "quantized_layers")
+        schemes = tuple(
+            _modelopt_scheme(own, name, f"quantized_layers.{name}.") for name, own in layers.items()
+        )
+        if not schemes:
+            raise bad(f"quant_algo is MIXED_PRECISION without quantized_layers; {WAY_OUT}")
     else:
-        scheme = WeightScheme(layout="plain", bits=8, block=None, is_float=True)
+        schemes = (_modelopt_scheme(fields, "Linear"),)
     plain = names_in(fields, "ignore") or names_in(fields, "exclude_modules")
     return StoredQuantization(
         method="modelopt",
-        schemes=(scheme,),
-        plain_modules=tuple("re:" + ".*".join(map(re.escape, n.split("*"))) + "$" for n in plain),
+        schemes=schemes,
+        plain_modules=tuple(map(_with_wildcards, plain)),
         quantizes_activations=True,
     )
+
+
+def _modelopt_scheme(fields: Any, target: str, where: str = "") -> WeightScheme:
+    if not isinstance(fields, Mapping):
+        raise bad(f"{where.removesuffix('.')} is {fields!r} instead of an object")
+    algorithm = str(fields.get("quant_algo")).upper()  # it writes some in small letters
+    known = one_of({"quant_algo": algorithm}, "quant_algo", None, tuple(_MODELOPT), where)
+    layout, bits, block = _MODELOPT[known]
+    if block is not None:
+        one_of(fields, "group_size", block[1], (block[1],), where)
+    return WeightScheme(layout=layout, bits=bits, block=block, is_float=True, targets=(target,))
+
+
+def _with_wildcards(name: str) -> str:
+    """The pattern of a name in which a star stands for anything."""
+    return "re:" + ".*".join(map(re.escape, name.split("*"))) + "$"
+
+
+def _quark(fields: Mapping[str, Any]) -> StoredQuantization:
+    export = mapping_in(fields, "export")
+    one_of(export, "weight_format", "real_quantized", ("real_quantized",), "export.")
+    own = mapping_in(fields, "layer_quant_config")
+    plain = [name for name, given in own.items() if not mapping_in(own, name).get("weight")]
+    schemes = [
+        _quark_scheme(given, _with_wildcards(name), f"layer_quant_config.{name}.weight.")
+        for name, given in own.items()
+        if name not in plain
+    ]
+    if mapping_in(fields, "layer_type_quant_config"):
+        raise bad(f"layer_type_quant_config is not supported; {WAY_OUT}")
+    usual = mapping_in(fields, "global_quant_config")
+    schemes.append(_quark_scheme(usual, "Linear", "global_quant_config.weight."))
+    return StoredQuantization(
+        method="quark",
+        schemes=tuple(schemes),
+        plain_modules=tuple(map(_with_wildcards, (*names_in(fields, "exclude"), *plain))),
+        quantizes_activations=bool(usual.get("input_tensors")),
+    )
+
+
+def _quark_scheme(fields: Mapping[str, Any], target: str, where: str) -> WeightScheme:
+    weight = mapping_in(fields, "weight")
+    kind = one_of(weight, "dtype", None, ("fp8_e4m3", "fp4", "mx"), where)
+    if kind == "fp8_e4m3":
+        one_of(weight, "qscheme", "per_tensor", ("per_tensor", "per_channel"), where)
+        return WeightScheme(layout="plain", bits=8, block=None, is_float=True, targets=(target,))
+    if kind == "mx":  # how older versions wrote fp4 in groups of 32
+        one_of(weight, "mx_element_dtype", None, ("fp4",), where)
+    size = one_of(weight, "group_size", 32, (32,), where)
+    return WeightScheme(layout="fp4", bits=4, block=(1, size), is_float=True, targets=(target,))
 
 
 _COMPRESSED = (
@@ -409,6 +506,13 @@ def _torchao(fields: Mapping[str, Any]) -> StoredQuantization:
     )
 
 
+_AUTO_ROUND = {  # by `packing_format`
+    "auto_round:auto_gptq": _auto_round_integers(_gptq_scheme),
+    "auto_round:auto_awq": _auto_round_integers(_awq_scheme),
+    "auto_round:llm_compressor": _auto_round_floats,
+    "auto_round:fp8": _auto_round_floats,
+    "auto_round:fp8_static": _auto_round_floats,
+}
 _READERS: dict[Any, Callable[[Mapping[str, Any]], StoredQuantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
@@ -418,6 +522,7 @@ _READERS: dict[Any, Callable[[Mapping[str, Any]], StoredQuantization]] = {
     "awq": _awq,
     "auto-round": _auto_round,
     "modelopt": _modelopt,
+    "quark": _quark,
     "bitsandbytes": _bitsandbytes,
     "bitnet": _bitnet,
     "mxfp4": _mxfp4,

@@ -92,9 +92,11 @@ class QuantizedTensor:
         if layout == "gptq":
             q, scale = unpack.unpack_gptq(q, bits), scale.T
             if zero is not None:
-                if self.scheme.zeros_less_one:
+                if self.scheme.zeros_less_one and bits != 3:
                     zero = unpack.add_one(zero, bits)
                 zero = unpack.unpack_columns(zero, bits)[:, :channels].T
+                if self.scheme.zeros_less_one and bits == 3:  # written without borrows
+                    zero = zero + 1 & 7
         elif layout == "awq":
             q, scale = unpack.unpack_awq(q), scale.T
             zero = None if zero is None else unpack.unpack_awq(zero)
@@ -147,8 +149,8 @@ class QuantizedTensor:
         """
         if part is None:
             return stored.read()
-        dim, values = part.dim, 1  # values per stored element along `dim`
-        per_word = 32 // self.scheme.bits
+        dim, values = part.dim, 1  # values along `dim` that can't be separated
+        per_word = 32 // math.gcd(32, self.scheme.bits)
         match self.scheme.layout:
             case "gptq":
                 dim, values = (1, 1) if self._is_of_channels(part) else (0, per_word)
@@ -161,13 +163,15 @@ class QuantizedTensor:
                 values = 1 if self._is_of_channels(part) else per_element
             case "mxfp4":
                 dim, values = (1, 1) if self._is_of_channels(part) else (2, self.block[1])
+        elements = 3 if self.scheme.bits == 3 and values > 1 else 1  # that hold these values
         if any(n % values for pair in part.ranges for n in pair):
+            held = "one stored element" if elements == 1 else f"{elements} stored elements"
             raise CheckpointError(
                 f"{stored.name} can't be sharded among ranks at {part.ranges}, because {values} "
-                "values share one stored element; serve on one rank, or dequantize with "
-                "--quantization none"
+                f"values share {held}; serve on one rank, or dequantize with --quantization none"
             )
-        ranges = tuple((start // values, n // values) for start, n in part.ranges)
+        at = (tuple(n // values * elements for n in pair) for pair in part.ranges)
+        ranges = tuple((start, count) for start, count in at)
         return SomeOf(shape=stored.shape, dim=dim, ranges=ranges).take(stored)
 
     def _is_of_channels(self, part: SomeOf) -> bool:

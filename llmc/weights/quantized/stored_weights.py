@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -152,7 +153,7 @@ class _Finder:
             return self._fitting(self._mxfp4, name.removesuffix("_blocks"), name, "mxfp4")
         if last in (*_OF_ACTIVATIONS, *_OF_CACHE, *_OF_WEIGHTS):
             return None  # zero points among them are int8 as weights are
-        if tensor.dtype == torch.int8 and last == "weight" and self._has_fp4:
+        if tensor.dtype in (torch.int8, torch.uint8) and last == "weight" and self._has_fp4:
             return self._fitting(self._fp4, module, name, "fp4")
         if tensor.dtype in _FLOAT8 or (self._has_int8 and tensor.dtype == torch.int8):
             return self._fitting(self._plain, module if last == "weight" else name, name, "plain")
@@ -313,14 +314,15 @@ class _Finder:
         if not all(type(n) is int and n > 0 for n in (channels, depth, size, nested or 1)):
             raise CheckpointError(f"{state.name} has sizes that are not positive numbers")
         weight = self._take(name, for_=name)
+        # bnb_4bit_quant_storage: the bytes can be stored as numbers of any dtype.
+        weight = replace(weight, dtype=torch.uint8, shape=(weight.num_bytes, 1))
         scale = self._take(f"{name}.absmax", for_=name)
         table = self._take(f"{name}.quant_map", for_=name)
         count, values = math.ceil(channels * depth / size), channels * depth
-        check_kind(weight, 2, torch.uint8)
-        if math.prod(weight.shape) != (values + 1) // 2:
+        if weight.num_bytes != (values + 1) // 2:
             raise CheckpointError(
-                f"{name} has shape {list(weight.shape)}, but {channels} by {depth} values in 4 "
-                f"bits take {(values + 1) // 2} bytes"
+                f"{name} has {weight.num_bytes} bytes, but {channels} by {depth} values in 4 bits "
+                f"take {(values + 1) // 2} bytes"
             )
         check_shape(scale, (count,), torch.uint8 if nested else torch.float32)
         check_shape(table, (16,), torch.float32)
@@ -382,18 +384,24 @@ class _Finder:
         scale = self._take(f"{module}.scales", for_=name)
         zero = self._take(f"{module}.qzeros", for_=name)
         groups = self._pop(f"{module}.g_idx")
-        per_word = 32 // scheme.bits
         check_kind(weight, 2, torch.int32)
         depth, channels = weight.shape
         if scheme.layout == "gptq":
-            depth *= per_word
+            if depth * 32 % scheme.bits:
+                raise CheckpointError(
+                    f"{name} has shape {list(weight.shape)}, and {depth} words hold no whole "
+                    f"number of values of {scheme.bits} bits"
+                )
+            depth = depth * 32 // scheme.bits
         else:
-            channels *= per_word
+            channels = channels * 32 // scheme.bits
         assert scheme.block is not None
         group = scheme.block[1] or depth
         count = math.ceil(depth / group)
         check_shape(scale, (count, channels), *FLOATS)
-        check_shape(zero, (count, math.ceil(channels / per_word)), torch.int32)
+        unit = 32 // math.gcd(32, scheme.bits)  # values in the fewest whole words
+        words = math.ceil(channels / unit) * unit * scheme.bits // 32
+        check_shape(zero, (count, words), torch.int32)
         if groups is not None:
             check_shape(groups, (depth,))
         return QuantizedTensor(

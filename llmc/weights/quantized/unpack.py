@@ -91,7 +91,15 @@ def _over_groups(
 
 
 def pieces(words: Tensor, bits: int) -> Tensor:
-    """int32 [..., W] -> uint8 [..., W, 32 / bits], the lowest bits of a word first."""
+    """int32 [..., W] -> uint8 [..., W, 32 / bits], the lowest bits of a word first. For 3 bits
+    [..., W / 3, 32], as values continue in the next of three words."""
+    if bits == 3:
+        words = words.unflatten(-1, (-1, 3)).long() & 0xFFFFFFFF
+        low, high = words[..., 0] | words[..., 1] << 32, words[..., 1] >> 31 | words[..., 2] << 1
+        some = [low >> at & 7 for at in range(0, 63, 3)] + [
+            high >> at & 7 for at in range(0, 33, 3)
+        ]
+        return torch.stack(some, dim=-1).to(torch.uint8)
     parts = words.contiguous().unsqueeze(-1).view(torch.uint8)
     if bits == 8:
         return parts
@@ -106,7 +114,7 @@ def add_one(words: Tensor, bits: int) -> Tensor:
 
 def unpack_gptq(words: Tensor, bits: int) -> Tensor:
     """[K / per word, N] -> [N, K]: a word holds inputs of one channel."""
-    return pieces(words, bits).transpose(0, 1).flatten(1)
+    return pieces(words.T, bits).flatten(1)
 
 
 def unpack_columns(words: Tensor, bits: int) -> Tensor:
