@@ -285,14 +285,19 @@ class Tokenizer:
 
 
 def _load_anew(folder: Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
     # AutoTokenizer has classes for some models that put their own rules in place of a file's.
     loader: Any = PreTrainedTokenizerFast if _is_of_gguf(folder) else AutoTokenizer
     try:
-        return loader.from_pretrained(
+        hf = loader.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=trust_remote_code
         )
+        if trust_remote_code or isinstance(hf, PreTrainedTokenizer | PreTrainedTokenizerFast):
+            return hf
+        # If a vendor's package is installed, AutoTokenizer can return a wrapper of its tokenizer,
+        # which has no chat template and lacks methods of these classes.
+        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     # The loaders below raise whatever their parsers raise (even bare Exception).
     except Exception as exc:
         reason = _needs_sentencepiece(folder) or reason_of(exc)

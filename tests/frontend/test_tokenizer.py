@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import transformers as tf
 from scripted_engine import make_hf_tokenizer
 
 from llmc.errors import CheckpointError, InvalidRequestError
@@ -24,6 +25,22 @@ def test_loads_a_saved_tokenizer(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert loaded.decode(loaded.encode(text), skip_special_tokens=False) == text
     assert loaded.eos_token_id == 1
     assert loaded.chat_template is not None
+
+
+def test_a_vendors_wrapper_is_not_used(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As AutoTokenizer returns where mistral-common is installed and there is a tekken.json."""
+    tokenizer.hf.save_pretrained(tmp_path)
+
+    class Wrapper(tf.PreTrainedTokenizerBase):  # type: ignore[misc]
+        def added_tokens_decoder(self) -> None:
+            raise NotImplementedError
+
+    monkeypatch.setattr(tf.AutoTokenizer, "from_pretrained", lambda *_, **__: Wrapper())
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.encode("hello world") == tokenizer.encode("hello world")
+    assert loaded.backend is not None and loaded.chat_template is not None
 
 
 def test_missing_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
