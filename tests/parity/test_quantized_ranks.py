@@ -27,7 +27,8 @@ SIZES = {
 PROMPTS = prompts((1, 5, 19, 12))
 WIDENED = (
     *("pack-quantized int8 channel", "gptq 8 bits", "gptq in another order"),
-    *("nvfp4", "nvfp4 of modelopt", "nf4", "nf4 with nested scales"),
+    *("nvfp4", "nvfp4 of modelopt", "nvfp4 of modelopt, weights only", "auto-round, nvfp4"),
+    *("nf4", "nf4 with nested scales", "nf4 stored as bfloat16", "torchao int4 in bytes"),
 )
 OPS = r"\d+ llmc\.quantized_\w+\.default"
 
