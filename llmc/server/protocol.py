@@ -75,7 +75,9 @@ class Body(BaseModel):
                         code="unsupported_parameter",
                     )
             elif value is not None:
-                kept[name] = value
+                # JSON has no integers of its own: some clients send them as 1.0.
+                is_whole = isinstance(value, float) and value.is_integer()
+                kept[name] = int(value) if is_whole else value
         return kept
 
 

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmc.async_llm import Stream
+from llmc.frontend.completion import CompletionDelta
 from llmc.frontend.inputs import Input
 from llmc.outputs import CompletionOutput
 from llmc.server import answer
@@ -115,6 +116,8 @@ class ResponseCall:
         self._items: list[dict[str, Any]] = []
         self._open = False  # the last item
         self._said: list[str] = []  # of it
+        self._logprobs: list[dict[str, Any]] = []  # of the tokens that no event has carried yet
+        self._said_logprobs: list[dict[str, Any]] = []  # of the last item
 
     def chunks(self, stream: Stream, deltas: Deltas) -> Iterable[dict[str, Any]]:
         if not self._num_events:
@@ -122,6 +125,7 @@ class ResponseCall:
             yield self._event("response.created", response=started)
             yield self._event("response.in_progress", response=started)
         for _, delta in deltas:
+            self._logprobs += self._logprobs_of(delta)
             for found in self._reader.read(delta):
                 yield from self._events(found)
 
@@ -134,6 +138,9 @@ class ResponseCall:
     def body(self, stream: Stream) -> dict[str, Any]:
         [one] = stream.requests[0].output().outputs
         items = _items(self._turn.read(one))
+        for item in items:
+            if item["type"] == "message":
+                item["content"][0]["logprobs"] = self._logprobs_of(one)
         if items:  # only the last one can be cut
             items[-1]["status"] = _status(one)
         return self._ended(stream, items)
@@ -179,6 +186,7 @@ class ResponseCall:
             "text": {"format": _shown(form) if form is not None else {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": [_shown(tool) for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -210,7 +218,7 @@ class ResponseCall:
             part = _text_item(kind, "")["content"][0]
             yield self._of_item("response.content_part.added", content_index=0, part=part)
         self._said.append(text)
-        extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        extra = self._take_logprobs() if kind == "message" else {}
         yield self._of_item(f"{_NAMES[kind]}.delta", content_index=0, delta=text, **extra)
 
     def _of_call(self, call: CallDelta) -> Iterable[dict[str, Any]]:
@@ -221,8 +229,21 @@ class ResponseCall:
             self._said.append(call.arguments)
             yield self._of_item("response.function_call_arguments.delta", delta=call.arguments)
 
+    def _take_logprobs(self) -> dict[str, Any]:
+        """The field of the next event that carries log-probabilities."""
+        taken, self._logprobs = self._logprobs, []
+        self._said_logprobs += taken
+        return {"logprobs": taken}
+
+    def _logprobs_of(self, one: CompletionOutput | CompletionDelta) -> list[dict[str, Any]]:
+        count = self._body.num_logprobs
+        if count is None:
+            return []
+        tokenizer = self._turn.llm.tokenizer
+        return answer.logprobs(tokenizer, one.token_ids, one.logprobs or (), count)
+
     def _start(self, item: dict[str, Any]) -> Iterable[dict[str, Any]]:
-        self._open, self._said = True, []
+        self._open, self._said, self._said_logprobs = True, [], []
         self._items.append({**item, "status": "in_progress"})
         place = len(self._items) - 1
         yield self._event("response.output_item.added", output_index=place, item=self._items[-1])
@@ -238,10 +259,12 @@ class ResponseCall:
             yield self._of_item("response.function_call_arguments.done", **name)
         else:
             done = {**_text_item(item["type"], text), "id": item["id"], "status": status}
-            extra: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+            part, extra = done["content"][0], {}
+            if item["type"] == "message":
+                self._take_logprobs()
+                part["logprobs"] = extra["logprobs"] = self._said_logprobs
             kind = f"{_NAMES[item['type']]}.done"
             yield self._of_item(kind, content_index=0, text=text, **extra)
-            part = done["content"][0]
             yield self._of_item("response.content_part.done", content_index=0, part=part)
         self._items[-1] = done
         place = len(self._items) - 1

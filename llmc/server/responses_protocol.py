@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from llmc.errors import InvalidRequestError
+from llmc.sampling_params import MAX_LOGPROBS
 from llmc.server.protocol import MAX_TOOLS, Body, ChatBody, Int64, StreamOptions
 from llmc.server.turn import content_part, text_parts
 
@@ -20,7 +21,8 @@ NAMES = {
     "messages": "input",
     "reasoning_effort": "reasoning.effort",
 }
-INCLUDABLE = ("reasoning.encrypted_content",)  # accepted without effect: we have no such content
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")  # we have none of the latter
 
 
 class ResponsesTool(BaseModel):
@@ -69,7 +71,6 @@ class ResponsesBody(Body):
         "prompt": (None,),
         "max_tool_calls": (None,),
         "truncation": (None, "disabled"),
-        "top_logprobs": (None, 0),
         "context_management": (None,),
         "moderation": (None,),
         "image": (None,),
@@ -90,6 +91,7 @@ class ResponsesBody(Body):
     store: bool = True
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     include: list[str] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -128,8 +130,15 @@ class ResponsesBody(Body):
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,
             "stream": self.stream,
+            "logprobs": self.num_logprobs is not None,
+            "top_logprobs": self.num_logprobs,
         }
         return ChatBody.model_validate(fields, strict=True)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives of each token to return; None: no log-probabilities."""
+        return self.top_logprobs or (0 if LOGPROBS in (self.include or ()) else None)
 
     def messages(self) -> list[dict[str, Any]]:
         """The input as chat messages. The reasoning, text and calls of one answer are merged into

@@ -313,6 +313,33 @@ def test_the_events_of_a_response(live: Live) -> None:
         assert said == end.get("text", end.get("arguments"))
 
 
+@pytest.mark.parametrize(
+    ("asked", "count"),
+    [({"include": ["message.output_text.logprobs"]}, 0), ({"top_logprobs": 2.0}, 2)],
+)
+def test_logprobs_of_a_response(asked: dict[str, Any], count: int, live: Live) -> None:
+    """Those of the chat call; streamed and whole alike."""
+    body = {"input": "plain", **asked}
+    response = live.post(RESPONSES, body).json()
+    assert response["top_logprobs"] == count
+    [part] = response["output"][-1]["content"]
+    chat = {"messages": [{"role": "user", "content": "plain"}], "logprobs": True}
+    answer = live.post("/v1/chat/completions", {**chat, "top_logprobs": count}).json()
+    assert part["logprobs"] == answer["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in part["logprobs"]] == [count] * len(
+        part["logprobs"]
+    )
+
+    events = named_events(live, RESPONSES, body)
+    assert events[-1]["response"]["output"][-1]["content"][0]["logprobs"] == part["logprobs"]
+    [done] = [event for event in events if event["type"] == "response.output_text.done"]
+    assert done["logprobs"] == part["logprobs"]
+    said = [e["logprobs"] for e in events if e["type"] == "response.output_text.delta"]
+    carried = [entry for entries in said for entry in entries]
+    assert carried == part["logprobs"][: len(carried)] and all(said)
+    assert len(carried) >= len(part["logprobs"]) - 1  # the end token has no text
+
+
 def test_a_response_goes_on_from_another(live: Live) -> None:
     first = live.post(RESPONSES, {**CREATE, "instructions": "Be brief."}).json()
     call = first["output"][2]
