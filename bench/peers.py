@@ -146,7 +146,7 @@ def main() -> None:
         parser.error(f"--only has {', '.join(unknown)}; known are {', '.join(KINDS)}")
     if "llama.cpp-native" in peers and "mixed" in kinds:
         parser.error("llama.cpp-native serves one request at a time: leave mixed out of --only")
-    model = args.model or default_model_path()
+    model = (args.model or default_model_path()).resolve()  # engines run in another directory
     with tempfile.TemporaryDirectory() as folder:
         if args.type is not None:
             target = Path(folder) / f"{model.stem}.rewritten-{args.type}.gguf"
