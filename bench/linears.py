@@ -37,6 +37,7 @@ from llmc.kernels.quantized_linear import (
     mxfp4_draw,
     quantization_of,
     quantize,
+    superblock_draw,
 )
 from llmc.load_test.machine import (
     describe_machine,
@@ -48,9 +49,14 @@ from llmc.load_test.report import context, write_json
 SHAPES = "1024x6144,4096x4096"
 ROWS = "1,2,4,8,16,32,64,256,1024"
 # weight and bits of x, if the CPU multiplies integers
-INTEGERS = ("int8/16", "int4/16", "int4/8", "mxfp4/16")
-ROUNDED = (*INTEGERS, "fp8/8")
-STORED = (*FORMATS, "mxfp4")
+INTEGERS = ("int8/16", "int4/16", "int4/8", "mxfp4/16", "q4_k/16", "q6_k/16")
+ROUNDED = (*INTEGERS, "q4_k/8", "fp8/8")
+# types of GGUF files: how they are kept, the group and whether there are minimums
+SUPERBLOCKS: dict[str, tuple[Format, int, bool]] = {
+    "q4_k": ("int4", 32, True),
+    "q6_k": ("int8", 16, False),
+}
+STORED = (*FORMATS, "mxfp4", *SUPERBLOCKS)
 PLAIN = ("float32", "bfloat16", "float16")
 LIMIT_SIZE = 2048  # of the square product that determines the rate of operations
 COLD_BYTES = 300e6
@@ -129,7 +135,7 @@ def linears(depth: int, channels: int, formats: Iterable[str]) -> Iterator[Conte
             if format not in STORED or (bits and name not in ROUNDED):
                 known = ", ".join((*PLAIN, *STORED, *ROUNDED))
                 raise SystemExit(f"error: --formats has {name!r}; known are {known}")
-            yield _low_bit(weight, cast(Format, format), int(bits or EXACT_BITS), name)
+            yield _low_bit(weight, format, int(bits or EXACT_BITS), name)
 
 
 def _plain(weight: Tensor, dtype: torch.dtype) -> Iterator[Contestant]:
@@ -145,11 +151,14 @@ def _plain(weight: Tensor, dtype: torch.dtype) -> Iterator[Contestant]:
         )  # fmt: skip
 
 
-def _low_bit(weight: Tensor, format: Format, bits: int, name: str) -> Contestant:
-    if format == "mxfp4":  # no model is quantized to it here
-        low, scale = mxfp4_draw(torch.Generator().manual_seed(0), *weight.shape)
+def _low_bit(weight: Tensor, format: str, bits: int, name: str) -> Contestant:
+    gen = torch.Generator().manual_seed(0)
+    if format == "mxfp4":  # no model is quantized to it here, nor to the next
+        low, scale = mxfp4_draw(gen, *weight.shape)
+    elif format in SUPERBLOCKS:
+        low, scale = superblock_draw(gen, *SUPERBLOCKS[format], *weight.shape)
     else:
-        to = quantization_of(format, *weight.shape)
+        to = quantization_of(cast(Format, format), *weight.shape)
         if to is None:
             raise SystemExit(f"error: {tuple(weight.shape)} can't be stored in {format}")
         low, scale = quantize(weight, to)

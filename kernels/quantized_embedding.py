@@ -9,11 +9,13 @@ from torch import Tensor
 
 from llmc.kernels.quantized_linear import (
     CHANNELS,
+    SUPERBLOCK_DRAWS,
     Format,
     Quantization,
     mxfp4_draw,
     numbers,
     quantization_of,
+    superblock_draw,
 )
 from llmc.kernels.registry import Case, op
 from llmc.kernels.torch_impl import torch_impl
@@ -91,3 +93,6 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         None,
         dtype,
     )
+    for format, group, least, k in SUPERBLOCK_DRAWS:
+        weight, scale = superblock_draw(gen, format, group, least, 32, k)
+        yield ids.to(device) % 34, weight.to(device), scale.to(device), None, None, dtype

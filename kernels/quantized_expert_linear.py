@@ -13,12 +13,14 @@ from llmc.kernels.expert_linear import choices_of
 from llmc.kernels.quantized_linear import (
     CHANNELS,
     EXACT_BITS,
+    SUPERBLOCK_DRAWS,
     Format,
     Quantization,
     mxfp4_draw,
     quantization_of,
     quantize,
     quantized_linear,
+    superblock_draw,
 )
 from llmc.kernels.registry import Case, op
 
@@ -95,3 +97,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         yield given
         if format != "mxfp4":
             yield *given, 16 if format == "int8" else 8
+    for format, group, least, k in SUPERBLOCK_DRAWS:
+        weight, scale = superblock_draw(gen, format, group, least, 4, 32, k)
+        x = torch.randn(10, k, generator=gen).to(device, dtype)
+        expert = torch.randint(-1, 4, (20,), generator=gen).to(device)
+        yield x, weight.to(device), scale.to(device), None, None, expert

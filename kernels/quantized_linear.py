@@ -7,6 +7,11 @@ Formats: int8, fp8 (e4m3) and int4 (two values per byte, low half first), with s
 16 bits; and mxfp4, which packs e2m1 values like int4, with power-of-two scales of one byte each
 (OCP microscaling formats). A scale is for a whole channel or for a group of its inputs, as the
 shapes imply. `quantize` uses one scale per channel for 8 bits; checkpoints can also have groups.
+
+Scales of GGUF's K-quants are in superblocks of 256 inputs: a float16 factor, times 8-bit steps of
+16 or 32 inputs each. So are minimums, if there are any. Per channel, a superblock is int16 words:
+the bits of the factor, then two steps in a word, the first in its low byte; or with minimums: the
+bits of both factors, then a word of both steps for each group.
 """
 
 from __future__ import annotations
@@ -22,13 +27,14 @@ from torch import Tensor
 from llmc.kernels.registry import Case, op
 
 Format = Literal["int8", "int4", "fp8", "mxfp4"]
-Scale = Literal["float32", "float16", "bfloat16", "exponent"]
+Scale = Literal["float32", "float16", "bfloat16", "exponent", "superblock"]
 Part = Literal["weight", "scale", "zero", "minimum"]
 FORMATS: tuple[Format, ...] = ("int8", "int4", "fp8")  # formats that `quantize` supports
 CHANNELS = 16  # per block
 INPUTS = 32  # the depth is a multiple of this
 EXACT_BITS = 24  # bits of x in float32: it is not rounded
 GROUPS = (128, 64, 32)  # group sizes for int4
+SUPERBLOCK = 256  # inputs
 _LINE = 4  # bytes per channel
 _ZERO = 8  # the int4 value that stands for 0 if there are no zero points
 _DTYPES = {
@@ -42,6 +48,7 @@ _SCALES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "exponent": torch.uint8,
+    "superblock": torch.int16,
 }
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0 to 7; 8 to 15 are their negatives
 _FP8_MAX = 448.0
@@ -69,13 +76,15 @@ def quantized_linear(
     bias [N]. minimum: float32 or float16 with the shape of scale, for int8 and uint8 without zero;
     then w = q * scale + minimum.
     A uint8 scale is an exponent: 2 ** (scale - 127), 255 is NaN. Then q are e2m1 codes in uint8,
-    and there is neither zero nor minimum. Summed in float32 and rounded once.
+    and there is neither zero nor minimum. An int16 scale [N / 16, K / 256 * words, 16] has scales
+    and minimums in superblocks, for int8 and uint8; then zero and minimum are None.
+    Summed in float32 and rounded once.
     x_bits: EXACT_BITS; or 16 if q are not float8, or 8 if they are uint8 and no e2m1 codes: x is
     rounded with `round_inputs`. Or 8 if q are float8 and groups multiples of 32: with
     `round_to_fp8`.
     """
     w = dequantize(weight, scale, zero, minimum)
-    x32, group = x.float(), x.shape[-1] // scale.shape[1]
+    x32, group = x.float(), groups_of(scale, x.shape[-1]).size
     if x_bits < EXACT_BITS and weight.dtype == torch.float8_e4m3fn:
         x32 = round_to_fp8(x32, group)
     elif x_bits < EXACT_BITS:
@@ -107,7 +116,7 @@ def round_inputs(x: Tensor, bits: int, group: int) -> Tensor:
 
     Every 32 inputs share a scale, or every 16 if `group`, the group size of the weight, is not a
     multiple of 32. The scale is the largest magnitude over 127 for 8 bits, or the smallest power of
-    two with which the largest magnitude fits in 16 bits. Inputs that share a scale with a
+    two with which the largest magnitude fits in two signed bytes. Inputs that share a scale with a
     non-finite input become NaN.
     """
     parts = x.unflatten(-1, (-1, INPUTS if group % INPUTS == 0 else INPUTS // 2))
@@ -116,7 +125,7 @@ def round_inputs(x: Tensor, bits: int, group: int) -> Tensor:
         scale = largest / 127
     else:
         part, exponent = torch.frexp(largest)
-        exponent = exponent - 15 + (part * 2**15 > 2**15 - 2).int()
+        exponent = exponent - 15 + (part * 2**15 > 127 * 257 - 1).int()
         scale = ((exponent + 127) << 23).view(torch.float32)
     inverse = torch.where(largest > 1e-30, 1 / scale, 0)
     inverse = torch.where(largest.isfinite(), inverse, torch.nan)
@@ -151,6 +160,9 @@ def numbers(
     stored: Tensor, scale: Tensor, zero: Tensor | None = None, minimum: Tensor | None = None
 ) -> Tensor:
     """Dequantize rows [..., bytes] with per-group scales, zeros or minimums [..., G]: [..., K]."""
+    if scale.dtype == torch.int16:
+        per_byte = 2 if stored.dtype == torch.uint8 else 1
+        scale, minimum = read_superblocks(scale, stored.shape[-1] * per_byte)
     if stored.dtype == torch.uint8:
         codes = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)
         if scale.dtype == torch.uint8:
@@ -164,6 +176,41 @@ def numbers(
     if stored.dtype == torch.uint8:
         values = values - (_ZERO if zero is None else _spread(zero, values))
     return values * _spread(scale, values)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """`size`: inputs that share a scale. `minimum`: whether superblocks have minimums."""
+
+    size: int
+    minimum: bool = False
+
+    @property
+    def words(self) -> int:
+        """Of a channel in a superblock."""
+        return (1 + SUPERBLOCK // self.size // 2) * (2 if self.minimum else 1)
+
+
+_SUPERBLOCKS = {g.words: g for g in (Groups(n, least) for n in (16, 32) for least in (False, True))}
+
+
+def groups_of(scale: Tensor, depth: int) -> Groups:
+    """The groups of a weight's `depth` inputs, from its scales [..., K / group or words, 16]."""
+    if scale.dtype == torch.int16:
+        return _SUPERBLOCKS[scale.shape[-2] // (depth // SUPERBLOCK)]
+    return Groups(depth // scale.shape[-2])
+
+
+def read_superblocks(rows: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+    """int16 [..., K / 256 * words] -> scales and any minimums [..., K / group] in float32."""
+    supers = depth // SUPERBLOCK
+    groups = _SUPERBLOCKS[rows.shape[-1] // supers]
+    parts = 2 if groups.minimum else 1
+    words = rows.unflatten(-1, (supers, -1))
+    factors = words[..., :parts].view(torch.float16).float()
+    steps = words[..., parts:].contiguous().view(torch.int8).float()
+    found = [(factors[..., i : i + 1] * steps[..., i::parts]).flatten(-2) for i in range(parts)]
+    return found[0], found[1] if groups.minimum else None
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
@@ -197,10 +244,10 @@ def _from_blocks(blocks: Tensor, width: int) -> Tensor:
 class Quantization:
     """The format of a weight in memory. `group`: inputs that share a scale; 0: all of a channel.
 
-    `scale`: the dtype of scales; "exponent" is that of mxfp4. `zero`: int4 with zero points.
-    `minimum`: integers with a minimum per group (the value of a 0), in float16 if the scales are
-    float16, else in float32. `transposed`: a weight of experts that comes from [E, K, N]; in memory
-    channels still come first.
+    `scale`: the dtype of scales; "exponent" is that of mxfp4, "superblock" that of K-quants.
+    `zero`: int4 with zero points. `minimum`: integers with a minimum per group (the value of a 0),
+    in superblocks or float16 if the scales are, else in float32. `transposed`: a weight of experts
+    that comes from [E, K, N]; in memory channels still come first.
     """
 
     format: Format
@@ -223,7 +270,8 @@ class Quantization:
         """The dtypes of the tensors that represent the weight."""
         zero: dict[Part, torch.dtype] = {"zero": torch.uint8} if self.zero else {}
         least = torch.float16 if self.scale == "float16" else torch.float32
-        low: dict[Part, torch.dtype] = {"minimum": least} if self.minimum else {}
+        is_apart = self.minimum and self.scale != "superblock"
+        low: dict[Part, torch.dtype] = {"minimum": least} if is_apart else {}
         return {"weight": self.dtype, "scale": self.scale_dtype, **zero, **low}
 
     def shape(self, part: Part, *size: int) -> tuple[int, ...]:
@@ -236,6 +284,9 @@ class Quantization:
         if part == "weight":
             values = 8 if self.dtype == torch.uint8 else 4  # per channel in a line
             return *experts, blocks, depth // values, CHANNELS * _LINE
+        if self.scale == "superblock":
+            words = Groups(self.group, self.minimum).words
+            return *experts, blocks, depth // SUPERBLOCK * words, CHANNELS
         return *experts, blocks, depth // (self.group or depth), CHANNELS
 
 
@@ -287,7 +338,7 @@ def pack_bytes(stored: Tensor) -> Tensor:
 
 
 def pack_groups(groups: Tensor) -> Tensor:
-    """[N, K / group] -> the op's scale or zero."""
+    """[N, K / group], or words of superblocks, -> the op's scale, zero or minimum."""
     return _to_blocks(groups, 1)
 
 
@@ -300,12 +351,17 @@ def some_inputs(
     """The tensors for a linear over some of the inputs, from those of a weight in format `of`.
 
     ranges: (start, length), multiples of 32 and of the group size of `to`, which divides that of
-    `of`.
+    `of`; of 256 if `of` and `to` have superblocks.
     """
     own: dict[Part, Tensor] = {}
     for part, blocks in parts.items():
         if part == "weight":
             inputs = 8 if of.dtype == torch.uint8 else 4  # per line
+        elif of.scale == "superblock":
+            supers = blocks.unflatten(1, (-1, Groups(of.group, of.minimum).words))
+            pieces = [supers.narrow(1, start // SUPERBLOCK, n // SUPERBLOCK) for start, n in ranges]
+            own[part] = torch.cat(pieces, 1).flatten(1, 2)
+            continue
         elif to.group:
             inputs = to.group
             blocks = blocks.repeat_interleave(of.group // to.group, dim=1)
@@ -352,6 +408,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             yield x, weight.to(device), scale.half().to(device), None, bias, minimum.half()
     yield from _rounded_cases(gen, device, dtype)
     yield from _float8_cases(gen, device, dtype)
+    yield from _superblock_cases(gen, device, dtype)
     for count in (1, 3, 7, 20, 40):
         codes, exponents = mxfp4_draw(gen, 48, 96)
         bias = torch.randn(48, generator=gen).to(device, dtype)
@@ -403,6 +460,52 @@ def _float8_cases(gen: torch.Generator, device: torch.device, dtype: torch.dtype
         for rows in (1, 3, 20, 40):
             x = _uneven(gen, rows, k).to(device, dtype)
             yield x, weight.to(device), scale.to(device), None, bias, None, 8
+
+
+def _superblock_cases(
+    gen: torch.Generator, device: torch.device, dtype: torch.dtype
+) -> Iterator[Case]:
+    for format, group, minimum, k in SUPERBLOCK_DRAWS:
+        weight, scale = superblock_draw(gen, format, group, minimum, 48, k)
+        bias = torch.randn(48, generator=gen).to(device, dtype) if group == 32 else None
+        all_bits = (EXACT_BITS, 16, 8) if format == "int4" else (EXACT_BITS, 16)
+        for rows in _ROUNDED_ROWS:
+            x = _uneven(gen, rows, k).to(device, dtype)
+            for bits in all_bits:
+                yield x, weight.to(device), scale.to(device), None, bias, None, bits
+
+
+# (format, group, minimum, K) of Q4_K, Q2_K, Q3_K, Q5_K and Q6_K
+SUPERBLOCK_DRAWS: tuple[tuple[Format, int, bool, int], ...] = (
+    ("int4", 32, True, 512),
+    ("int4", 16, True, 256),
+    ("int4", 16, False, 256),
+    ("int8", 32, True, 256),
+    ("int8", 16, False, 512),
+)
+
+
+def superblock_draw(
+    gen: torch.Generator, format: Format, group: int, minimum: bool, *size: int
+) -> tuple[Tensor, Tensor]:
+    """(weight, scale) of a random weight [..., N, K] with superblocks, for tests and benchmarks.
+    Minimums center the values on about zero, as quantizers choose them."""
+    to = Quantization(format=format, group=group, scale="superblock", minimum=minimum)
+    codes = torch.randint(-32, 32, to.shape("weight", *size), generator=gen, dtype=torch.int8)
+    if format == "int4":
+        codes = torch.randint(0, 256, codes.shape, generator=gen, dtype=torch.uint8)
+    *blocks, words, lanes = to.shape("scale", *size)
+    parts, shape = 2 if minimum else 1, (*blocks, size[-1] // SUPERBLOCK, lanes)
+    factors = 0.5 + torch.rand(*shape, parts, generator=gen)
+    factors /= 1000 if format == "int4" else 4000
+    groups = *shape, SUPERBLOCK // group, parts
+    steps = torch.randint(5, 16, groups, generator=gen, dtype=torch.int8)
+    if minimum:
+        factors[..., 1] *= -7.5 if format == "int4" else -1
+    else:
+        steps *= torch.randint(0, 2, groups, generator=gen, dtype=torch.int8) * 2 - 1
+    bits = factors.half().view(torch.int16), steps.flatten(-2).view(torch.int16)
+    return codes, torch.cat(bits, -1).mT.reshape(*blocks, words, lanes).contiguous()
 
 
 def mxfp4_draw(gen: torch.Generator, *size: int) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,24 @@ const void* bias_data(const optional<Tensor>& bias, const Tensor& x, int64_t cha
   return bias->data_ptr();
 }
 
+// Superblocks of scales and any minimums: the group and the number of parts, from the words of each.
+void set_superblocks(const Tensor& weight, const Tensor& scale, const optional<Tensor>& zero,
+                     const optional<Tensor>& minimum, LowBitArgs& a) {
+  const int64_t count = a.depth / kSuperblock;
+  const bool is_whole = scale.dim() == 3 && scale.is_contiguous() && count > 0 &&
+                        scale.size(0) == weight.size(0) && scale.size(2) == kChannels &&
+                        a.depth % kSuperblock == 0 && scale.size(1) % count == 0;
+  const bool is_integers = a.format == Format::int8 || a.format == Format::int4;
+  for (int64_t group : {16, 32})
+    for (int parts : {1, 2})
+      if (is_whole && scale.size(1) / count == (1 + kSuperblock / group / 2) * parts)
+        a.group = group, a.superblock_parts = parts;
+  TORCH_CHECK(a.superblock_parts && is_integers && !zero && !minimum, "scale ", scale.sizes(),
+              " of int16 is not dense, does not fit weight ", weight.sizes(), " of ",
+              weight.scalar_type(), ", or comes with zero or minimum");
+  a.scale = scale.data_ptr();
+}
+
 void check_groups(const Tensor& weight, const Tensor& scale, const optional<Tensor>& zero,
                   const optional<Tensor>& minimum, const LowBitArgs& a) {
   const bool is_int4 = a.format == Format::int4;
@@ -55,15 +73,19 @@ LowBitArgs weight_args(const Tensor& weight, const Tensor& scale, const optional
   a.format = format_of(weight, scale);
   a.depth = weight.size(1) * (is_4_bit(a.format) ? 8 : 4);
   a.channels = weight.size(0) * kChannels;
+  a.weight = static_cast<const uint8_t*>(weight.data_ptr());
+  a.threads = at::num_threads();
+  if (scale.scalar_type() == at::kShort) {
+    set_superblocks(weight, scale, zero, minimum, a);
+    return a;
+  }
   check_groups(weight, scale, zero, minimum, a);
   a.group = a.depth / scale.size(1);
-  a.weight = static_cast<const uint8_t*>(weight.data_ptr());
   a.scale = scale.data_ptr();
   if (a.format != Format::mxfp4) a.scale_dtype = dtype_of(scale, "scale");
   a.zero = zero ? zero->data_ptr<uint8_t>() : nullptr;
   a.minimum = minimum ? minimum->data_ptr() : nullptr;
   a.minimum_dtype = minimum ? dtype_of(*minimum, "minimum") : Dtype::f32;
-  a.threads = at::num_threads();
   return a;
 }
 
@@ -136,7 +158,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& sca
   const bool is_bf16 = a.dtype == Dtype::bf16 && a.x_bits == kExactBits;
   if (is_bf16 && a.rows > kFewRows && kernels->widens_weights())
     by_stretches(a, input, bias, out);
-  else if (is_bf16 && !a.minimum && a.rows > kFewPairRows && kernels->has_pair_rows())
+  else if (is_bf16 && !a.has_minimum() && a.rows > kFewPairRows && kernels->has_pair_rows())
     kernels->quantized_pair_rows(a);
   else
     kernels->quantized_linear(a);

@@ -159,12 +159,14 @@ void multiply(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t row, i
   const typename Reader::X* words = x.words.data() + row * x.row_words;
   const Packed* part = x.packed.data() + row * x.stretches;
   v16f total[M][kAdjacent] = {};
+  GroupScales scales[kAdjacent];
   for (int64_t group = 0; group < a.groups(); ++group) {
     v16f scale[kAdjacent], offset[kAdjacent];  // offset: of scaled values
 #pragma GCC unroll 2
     for (int b = 0; b < kAdjacent; ++b) {
-      scale[b] = scale_of(a, block + b * next, group);
-      offset[b] = minimum_of(a, block + b * next, group);
+      scales[b].read(a, block + b * next, group);
+      scale[b] = scales[b].scale;
+      offset[b] = scales[b].minimum;
       if (a.format == Format::int4)
         offset[b] -= scale[b] * zero_of(a, block + b * next, group);
       else if (Reader::kOffset != 0)

@@ -16,6 +16,7 @@ namespace llmc {
 constexpr int64_t kChannels = 16, kLineBytes = 64;
 constexpr int kExactBits = 24;  // bits of x without rounding
 constexpr int64_t kMinGroup = 16, kDepthStep = 32;  // inputs; groups and depths are multiples
+constexpr int64_t kSuperblock = 256;                // inputs
 
 enum class Format { int8, int4, fp8, mxfp4 };
 
@@ -29,6 +30,7 @@ struct LowBitArgs {
   const void *scale, *bias;     // scales of mxfp4 are exponents of two, one byte each
   const void* minimum;  // may be null; for int8 and int4 without zero
   Dtype scale_dtype, minimum_dtype;
+  int superblock_parts;  // 1: `scale` has superblocks, 2: with minimums; else 0
   void* out;  // [rows, channels] dense
   int64_t rows, depth, channels, group, x_stride;
   int threads;
@@ -36,6 +38,7 @@ struct LowBitArgs {
 
   int64_t lines() const { return depth / (is_4_bit(format) ? 8 : 4); }  // per block
   int64_t groups() const { return depth / group; }
+  bool has_minimum() const { return minimum || superblock_parts == 2; }
 };
 
 void quantized_linear(const LowBitArgs&);  // few rows by dot products, many by float32 tiles
@@ -71,7 +74,41 @@ LLMC_INLINE v16f powers_of_two(const uint8_t* exponents) {
   return (v16f)(e << 23 | (rare & 0x400000u));
 }
 
+// The scales of groups in superblocks: 8-bit steps times a float16 factor of 256 inputs, and so are
+// minimums, if there are any. See kernels/quantized_linear.py for the order of the words.
+struct Superblock {
+  const uint16_t* words;
+  int64_t steps;  // groups
+  int parts;
+  v16f factor, least;
+
+  Superblock() {}
+  LLMC_METHOD Superblock(const LowBitArgs& a, int64_t block, int64_t group) {
+    const int shift = a.group == 32 ? 3 : 4;
+    steps = 1 << shift, parts = a.superblock_parts;
+    const int64_t count = parts + steps / 2 * parts;
+    words = static_cast<const uint16_t*>(a.scale) +
+            (block * (a.depth / kSuperblock) + (group >> shift)) * count * kChannels;
+    factor = load(reinterpret_cast<const f16*>(words));
+    if (parts == 2) least = load(reinterpret_cast<const f16*>(words + kChannels));
+  }
+  // With minimums, a group has a word of both; else two groups share one.
+  LLMC_METHOD v16i word(int64_t group) const {
+    const int64_t step = group & (steps - 1), at = parts == 2 ? 2 + step : 1 + step / 2;
+    return (v16i)widen_from<v16u, uint16_t>(words + at * kChannels);
+  }
+  LLMC_METHOD v16f scale(v16i word, int64_t group) const {
+    const bool is_low = parts == 2 || group % 2 == 0;
+    return factor * convert<v16f>(word << (is_low ? 24 : 16) >> 24);
+  }
+  LLMC_METHOD v16f minimum(v16i word) const { return least * convert<v16f>(word << 16 >> 24); }
+};
+
 LLMC_INLINE v16f scale_of(const LowBitArgs& a, int64_t block, int64_t group) {
+  if (a.superblock_parts) {
+    const Superblock super(a, block, group);
+    return super.scale(super.word(group), group);
+  }
   const int64_t at = (block * a.groups() + group) * kChannels;
   if (a.format == Format::mxfp4) return powers_of_two(static_cast<const uint8_t*>(a.scale) + at);
   if (a.scale_dtype == Dtype::bf16) return load(static_cast<const bf16*>(a.scale) + at);
@@ -81,18 +118,40 @@ LLMC_INLINE v16f scale_of(const LowBitArgs& a, int64_t block, int64_t group) {
 
 // The int4 value that stands for zero.
 LLMC_INLINE v16f zero_of(const LowBitArgs& a, int64_t block, int64_t group) {
-  if (!a.zero) return splat(a.minimum ? 0.0f : 8.0f);
+  if (!a.zero) return splat(a.has_minimum() ? 0.0f : 8.0f);
   const uint8_t* from = a.zero + (block * a.groups() + group) * kChannels;
   return convert<v16f>((v16i)widen_from<v16u, uint8_t>(from));
 }
 
 // The value added to all scaled values of a group.
 LLMC_INLINE v16f minimum_of(const LowBitArgs& a, int64_t block, int64_t group) {
+  if (a.superblock_parts == 2) {
+    const Superblock super(a, block, group);
+    return super.minimum(super.word(group));
+  }
   const int64_t at = (block * a.groups() + group) * kChannels;
   if (!a.minimum) return v16f{};
   return a.minimum_dtype == Dtype::f16 ? load(static_cast<const f16*>(a.minimum) + at)
                                        : load(static_cast<const float*>(a.minimum) + at);
 }
+
+// The scale and minimum of one group after another.
+struct GroupScales {
+  v16f scale, minimum;
+  Superblock super;
+
+  LLMC_METHOD void read(const LowBitArgs& a, int64_t block, int64_t group) {
+    if (!a.superblock_parts) {
+      scale = scale_of(a, block, group), minimum = minimum_of(a, block, group);
+      return;
+    }
+    if (group % (kSuperblock / a.group) == 0)
+      super = Superblock(a, block, group);
+    const v16i word = super.word(group);
+    scale = super.scale(word, group);
+    minimum = super.parts == 2 ? super.minimum(word) : v16f{};
+  }
+};
 
 // Writes one row of a block's channels, after adding the bias.
 LLMC_INLINE void write_block(const LowBitArgs& a, int64_t row, int64_t block, v16f y) {

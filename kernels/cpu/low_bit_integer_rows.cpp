@@ -232,7 +232,7 @@ void block_rows(const LowBitArgs& a, const Pass& x, int64_t block) {
   alignas(64) float sums[(kMaxPass + kMaxRows) * kChannels];
   Stretches weight;
   const int64_t groups = x.groups();
-  const bool has_minimum = a.minimum || (Reader::kFoldsZero && a.format == Format::int4);
+  const bool has_minimum = a.has_minimum() || (Reader::kFoldsZero && a.format == Format::int4);
   std::memset(sums, 0, x.first(groups) * kChannels * sizeof(float));
   const uint8_t* line = a.weight + block * a.lines() * kLineBytes;
   for (int64_t k = 0; k < a.depth; k += kPiece) {

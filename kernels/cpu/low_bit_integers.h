@@ -92,9 +92,8 @@ struct FixedPoint {
   static float scale_for(float largest) {
     if (kDigits * kBits == 8) return largest / 127;
     constexpr int kTotal = kBits * kDigits - 1;
-    float limit = 0;  // every digit at its largest
-    for (int d = 0; d < kDigits; ++d)
-      limit = limit * float(1 << kBits) + float((1 << (kBits - 1)) - 1);
+    float limit = 0;  // every signed byte at its largest, also if the digits are words
+    for (int bits = 0; bits < kTotal; bits += 8) limit = limit * 256 + 127;
     // largest = part * 2^exponent with part in [0.5, 1); for zeros and subnormals any scale will do
     const uint32_t bits = std::bit_cast<uint32_t>(largest);
     const int exponent = int(bits >> 23) - 126;

@@ -21,11 +21,14 @@ namespace llmc::aten {
 
 constexpr uint64_t kTorchVersion = 2ULL << 56 | 11ULL << 48;  // the oldest supported version
 
-enum class ScalarType { Byte, Char, Int, Long, Half, Float, BFloat16, Float8_e5m2, Float8_e4m3fn };
-constexpr auto kByte = ScalarType::Byte, kChar = ScalarType::Char, kInt = ScalarType::Int,
-               kLong = ScalarType::Long, kHalf = ScalarType::Half, kFloat = ScalarType::Float,
-               kBFloat16 = ScalarType::BFloat16, kFloat8_e5m2 = ScalarType::Float8_e5m2,
-               kFloat8_e4m3fn = ScalarType::Float8_e4m3fn, kOther = ScalarType(9);
+enum class ScalarType {
+  Byte, Char, Short, Int, Long, Half, Float, BFloat16, Float8_e5m2, Float8_e4m3fn
+};
+constexpr auto kByte = ScalarType::Byte, kChar = ScalarType::Char, kShort = ScalarType::Short,
+               kInt = ScalarType::Int, kLong = ScalarType::Long, kHalf = ScalarType::Half,
+               kFloat = ScalarType::Float, kBFloat16 = ScalarType::BFloat16,
+               kFloat8_e5m2 = ScalarType::Float8_e5m2, kFloat8_e4m3fn = ScalarType::Float8_e4m3fn,
+               kOther = ScalarType(10);
 
 struct TypeInfo {
   int32_t code;  // torch's number for it
@@ -37,6 +40,7 @@ struct TypeInfo {
 inline const TypeInfo kTypes[] = {
     {aoti_torch_dtype_uint8(), "Byte", 1},
     {aoti_torch_dtype_int8(), "Char", 1},
+    {aoti_torch_dtype_int16(), "Short", 2},
     {aoti_torch_dtype_int32(), "Int", 4},
     {aoti_torch_dtype_int64(), "Long", 8},
     {aoti_torch_dtype_float16(), "Half", 2},

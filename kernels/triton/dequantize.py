@@ -16,16 +16,23 @@ from torch import Tensor
 from llmc.kernels.quantized_linear import CHANNELS
 from llmc.kernels.triton.launch import Launch, Plan, cdiv
 from llmc.kernels.triton.linear_configs import WIDE_BLOCK, WIDE_BYTES
-from llmc.kernels.triton.quantized_linear import format_of, load_scale, widen
+from llmc.kernels.triton.quantized_linear import (
+    format_of,
+    load_minimum,
+    load_scale,
+    scale_constants,
+    widen,
+)
 
 
 @triton.jit
 def dequantize_kernel(
     words, scale, zero, minimum, out,
     K: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
-    FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr,
+    FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """words [.., K / PER, 16] int32; scale, zero, minimum [.., K / GROUP, 16] -> out [.. * 16, K].
+    PARTS: as in `load_scale`.
 
     A program reads words of one block of 16 channels, which are contiguous, and writes a segment of
     each channel, which is contiguous too.
@@ -40,14 +47,17 @@ def dequantize_kernel(
     values = widen(q[:, :, None], shift, FORMAT)
     if FORMAT == "fp8":
         values = tl.where((q[:, :, None] >> shift & 0x7F) == 0x7F, float("nan"), values)
-    at = block * (K // GROUP * 16) + w * PER // GROUP * 16 + lane
+    group = w * PER // GROUP
     if ZERO:
-        values -= tl.load(zero + at, mask=known, other=0).to(tl.float32)[:, :, None]
+        at = zero + block * (K // GROUP * 16) + group * 16 + lane
+        values -= tl.load(at, mask=known, other=0).to(tl.float32)[:, :, None]
     elif FORMAT == "int4" and not MINIMUM:
         values -= 8.0
-    values *= load_scale(scale + at, known, FORMAT)[:, :, None]
+    factor = load_scale(scale, block, group, lane, known, K, GROUP, FORMAT, PARTS)
+    values *= factor[:, :, None]
     if MINIMUM:
-        values += tl.load(minimum + at, mask=known, other=0.0).to(tl.float32)[:, :, None]
+        least = load_minimum(scale, minimum, block, group, lane, known, K, GROUP, PARTS)
+        values += least[:, :, None]
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     row = tl.reshape(values, [16, BLOCK_K]).to(out.dtype.element_ty)
     tl.store(out + (block * 16 + lane) * K + k, row, mask=k < K)
@@ -66,9 +76,8 @@ def plan(
             "out": out,
         },
         constants={
-            "K": depth, "GROUP": depth // scale.shape[1], "BLOCK_K": WIDE_BLOCK,
-            "FORMAT": format_of(weight, scale), "ZERO": zero is not None,
-            "MINIMUM": minimum is not None,
+            "K": depth, **scale_constants(scale, minimum, depth, format_of(weight, scale)),
+            "BLOCK_K": WIDE_BLOCK, "ZERO": zero is not None,
         },
     )  # fmt: skip
     return Plan(out=out, launches=(launch,))

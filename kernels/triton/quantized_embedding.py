@@ -15,7 +15,13 @@ from llmc.kernels.quantized_embedding import quantized_embedding
 from llmc.kernels.quantized_linear import CHANNELS
 from llmc.kernels.triton.define import DTYPES, define, on_device
 from llmc.kernels.triton.launch import Launch, Plan, cdiv
-from llmc.kernels.triton.quantized_linear import format_of, load_scale, widen
+from llmc.kernels.triton.quantized_linear import (
+    format_of,
+    load_minimum,
+    load_scale,
+    scale_constants,
+    widen,
+)
 
 _BLOCK = 1024
 
@@ -24,9 +30,10 @@ _BLOCK = 1024
 def embedding_kernel(
     ids, words, scale, zero, minimum, out,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr,
+    FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """words [N / 16, K / PER, 16] int32; scale, zero, minimum [N / 16, K / GROUP, 16]."""
+    """words [N / 16, K / PER, 16] int32; scale, zero, minimum [N / 16, K / GROUP, 16]. PARTS: as in
+    `load_scale`."""
     PER: tl.constexpr = 8 if FORMAT == "int4" or FORMAT == "mxfp4" else 4
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -38,14 +45,15 @@ def embedding_kernel(
     values = widen(q, shift, FORMAT)
     if FORMAT == "fp8":
         values = tl.where((q >> shift & 0x7F) == 0x7F, float("nan"), values)
-    at = (block * (K // GROUP) + k // GROUP) * 16 + lane
+    group = k // GROUP
     if ZERO:
-        values -= tl.load(zero + at, mask=known, other=0).to(tl.float32)
+        at = zero + block * (K // GROUP * 16) + group * 16 + lane
+        values -= tl.load(at, mask=known, other=0).to(tl.float32)
     elif FORMAT == "int4" and not MINIMUM:
         values -= 8.0
-    values *= load_scale(scale + at, known, FORMAT)
+    values *= load_scale(scale, block, group, lane, known, K, GROUP, FORMAT, PARTS)
     if MINIMUM:
-        values += tl.load(minimum + at, mask=known, other=0.0).to(tl.float32)
+        values += load_minimum(scale, minimum, block, group, lane, known, K, GROUP, PARTS)
     tl.store(out + row * K + k, values.to(out.dtype.element_ty), mask=k < K)
 
 
@@ -68,9 +76,8 @@ def plan(
             "zero": zero, "minimum": minimum, "out": out,
         },
         constants={
-            "N": weight.shape[0] * CHANNELS, "K": depth, "GROUP": depth // scale.shape[1],
-            "BLOCK": _BLOCK, "FORMAT": kind, "ZERO": zero is not None,
-            "MINIMUM": minimum is not None,
+            "N": weight.shape[0] * CHANNELS, "K": depth, "BLOCK": _BLOCK,
+            **scale_constants(scale, minimum, depth, kind), "ZERO": zero is not None,
         },
     )  # fmt: skip
     return Plan(out=out, launches=(launch,))

@@ -18,7 +18,14 @@ from llmc.kernels.triton.define import define, needs_upcast
 from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.expert_linear import plan_tiles, rows_of_tile, store_sums, store_zeros
 from llmc.kernels.triton.launch import Launch, Plan
-from llmc.kernels.triton.quantized_linear import format_of, load_scale, supports, widen
+from llmc.kernels.triton.quantized_linear import (
+    format_of,
+    load_minimum,
+    load_scale,
+    scale_constants,
+    supports,
+    widen,
+)
 from llmc.kernels.triton.scaled_linear import multiplies_codes, plan_rounded
 
 
@@ -28,12 +35,13 @@ def low_bit_expert_kernel(
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, BIAS: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, PARTS: tl.constexpr,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """words [EXPERTS, N / 16, K / PER, 16] int32; scale, zero, minimum [.., K / GROUP, 16].
 
-    chosen, offsets: as in `rows_of_tile`. x has a row for CHOICES consecutive results.
+    chosen, offsets: as in `rows_of_tile`. PARTS: as in `load_scale`. x has a row for CHOICES
+    consecutive results.
     """
     PER: tl.constexpr = 8 if FORMAT == "int4" or FORMAT == "mxfp4" else 4
     BITS: tl.constexpr = 32 // PER
@@ -50,23 +58,28 @@ def low_bit_expert_kernel(
         return
     block, lane = expert.to(tl.int64) * (N // 16) + n // 16, n % 16
     word = words + block * (K // PER * 16) + lane
-    group = block * (K // GROUP * 16) + lane
     j = tl.arange(0, PER)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k0 in tl.range(0, K, BLOCK_K):
         w = k0 // PER + tl.arange(0, BLOCK_W)
         known = (w < K // PER)[:, None] & inside[None, :]
         q = tl.load(word[None, :] + w[:, None] * 16, mask=known, other=0)
-        at = group[None, :] + (w * PER // GROUP)[:, None] * 16
-        factor = load_scale(scale + at, known, FORMAT)
+        group = (w * PER // GROUP)[:, None]
+        factor = load_scale(
+            scale, block[None, :], group, lane[None, :], known, K, GROUP, FORMAT, PARTS
+        )
         values = widen(q[:, None, :], j[None, :, None] * BITS, FORMAT)
         if ZERO:
-            values -= tl.load(zero + at, mask=known, other=0).to(tl.float32)[:, None, :]
+            at = zero + block[None, :] * (K // GROUP * 16) + group * 16 + lane[None, :]
+            values -= tl.load(at, mask=known, other=0).to(tl.float32)[:, None, :]
         elif FORMAT == "int4" and not MINIMUM:
             values -= 8.0
         values *= factor[:, None, :]
         if MINIMUM:
-            values += tl.load(minimum + at, mask=known, other=0.0).to(tl.float32)[:, None, :]
+            least = load_minimum(
+                scale, minimum, block[None, :], group, lane[None, :], known, K, GROUP, PARTS
+            )
+            values += least[:, None, :]
         k = k0 + tl.arange(0, BLOCK_K)
         a = tl.load(
             x + (row // CHOICES)[:, None] * x_row + k[None, :],
@@ -109,8 +122,8 @@ def plan(
             "minimum": minimum, "x_row": x.stride(0),
         },
         constants={
-            "GROUP": x.shape[1] // scale.shape[2], "FORMAT": format_of(weight, scale),
-            "ZERO": zero is not None, "MINIMUM": minimum is not None,
+            **scale_constants(scale, minimum, x.shape[1], format_of(weight, scale)),
+            "ZERO": zero is not None,
             "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
             "UPCAST": needs_upcast(x.dtype),
         },

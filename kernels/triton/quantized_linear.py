@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.quantized_linear import CHANNELS, EXACT_BITS
+from llmc.kernels.quantized_linear import CHANNELS, EXACT_BITS, groups_of
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.counters import counters, is_last, sum_of_parts
 from llmc.kernels.triton.define import (
@@ -52,15 +52,62 @@ def widen(words, shift, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def load_scale(at, known, FORMAT: tl.constexpr):
-    """Scales in float32; for mxfp4 2 ** (e - 127), where 0 is subnormal and 255 is NaN."""
-    stored = tl.load(at, mask=known, other=0)
-    if FORMAT == "mxfp4":
-        exponent = stored.to(tl.int32)
-        odd = (exponent == 0) | (exponent == 255)
-        return (exponent << 23 | tl.where(odd, 0x400000, 0)).to(tl.float32, bitcast=True)
+def load_scale(
+    scale, block, group, lane, known,
+    K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Scales in float32; for mxfp4 2 ** (e - 127), where 0 is subnormal and 255 is NaN. PARTS: 0,
+    or those of superblocks: 1, or 2 with minimums."""
+    if PARTS > 0:
+        return _of_superblock(scale, block, group, lane, known, K, GROUP, PARTS, 0)
     else:
-        return stored.to(tl.float32)
+        at = scale + block * (K // GROUP * 16) + group * 16 + lane
+        stored = tl.load(at, mask=known, other=0)
+        if FORMAT == "mxfp4":
+            exponent = stored.to(tl.int32)
+            odd = (exponent == 0) | (exponent == 255)
+            return (exponent << 23 | tl.where(odd, 0x400000, 0)).to(tl.float32, bitcast=True)
+        else:
+            return stored.to(tl.float32)
+
+
+@triton.jit
+def load_minimum(
+    scale, minimum, block, group, lane, known,
+    K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Minimums in float32, from superblocks if `scale` has any."""
+    if PARTS > 0:
+        return _of_superblock(scale, block, group, lane, known, K, GROUP, PARTS, 1)
+    else:
+        at = minimum + block * (K // GROUP * 16) + group * 16 + lane
+        return tl.load(at, mask=known, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _of_superblock(
+    words, block, group, lane, known,
+    K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, part: tl.constexpr,
+):  # fmt: skip
+    """Scales, or minimums (part 1): a float16 factor times 8-bit steps, two in a word."""
+    STEPS: tl.constexpr = 256 // GROUP
+    WORDS: tl.constexpr = PARTS * (1 + STEPS // 2)
+    at = words + (block * (K // 256) + group // STEPS) * (WORDS * 16) + lane
+    factor = tl.load(at + part * 16, mask=known, other=0).to(tl.float16, bitcast=True)
+    step = group % STEPS * PARTS + part
+    pair = tl.load(at + (PARTS + step // 2) * 16, mask=known, other=0).to(tl.int32)
+    return factor.to(tl.float32) * (pair << (24 - step % 2 * 8) >> 24).to(tl.float32)
+
+
+def scale_constants(
+    scale: Tensor, minimum: Tensor | None, depth: int, kind: str | None
+) -> dict[str, object]:
+    """The constants with which kernels read the scales and minimums of a weight."""
+    groups, is_super = groups_of(scale, depth), scale.dtype == torch.int16
+    return {
+        "GROUP": groups.size, "FORMAT": kind, "PARTS": 1 + groups.minimum if is_super else 0,
+        "MINIMUM": groups.minimum if is_super else minimum is not None,
+    }  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -68,10 +115,12 @@ def low_bit_kernel(
     x, words, scale, zero, minimum, bias, out, partial, counter, rows, x_row,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
     SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, BIAS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, PARTS: tl.constexpr,
+    BIAS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """words [N / 16, K / PER, 16] int32; scale, zero, minimum [N / 16, K / GROUP, 16]."""
+    """words [N / 16, K / PER, 16] int32; scale, zero, minimum [N / 16, K / GROUP, 16]. PARTS: as in
+    `load_scale`."""
     PER: tl.constexpr = 8 if FORMAT == "int4" or FORMAT == "mxfp4" else 4
     BITS: tl.constexpr = 32 // PER
     BLOCK_W: tl.constexpr = BLOCK_K // PER
@@ -97,15 +146,20 @@ def low_bit_kernel(
         w = k0 // PER + tl.arange(0, BLOCK_W)
         known = (w < K // PER)[:, None] & inside[None, :]
         q = tl.load(word[None, :] + w[:, None] * 16, mask=known, other=0)
-        at = block[None, :] * (K // GROUP * 16) + (w * PER // GROUP)[:, None] * 16 + lane[None, :]
-        factor = load_scale(scale + at, known, FORMAT)
+        group = (w * PER // GROUP)[:, None]
+        factor = load_scale(
+            scale, block[None, :], group, lane[None, :], known, K, GROUP, FORMAT, PARTS
+        )
         if ZERO:
-            offset = tl.load(zero + at, mask=known, other=0).to(tl.float32)
+            at = zero + block[None, :] * (K // GROUP * 16) + group * 16 + lane[None, :]
+            offset = tl.load(at, mask=known, other=0).to(tl.float32)
         else:
             middle: tl.constexpr = 8.0 if FORMAT == "int4" and not MINIMUM else 0.0
             offset = tl.full([BLOCK_W, BLOCK_N], middle, tl.float32)
         if MINIMUM:
-            least = tl.load(minimum + at, mask=known, other=0.0).to(tl.float32)
+            least = load_minimum(
+                scale, minimum, block[None, :], group, lane[None, :], known, K, GROUP, PARTS
+            )
         else:
             least = tl.zeros([BLOCK_W, BLOCK_N], tl.float32)
         if DOT:
@@ -176,9 +230,8 @@ def plan(
             "x_row": flat.stride(0),
         },
         constants={
-            "N": channels, "K": depth, "GROUP": depth // scale.shape[1],
-            **_tiles(config), "FORMAT": kind, "ZERO": zero is not None,
-            "MINIMUM": minimum is not None, "BIAS": bias is not None,
+            "N": channels, "K": depth, **scale_constants(scale, minimum, depth, kind),
+            **_tiles(config), "ZERO": zero is not None, "BIAS": bias is not None,
             "DOT": rows > 1, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
             "UPCAST": needs_upcast(x.dtype), "PDL": pdl,
         },

@@ -32,7 +32,7 @@ struct AtenTensorOpaque {
   int64_t offset = 0;
 
   int64_t width() const {  // bytes; the numbers are those of torch's ScalarType
-    return dtype == 4 ? 8 : dtype == 3 || dtype == 6 ? 4 : dtype == 5 || dtype == 15 ? 2 : 1;
+    return dtype == 4 ? 8 : dtype == 3 || dtype == 6 ? 4 : dtype == 2 || dtype == 5 || dtype == 15 ? 2 : 1;
   }
   char* data() const { return storage->bytes + offset * width(); }
   int64_t numel() const {
@@ -77,6 +77,7 @@ extern "C" {
 int32_t aoti_torch_device_type_cpu() { return 0; }
 int32_t aoti_torch_dtype_uint8() { return 0; }
 int32_t aoti_torch_dtype_int8() { return 1; }
+int32_t aoti_torch_dtype_int16() { return 2; }
 int32_t aoti_torch_dtype_int32() { return 3; }
 int32_t aoti_torch_dtype_int64() { return 4; }
 int32_t aoti_torch_dtype_float16() { return 5; }

@@ -13,7 +13,7 @@ from packed_checkpoints import PACKINGS, awq, fp8, gptq, pack_quantized, write_m
 from rank_threads import RankThreads, rank_threads
 from tiers import tiered
 from tiny_engine import Running
-from tiny_gguf import ARCHITECTURES, write_gguf
+from tiny_gguf import ARCHITECTURES, widen_for, write_gguf
 from tiny_models import prompts, save_checkpoint
 
 from llmc.config import EngineConfig
@@ -169,9 +169,12 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
             ("llama", Type.Q8_0, 4, 5),
             ("qwen2moe", Type.Q4_1, 2, 7),  # shared experts beside the routed ones
             ("qwen3moe", Type.MXFP4, 4, 5),
+            ("llama", Type.Q4_K, 2, 5),  # one cut between superblocks, one through them
+            ("qwen3moe", Type.Q6_K, 2, 5),
         ],
         ("llama", Type.Q4_0, 2, 5),
         ("qwen2moe", Type.Q4_1, 2, 7),
+        ("llama", Type.Q4_K, 2, 5),
     ),
 )
 def test_gguf_files(
@@ -185,6 +188,7 @@ def test_gguf_files(
     name, fields = ARCHITECTURES[architecture]
     known = {key: value for key, value in sizes.items() if key in fields}
     monkeypatch.setitem(ARCHITECTURES, architecture, (name, {**fields, **known}))
+    widen_for(kind, architecture, monkeypatch)
     path = write_gguf(tmp_path / "m.gguf", architecture, kind)
     check_ranks(path, size, sums=sums)
 

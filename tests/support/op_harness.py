@@ -20,6 +20,7 @@ from llmc.kernels.registry import Case
 _CODES = {  # torch's own numbers, as in its C ABI
     torch.uint8: 0,
     torch.int8: 1,
+    torch.int16: 2,
     torch.int32: 3,
     torch.int64: 4,
     torch.float16: 5,

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -141,14 +142,47 @@ def write_gguf(
         values = rng.standard_normal(shape).astype(np.float32) * 0.1
         if name.endswith("ssm_a"):
             values = -np.exp(values)
-        packed = len(shape) > 1 and shape[-1] % 32 == 0 and "conv" not in name
-        to = kind if packed else GGMLQuantizationType.F32
-        writer.add_tensor(name, quantize(values, to), raw_dtype=to)
+        packed = len(shape) > 1 and shape[-1] % GGML_QUANT_SIZES[kind][0] == 0
+        to = kind if packed and "conv" not in name else GGMLQuantizationType.F32
+        drawn = random_superblocks(to, shape, rng) if to in FACTORS else quantize(values, to)
+        writer.add_tensor(name, drawn, raw_dtype=to)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+# K-quants, which the gguf package does not write: (place in the block, number) of the factors with
+# which random bits are about 0.1.
+FACTORS = {
+    GGMLQuantizationType.Q4_K: ((0, 4e-4), (2, 3e-3)),
+    GGMLQuantizationType.Q6_K: ((208, 1e-4),),
+}
+
+
+def random_superblocks(
+    kind: GGMLQuantizationType, shape: tuple[int, ...], rng: np.random.Generator
+) -> np.ndarray[Any, Any]:
+    size, num_bytes = GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // size, num_bytes), np.uint8)
+    for place, number in FACTORS[kind]:
+        blocks[..., place : place + 2] = np.array([number], np.float16).view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def widen_for(
+    kind: GGMLQuantizationType, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Give the matrices of an architecture whole superblocks, if `kind` has any."""
+    if kind in FACTORS:
+        sizes = {
+            "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256,
+            "head_dim": 64,
+        }  # fmt: skip
+        name, fields = ARCHITECTURES[architecture]
+        known = {key: value for key, value in sizes.items() if key in fields}
+        monkeypatch.setitem(ARCHITECTURES, architecture, (name, {**fields, **known}))
 
 
 def add_words(writer: GGUFWriter) -> None:

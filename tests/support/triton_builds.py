@@ -283,9 +283,15 @@ def step_inputs() -> Plan[None]:
     )
 
 
-def low_bit(rows: int, format: Format, *, group: int = 0) -> Plan[Tensor]:
+Q4_K = Quantization(format="int4", group=32, scale="superblock", minimum=True)
+Q6_K = Quantization(format="int8", group=16, scale="superblock")
+
+
+def low_bit(
+    rows: int, format: Format, *, group: int = 0, stored: Quantization | None = None
+) -> Plan[Tensor]:
     """`group`: as in checkpoints, with float32 scales and, for int4, zero points."""
-    to = quantization_of(format, 4096, 14336)
+    to = stored or quantization_of(format, 4096, 14336)
     if group:
         to = Quantization(format=format, group=group, scale="float32", zero=format == "int4")
     assert to is not None
@@ -295,8 +301,10 @@ def low_bit(rows: int, format: Format, *, group: int = 0) -> Plan[Tensor]:
     return quantized_linear.plan(meta(rows, 14336), weight, scale, zeros, meta(4096))
 
 
-def dequantized(format: Format, group: int, scale: Scale, *, zero: bool = False) -> Plan[Tensor]:
-    to = Quantization(format=format, group=group, scale=scale, zero=zero)
+def dequantized(
+    format: Format, group: int, scale: Scale, *, zero: bool = False, minimum: bool = False
+) -> Plan[Tensor]:
+    to = Quantization(format=format, group=group, scale=scale, zero=zero, minimum=minimum)
     parts = {p: meta(*to.shape(p, 4096, 14336), dtype=d) for p, d in to.dtypes.items()}
     return dequantize.plan(
         parts["weight"], parts["scale"], parts.get("zero"), None, meta(4096, 14336)
@@ -313,11 +321,12 @@ def codes_product(group: int = 0, *, rows: int = 4096) -> Plan[Tensor]:
 
 
 def low_bit_experts(
-    rows: int, format: Format, *, choices: int = 1, minimum: bool = False
-) -> Plan[Tensor]:
+    rows: int, format: Format, *, choices: int = 1, minimum: bool = False,
+    stored: Quantization | None = None,
+) -> Plan[Tensor]:  # fmt: skip
     """In groups of 32, as in checkpoints and GGUF files."""
     scale: Scale = "exponent" if format == "mxfp4" else "float16"
-    to = Quantization(format=format, group=32, scale=scale, minimum=minimum)
+    to = stored or Quantization(format=format, group=32, scale=scale, minimum=minimum)
     parts = {p: meta(*to.shape(p, 128, 1536, 2048), dtype=d) for p, d in to.dtypes.items()}
     return quantized_expert_linear.plan(
         meta(rows // choices, 2048),
@@ -343,13 +352,15 @@ def scaled_experts(rows: int, group: int = 0, *, choices: int = 1) -> Plan[Tenso
     return Plan(out=plan.out, launches=plan.launches[1:])
 
 
-def embedding(tokens: int, format: Format, *, minimum: bool = False) -> Plan[Tensor]:
+def embedding(
+    tokens: int, format: Format, *, minimum: bool = False, stored: Quantization | None = None
+) -> Plan[Tensor]:
     """In groups of 32, as in GGUF files."""
-    to = Quantization(format=format, group=32, scale="float32", minimum=minimum)
-    weight = meta(*to.shape("weight", VOCAB, 4096), dtype=to.dtype)
-    scale = floats(*to.shape("scale", VOCAB, 4096))
-    minimums = floats(*scale.shape) if minimum else None
-    return quantized_embedding.plan(longs(tokens), weight, scale, None, minimums, BF16)
+    to = stored or Quantization(format=format, group=32, scale="float32", minimum=minimum)
+    parts = {p: meta(*to.shape(p, VOCAB, 4096), dtype=d) for p, d in to.dtypes.items()}
+    return quantized_embedding.plan(
+        longs(tokens), parts["weight"], parts["scale"], None, parts.get("minimum"), BF16
+    )
 
 
 def chained(rows: int, *, biased: bool = False) -> Plan[Tensor]:
@@ -598,6 +609,15 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_linear int4 few": lambda: low_bit(8, "int4", group=128),
     "quantized_linear int4 many": lambda: low_bit(255, "int4"),
     "quantized_linear fp8 many": lambda: low_bit(255, "fp8"),
+    "quantized_linear Q4_K row": lambda: low_bit(1, "int4", stored=Q4_K),
+    "quantized_linear Q4_K few": lambda: low_bit(8, "int4", stored=Q4_K),
+    "quantized_linear Q6_K many": lambda: low_bit(255, "int8", stored=Q6_K),
+    "quantized_linear Q4_K dequantized": lambda: dequantized(
+        "int4", 32, "superblock", minimum=True
+    ),
+    "quantized_expert_linear Q4_K few": lambda: low_bit_experts(64, "int4", stored=Q4_K),
+    "quantized_expert_linear Q6_K many": lambda: low_bit_experts(32768, "int8", stored=Q6_K),
+    "quantized_embedding Q6_K": lambda: embedding(64, "int8", stored=Q6_K),
     "quantized_linear int4 dequantized": lambda: dequantized("int4", 128, "bfloat16", zero=True),
     "quantized_linear int8 dequantized": lambda: dequantized("int8", 0, "float32"),
     "quantized_linear fp8 dequantized": lambda: dequantized("fp8", 128, "float32"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from shared_captures import shared_captures
 from tiers import tiered
-from tiny_gguf import ARCHITECTURES, write_gguf
+from tiny_gguf import ARCHITECTURES, widen_for, write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from llmc import LLM, PoolingParams, SamplingParams
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
+from llmc.kernels.quantized_linear import Quantization
 from llmc.kernels.quantized_linear import dequantize as op_numbers
 from llmc.startup.gguf_files import model_directory
 from llmc.startup.model_files import load_config, resolve_model
@@ -517,16 +519,21 @@ def test_a_part_of_a_tensor_has_the_numbers_of_its_place(kind: Type, tmp_path: P
     to = tensor.kept_as()
     assert to is not None
 
-    def numbers(part: SomeOf | None) -> torch.Tensor:
+    def numbers(part: SomeOf | None, to: Quantization = to) -> torch.Tensor:
         made = tensor.blocks(to, part)
         return torch.stack(
             [op_numbers(p["weight"], p["scale"], None, p.get("minimum")) for p in made]
         )
 
     whole = numbers(None)
-    for dim, ranges in ((1, ((16, 16), (0, 8), (24, 8))), (2, ((96, 64), (320, 32)))):
+    apart = dataclasses.replace(to, scale="float32") if to.scale == "superblock" else to
+    for dim, ranges, kept in (
+        (1, ((16, 16), (0, 8), (24, 8)), to),
+        (2, ((256, 256),), to),
+        (2, ((96, 64), (320, 32)), apart),
+    ):
         part = SomeOf(shape=tensor.shape, dim=dim, ranges=ranges)
-        same = numbers(part).view(torch.int32) == part.of(whole).view(torch.int32)
+        same = numbers(part, kept).view(torch.int32) == part.of(whole).view(torch.int32)
         assert (same | part.of(whole).isnan()).all()
 
 
@@ -542,15 +549,19 @@ def test_a_part_of_a_tensor_has_the_numbers_of_its_place(kind: Type, tmp_path: P
             ("qwen3moe", Type.Q8_0, "expert_linear"),
             ("qwen3moe", Type.MXFP4, "expert_linear"),
             ("qwen2moe", Type.Q4_1, "expert_linear"),
+            ("llama", Type.Q4_K, "linear"),
+            ("qwen3moe", Type.Q6_K, "expert_linear"),
         ],
         ("llama", Type.Q4_1, "linear"),
+        ("llama", Type.Q4_K, "linear"),
         ("llama", Type.Q8_0, "linear"),
         ("qwen3moe", Type.MXFP4, "expert_linear"),
     ),
 )
 def test_an_engine_keeps_the_bits_and_says_what_transformers_does(
-    architecture: str, kind: Type, op: str, tmp_path: Path
+    architecture: str, kind: Type, op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    widen_for(kind, architecture, monkeypatch)
     path = write_gguf(tmp_path / "m.gguf", architecture, kind)
     config = AutoConfig.from_pretrained(model_directory(path))
     reference: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

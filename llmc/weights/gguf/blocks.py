@@ -1,12 +1,13 @@
 """Repacks a GGUF file's quantized tensors into the blocks of `quantized_linear`, losslessly.
 
 A type is supported if each group of 16 or 32 inputs is integers times a scale, optionally plus a
-minimum, and both are exact in float32. Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
+minimum, and both are exact in float32. K-quants keep their superblocks of scales and minimums.
+Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,18 @@ from llmc.kernels.quantized_linear import (
 Array = NDArray[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Scales or minimums of B superblocks: `factor` [B, 1] float16 times `steps` [B, groups]."""
+
+    factor: Array
+    steps: Array
+
+    def numbers(self) -> Array:
+        """[B, groups] in float32."""
+        return self.factor.astype(np.float32) * self.steps.astype(np.float32)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Integers:
     """The contents of B blocks: `q` [B, values], `scale` and `minimum` [B, groups] in float32.
@@ -38,12 +51,16 @@ class Integers:
     """
 
     q: Array
-    scale: Array
-    minimum: Array | None = None
+    scale: Array | Steps
+    minimum: Array | Steps | None = None
+
+
+def _factor(blocks: Array, start: int) -> Array:
+    return blocks[:, start : start + 2].copy().view(np.float16)
 
 
 def _half(blocks: Array, start: int) -> Array:
-    return blocks[:, start : start + 2].copy().view(np.float16).astype(np.float32)
+    return _factor(blocks, start).astype(np.float32)
 
 
 def _nibbles(packed: Array) -> Array:
@@ -81,13 +98,12 @@ def _q8_0(blocks: Array) -> Integers:
     return Integers(q=blocks[:, 2:].view(np.int8), scale=_half(blocks, 0))
 
 
-def _scaled_groups(blocks: Array) -> tuple[Array, Array]:
+def _scaled_groups(blocks: Array) -> tuple[Steps, Steps]:
     """Scales and minimums of the eight groups of a Q4_K or Q5_K block, stored in 6 bits each."""
     low, high, mixed = np.split(blocks[:, 4:16], 3, axis=1)
     scale = np.concatenate((low & 63, mixed & 15 | low >> 6 << 4), axis=1)
     minimum = np.concatenate((high & 63, mixed >> 4 | high >> 6 << 4), axis=1)
-    least = _half(blocks, 2) * minimum.astype(np.float32)
-    return _half(blocks, 0) * scale.astype(np.float32), -least
+    return Steps(_factor(blocks, 0), scale), Steps(-_factor(blocks, 2), minimum)
 
 
 def _q4_k(blocks: Array) -> Integers:
@@ -111,12 +127,10 @@ def _two_bits(packed: Array) -> Array:
 
 
 def _q2_k(blocks: Array) -> Integers:
-    scale, minimum = blocks[:, :16] & 15, blocks[:, :16] >> 4
-    least = _half(blocks, 82) * minimum.astype(np.float32)
     return Integers(
         q=_two_bits(blocks[:, 16:80]).reshape(-1, 256),
-        scale=_half(blocks, 80) * scale.astype(np.float32),
-        minimum=-least,
+        scale=Steps(_factor(blocks, 80), blocks[:, :16] & 15),
+        minimum=Steps(-_factor(blocks, 82), blocks[:, :16] >> 4),
     )
 
 
@@ -126,18 +140,19 @@ def _q3_k(blocks: Array) -> Integers:
     packed = blocks[:, 96:108]
     scale = np.concatenate((packed[:, :8] & 15, packed[:, :8] >> 4), axis=1)
     high = (packed[:, None, 8:] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3).reshape(-1, 16)
-    steps = (scale | high << 4).astype(np.float32) - 32
+    steps = (scale | high << 4).astype(np.int8) - np.int8(32)
     # -4 to 3, in the int4 encoding in which 8 means zero
-    return Integers(q=((low | third << 2) + 4).reshape(-1, 256), scale=_half(blocks, 108) * steps)
+    q = ((low | third << 2) + 4).reshape(-1, 256)
+    return Integers(q=q, scale=Steps(_factor(blocks, 108), steps))
 
 
 def _q6_k(blocks: Array) -> Integers:
     low = blocks[:, :128].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 15
     high = _two_bits(blocks[:, 128:192])
     q = low.reshape(-1, 2, 4, 32) | high << 4
-    steps = blocks[:, 192:208].view(np.int8).astype(np.float32)
     return Integers(
-        q=q.reshape(-1, 256).astype(np.int8) - np.int8(32), scale=_half(blocks, 208) * steps
+        q=q.reshape(-1, 256).astype(np.int8) - np.int8(32),
+        scale=Steps(_factor(blocks, 208), blocks[:, 192:208].view(np.int8)),
     )
 
 
@@ -150,9 +165,9 @@ def _iq4_xs(blocks: Array) -> Integers:
     values = np.array(quants.IQ4_NL.kvalues, np.int8)
     high = blocks[:, 2:4].copy().view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = (blocks[:, 4:8, None] >> np.array([0, 4], np.uint8) & 15).reshape(-1, 8)
-    steps = (low | high.astype(np.uint8) << 4).astype(np.float32) - 32
+    steps = (low | high.astype(np.uint8) << 4).astype(np.int8) - np.int8(32)
     q = values[_nibbles(blocks[:, 8:].reshape(-1, 16))].reshape(-1, 256)
-    return Integers(q=q, scale=_half(blocks, 0) * steps)
+    return Integers(q=q, scale=Steps(_factor(blocks, 0), steps))
 
 
 def _mxfp4(blocks: Array) -> Integers:
@@ -176,13 +191,13 @@ _KINDS = {
     Type.Q5_0: _Kind("int8", _q5_0, scale="float16"),
     Type.Q5_1: _Kind("int8", _q5_1, minimum=True, scale="float16"),
     Type.Q8_0: _Kind("int8", _q8_0, scale="float16"),
-    Type.Q2_K: _Kind("int4", _q2_k, minimum=True, group=16),
-    Type.Q3_K: _Kind("int4", _q3_k, group=16),
-    Type.Q4_K: _Kind("int4", _q4_k, minimum=True),
-    Type.Q5_K: _Kind("int8", _q5_k, minimum=True),
-    Type.Q6_K: _Kind("int8", _q6_k, group=16),
+    Type.Q2_K: _Kind("int4", _q2_k, minimum=True, group=16, scale="superblock"),
+    Type.Q3_K: _Kind("int4", _q3_k, group=16, scale="superblock"),
+    Type.Q4_K: _Kind("int4", _q4_k, minimum=True, scale="superblock"),
+    Type.Q5_K: _Kind("int8", _q5_k, minimum=True, scale="superblock"),
+    Type.Q6_K: _Kind("int8", _q6_k, group=16, scale="superblock"),
     Type.IQ4_NL: _Kind("int8", _iq4_nl, scale="float16"),
-    Type.IQ4_XS: _Kind("int8", _iq4_xs),
+    Type.IQ4_XS: _Kind("int8", _iq4_xs, scale="superblock"),
     Type.MXFP4: _Kind("mxfp4", _mxfp4, scale="exponent"),
 }
 KEPT = tuple(_KINDS)
@@ -202,21 +217,34 @@ def kept_as(kind: Type, channels: int, depth: int) -> Quantization | None:
 
 
 def to_blocks(raw: Array, kind: Type, to: Quantization) -> dict[Part, torch.Tensor]:
-    """Rows of a file [N, bytes] -> the weight inputs of `quantized_linear`."""
+    """Rows of a file [N, bytes] -> the weight inputs of `quantized_linear`. `to` is the format of
+    `kept_as`, or has separate scales in float32 in place of its superblocks."""
     channels = len(raw)
     with np.errstate(invalid="ignore"):  # an infinite scale times 0 is NaN, as the file implies
         integers = _KINDS[kind].read(raw.reshape(-1, _block_bytes(kind)))
-    q = torch.from_numpy(np.ascontiguousarray(integers.q).reshape(channels, -1))
-    parts: dict[Part, torch.Tensor] = {"weight": pack_weight(q, to)}
-    groups: tuple[tuple[Part, Array | None], ...] = (
-        ("scale", integers.scale),
-        ("minimum", integers.minimum),
-    )
-    for part, values in groups:
-        if values is not None:
+        q = torch.from_numpy(np.ascontiguousarray(integers.q).reshape(channels, -1))
+        parts: dict[Part, torch.Tensor] = {"weight": pack_weight(q, to)}
+        for part, values in _scales(integers, to).items():
             rows = torch.from_numpy(values.reshape(channels, -1).copy())
             parts[part] = pack_groups(rows.to(to.dtypes[part]))
     return parts
+
+
+def _scales(integers: Integers, to: Quantization) -> dict[Part, Array]:
+    """What `to` has besides the weight [B, groups or words]."""
+    given = [part for part in (integers.scale, integers.minimum) if part is not None]
+    if to.scale == "superblock":
+        return {"scale": _superblock([part for part in given if isinstance(part, Steps)])}
+    wide = [part.numbers() if isinstance(part, Steps) else part for part in given]
+    names: tuple[Part, ...] = ("scale", "minimum")
+    return dict(zip(names, wide, strict=False))
+
+
+def _superblock(parts: Sequence[Steps]) -> Array:
+    """Scales and any minimums as int16 words of `quantized_linear` [B, words]."""
+    steps = np.stack([part.steps.astype(np.int8) for part in parts], axis=-1)
+    words = steps.reshape(len(steps), -1).view(np.int16)
+    return np.concatenate([*(part.factor.view(np.int16) for part in parts), words], axis=1)
 
 
 def _block_bytes(kind: Type) -> int:

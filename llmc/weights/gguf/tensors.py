@@ -204,6 +204,7 @@ class GgufTensor(BlockTensor):
         """The blocks of these inputs, which may start and end inside a block of the file."""
         kind, whole = self.parts[0].type, self.kept_as()
         assert whole is not None and self.row_order is not None
+        whole = dataclasses.replace(whole, scale=to.scale)  # a cut through superblocks splits them
         size, num_bytes = GGML_QUANT_SIZES[kind]
         first = min(start for start, _ in inputs) // size
         end = -(-max(start + n for start, n in inputs) // size)
