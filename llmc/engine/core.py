@@ -135,10 +135,15 @@ class EngineCore:
         if not failed:
             return []
         return [
-            self.scheduler.fail_request(request.request_id, failed[request.adapter])
+            self._end(request.request_id, failed[request.adapter])
             for request in list(self.scheduler.requests.values())
             if request.adapter in failed and not request.is_finished
         ]
+
+    def _end(self, request_id: str, error: str) -> RequestUpdate:
+        """End a waiting request, whose grammar may still be compiling."""
+        self._compiling.pop(request_id, None)
+        return self.scheduler.fail_request(request_id, error)
 
     def _begin_grammar(self, request: Request) -> None:
         spec, grammars = request.sampling.structured_outputs, self._features.grammars
@@ -149,24 +154,22 @@ class EngineCore:
                 "structured outputs are not available in this engine", param="structured_outputs"
             )
         constraint = request.extension = Constraint(grammars.begin(spec))
-        if constraint.is_compiled:
-            constraint.start()
-        else:
-            self._compiling[request.request_id] = constraint
+        self._compiling[request.request_id] = constraint  # the next step starts it if it is done
 
     def _start_compiled(self) -> list[RequestUpdate]:
         """Start the requests whose grammars are compiled; end those whose grammars failed to."""
         updates = []
         for request_id, constraint in list(self._compiling.items()):
             if constraint.is_compiled:
-                del self._compiling[request_id]
                 try:
                     constraint.start()
                 except Exception as error:  # third-party code: any exception ends this request only
                     logger.warning("request %r: %s", request_id, error)
-                    failed = self.scheduler.fail_request(request_id, str(error))
+                    failed = self._end(request_id, str(error))
                     failed.is_refused = True
                     updates.append(failed)
+                else:
+                    del self._compiling[request_id]
         return updates
 
     def _sibling(self, fork_of: str | None, request: Request) -> Request | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +18,7 @@ from llmc.engine.plan import EagerReason, StepPlan, StepResult
 from llmc.errors import InvalidRequestError
 from llmc.lora_request import LoRARequest
 from llmc.sampling_params import SamplingParams
+from llmc.structured_outputs import StructuredOutputsParams
 
 A, B, C = (LoRARequest(name, i + 1, f"/{name}") for i, name in enumerate("abc"))
 
@@ -51,7 +53,14 @@ class Runner:
         return DoneStep(StepResult(token_ids=[5] * sum(work.sample for work in plan.work)))
 
 
-def engine(runner: Runner, loader: Loader | None) -> EngineCore:
+class EndlessGrammars:
+    """Never starts to compile, so that a request that ends meanwhile cancels it."""
+
+    def begin(self, spec: StructuredOutputsParams) -> Future[Any]:
+        return Future()
+
+
+def engine(runner: Runner, loader: Loader | None, grammars: Any = None) -> EngineCore:
     return EngineCore(
         runner,
         EngineLimits(
@@ -62,7 +71,7 @@ def engine(runner: Runner, loader: Loader | None) -> EngineCore:
             max_model_len=32,
             vocab_size=10,
         ),
-        EngineFeatures(adapters=loader),
+        EngineFeatures(adapters=loader, grammars=grammars),
     )
 
 
@@ -141,6 +150,21 @@ def test_an_adapter_that_cannot_be_read_ends_its_requests_alone() -> None:
     assert run(core) == {"a": "not finite", "a2": "not finite", "b": None}
     core.add(message("a", A))  # tried again
     assert run(core) == {"a": None}
+
+
+def test_an_adapter_that_cannot_be_read_ends_requests_whose_grammar_is_compiling() -> None:
+    runner, loader = Runner({"a": A, "b": B}), Loader(1, at_once=False)
+    core = engine(runner, loader, EndlessGrammars())
+    spec = StructuredOutputsParams(regex="[0-9]")
+    constrained = SamplingParams(max_tokens=4, structured_outputs=spec)
+    core.add(AddRequest(**{**vars_of(message("json", A)), "sampling": constrained}))
+    core.add(message("a", A))
+    core.step()
+    loader.loading[A].set_exception(InvalidRequestError("not finite"))
+    assert run(core) == {"a": "not finite", "json": "not finite"}
+    loader.at_once = True
+    core.add(message("b", B))  # the engine is alive
+    assert run(core) == {"b": None}
 
 
 def test_an_abandoned_load_gives_its_slot_back() -> None:

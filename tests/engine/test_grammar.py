@@ -137,6 +137,19 @@ def test_a_matcher_that_breaks_ends_its_request_alone(
     assert engine.stats().num_failed_steps == 0
 
 
+def test_a_cached_matcher_that_breaks_at_once_ends_its_request_alone(
+    grammars: SlowGrammars, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    grammars.is_known = True
+    engine = make_engine(grammars)
+    engine.add(message("breaks", "0!"))
+    engine.add(message("whole", "4"))
+    outcomes = run(engine)
+    assert outcomes["breaks"].error == "it broke"
+    assert outcomes["whole"] == run_alone(message("whole", "4"), 1, CONTEXT)
+
+
 def test_a_grammar_that_fails_is_told_as_the_fault_of_its_request(grammars: SlowGrammars) -> None:
     """So that a server answers 400, which clients do not retry."""
     engine = make_engine(grammars)
