@@ -87,12 +87,12 @@ class BatchRunner:
     async def _run(self) -> None:
         while True:
             self._wake.clear()
-            known = await asyncio.to_thread(self._store.batches)
-            todo = [batch for batch in known if not batch.is_over]
-            if not todo:
-                await self._wake.wait()
-                continue
             try:
+                known = await asyncio.to_thread(self._store.batches)
+                todo = [batch for batch in known if not batch.is_over]
+                if not todo:
+                    await self._wake.wait()
+                    continue
                 oldest = self._store.batch(todo[-1].id, todo[-1].caller)  # may be cancelled by now
                 if not await self._end(oldest):
                     return
@@ -121,6 +121,7 @@ class BatchRunner:
                 self._store.save(batch)
         finally:
             self._work.cancel()
+            await asyncio.wait({self._work})  # it writes to the store, which may be closed next
             self._current = self._work = None
         return True
 

@@ -105,16 +105,16 @@ class GenerationResponse:
         finally:
             for task in ends:
                 task.cancel()
-            await asyncio.wait(ends)
-        error = None if work.cancelled() else work.exception()
-        self._observer.close(error)
-        if not work.cancelled():
-            self._note(error)
+            try:
+                await asyncio.wait(ends)
+            finally:  # also if this call is cancelled, as those of a batch are
+                is_over = work.done() and not work.cancelled()
+                error = work.exception() if is_over else None
+                self._observer.close(error)
+        if is_over:
+            if isinstance(error, QueueFullError):
+                self._metrics.rejected("queue_full")
             work.result()
-
-    def _note(self, error: BaseException | None) -> None:
-        if isinstance(error, QueueFullError):
-            self._metrics.rejected("queue_full")
 
     @contextlib.asynccontextmanager
     async def _submitted(self) -> AsyncIterator[tuple[Stream, Watch]]:

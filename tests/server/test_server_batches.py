@@ -287,6 +287,40 @@ def test_a_batch_that_waits_can_be_cancelled(tmp_path: Path) -> None:
         live.wait_idle()
 
 
+def test_batches_run_although_their_folder_could_not_be_read_at_first(tmp_path: Path) -> None:
+    read, faults = batch_store.BatchStore.batches, [OSError(errno.EIO, "input/output error")]
+
+    def batches(store: batch_store.BatchStore, caller: str | None = None) -> Any:
+        if faults:
+            raise faults.pop()
+        return read(store, caller)
+
+    with (
+        mock.patch.object(batch_store.BatchStore, "batches", batches),
+        mock.patch.object(batch_runner, "_DISK_RETRY_S", 0.01),
+        live_server(ServerSettings(batch_dir=str(tmp_path))) as live,
+    ):
+        name = begin(live, [line("a")])
+        assert wait(live, name)["status"] == "completed" and not faults
+
+
+def test_the_calls_of_a_cancelled_batch_no_longer_count_as_running(tmp_path: Path) -> None:
+    """Each of them would keep its whole answer in memory, too."""
+    slow = make_scripted()
+    slow.runner.delay_s = 0.01
+    settings = ServerSettings(batch_dir=str(tmp_path), admin_api_key="admin")
+    with live_server(settings, over=slow) as live:
+        name = begin(live, [line(f"r{i}", prompt="count", max_tokens=200) for i in range(4)])
+        while not slow.engine.has_work:
+            time.sleep(0.005)
+        live.post(f"/v1/batches/{name}/cancel", {})
+        assert wait(live, name)["request_counts"]["completed"] == 0
+        live.wait_idle()
+        everything = {"all": True}
+        operator = {"authorization": "Bearer admin"}
+        assert live.post("/abort_requests", everything, headers=operator).json() == {"aborted": []}
+
+
 def test_the_sdk_of_openai(live: Live) -> None:
     openai = pytest.importorskip("openai", reason="openai is not installed")
     url = f"http://127.0.0.1:{live.port}/v1"
