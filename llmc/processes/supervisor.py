@@ -172,6 +172,16 @@ class Supervisor:
     # ---- in the thread ----
 
     def _run(self) -> None:
+        try:
+            self._supervise()
+        except Exception as exc:  # nobody would restart the engine, or answer `wait_ready`
+            log.exception("%s can't be supervised any more", self._title)
+            self._error = self._error or exc
+            self._report_down(f"it can't be started: {exc}", is_over=True)
+        finally:
+            self._first.set()
+
+    def _supervise(self) -> None:
         number, is_restart = 0, False
         while not self._stopped.is_set():
             if not self._awake.is_set():
@@ -197,7 +207,6 @@ class Supervisor:
             log.info("restarting it in %g s (%s)", delay_s, self._budget)
             self._report_down(f"{why}; it is being restarted")
             self._stopped.wait(delay_s)
-        self._first.set()
 
     def _sleep(self) -> None:
         """Sleep until `resume` or `stop`."""
@@ -213,7 +222,11 @@ class Supervisor:
     def _live(self, number: int, *, is_restart: bool) -> str:
         """Run one engine process from start to end. Returns the reason for its end."""
         address = f"ipc://{self.folder}/engine-{number}"
-        with Child(self._command, environment=self._environment) as child:
+        try:
+            child = Child(self._command, environment=self._environment)
+        except OSError as exc:  # no memory for another process
+            return self._did_not_start(exc)
+        with child:
             self._child = child
             if self._stopped.is_set() or not self._awake.is_set():
                 return "it was no longer needed"
@@ -226,14 +239,18 @@ class Supervisor:
                 failed = next((r for r in self._reports(child) if isinstance(r, Failed)), None)
                 why = end if failed is None else f"it failed: {summary(failed)}"
             except Exception as exc:
-                if not self._first.is_set():
-                    self._error = exc
-                why = f"it did not start: {exc}"
+                why = self._did_not_start(exc)
             finally:
                 self._child = None
         with contextlib.suppress(FileNotFoundError):
             os.unlink(address.removeprefix("ipc://"))
         return why
+
+    def _did_not_start(self, error: Exception) -> str:
+        """Keep the error for `wait_ready`. Returns the reason for the process's end."""
+        if not self._first.is_set():
+            self._error = error
+        return f"it did not start: {error}"
 
     def _report_down(self, why: str, **more: bool) -> None:
         with self._lock:

@@ -116,7 +116,10 @@ class Workers:
         while not self._is_closing.is_set():
             # The engine must never mistake a worker for its predecessor that died.
             frontend = name if number == 0 else f"{name}.{number}"
-            why = self._live(name, frontend, is_restart=number > 0)
+            try:
+                why = self._live(name, frontend, is_restart=number > 0)
+            except OSError as error:  # no memory for another process
+                why = f"it did not start: {error}"
             if self._is_closing.is_set():
                 return
             self._engines.report_gone(frontend)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import subprocess
 import sys
 import threading
+from unittest import mock
 
 import pytest
 
@@ -45,6 +48,43 @@ def test_a_start_that_fails_is_one_error(failure: str, message: str, code: int) 
     text, _, exit_code = describe(caught.value)
     assert text.startswith(message) and exit_code == code
     assert not os.path.exists(supervisor.folder)
+
+
+def test_a_process_that_cannot_be_created_is_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when the system has no memory for one. Nobody must wait for it forever."""
+    no_memory = mock.Mock(side_effect=OSError(errno.ENOMEM, "no memory"))
+    monkeypatch.setattr(supervisor_module, "Child", no_memory)
+    caught: list[str] = []
+
+    def start() -> None:
+        with Supervisor(CONFIG) as supervisor:
+            try:
+                supervisor.wait_ready()
+            except OSError as error:
+                caught.append(str(error))
+
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert caught == ["[Errno 12] no memory"]
+
+
+def test_a_folder_that_cannot_be_created_on_waking_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    with Supervisor(CONFIG, command=scripted_process.command()) as supervisor:
+        supervisor.wait_ready()
+        supervisor.suspend()
+        full = mock.Mock(side_effect=OSError(errno.ENOSPC, "no space"))
+        monkeypatch.setattr(supervisor_module, "private_folder", full)
+        supervisor.resume()
+        wait_for(lambda: supervisor.processes.is_over)
+        with pytest.raises(OSError, match="no space"):
+            supervisor.wait_ready()
+    assert "no space" in supervisor.processes.why
 
 
 def test_phases_are_told_and_the_end_is_orderly() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import signal
 import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -21,13 +24,16 @@ from scripted_process import DIE, HANG, has_ended, wait_for
 
 from llmc import async_llm
 from llmc.errors import EngineDeadError
+from llmc.processes import supervisor
 from llmc.processes.server_processes import RestartBudget
+from llmc.server import workers
 from llmc.server.settings import ServerSettings
 
 pytestmark = pytest.mark.e2e
 COMPLETIONS = "/v1/completions"
 ENDLESS = {"max_tokens": 1900, "ignore_eos": True}
 PLENTY = RestartBudget((0.05,) * 50)
+READ = "import sys; sys.stdin.read()"  # a process that ends with its standard input
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +133,26 @@ def test_a_killed_engine_is_an_error_at_once_and_then_another_engine(live: LiveP
     assert f"llmc:process_restarts_total{{{labels}}} {before + 1:.1f}" in metrics
     assert f"llmc:process_up{{{labels}}} 1.0" in metrics
     assert len(os.listdir(live.supervisor.folder)) == 1  # nothing is left of the first one
+
+
+def test_an_engine_is_restarted_although_no_process_could_be_created_at_first(
+    live: LiveProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when memory has run out, which is why the engine was killed."""
+    create, faults = supervisor.Child, [OSError(errno.ENOMEM, "no memory")]
+
+    def child(*args: Any, **options: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return create(*args, **options)
+
+    monkeypatch.setattr(supervisor, "Child", child)
+    first = live.engine_pid
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: live.supervisor.processes.pids.get("engine", first) != first)
+    wait_for(lambda: live.status("/ready") == 200)
+    assert not faults
+    live.check_served()
 
 
 def test_an_engine_that_fails_says_why(live: LiveProcesses) -> None:
@@ -261,3 +287,23 @@ def test_a_dead_engine_in_this_process_ends_the_server() -> None:
         assert not live.thread.is_alive()
         with pytest.raises(EngineDeadError, match="the device is lost"):
             live.server.check()
+
+
+def test_an_api_process_is_started_although_that_failed_at_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    create, faults = workers.Child, [OSError(errno.ENOMEM, "no memory")]
+
+    def child(*args: Any, **options: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return create(*args, **options)
+
+    monkeypatch.setattr(workers, "Child", child)
+    monkeypatch.setattr(workers, "RestartBudget", lambda: RestartBudget((0.01,)))
+    monkeypatch.setattr(workers, "python_module", lambda _: [sys.executable, "-c", READ])
+    engines = mock.Mock(supervisors=[])
+    with socket.socket() as sock, workers.Workers(engines, lambda *_: workers.End(), sock, 1):
+        wait_for(lambda: engines.report_process.called)
+    engines.report_gone.assert_called_once_with("api-1")
+    assert engines.report_process.call_args_list[0].kwargs == {"restarted": True}
