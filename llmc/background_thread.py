@@ -42,12 +42,20 @@ class Interruptible(Generic[T]):
         self._do = do
         self._lock = threading.Lock()
         self._thread: int | None = None
+        self._began: float | None = None
         self._is_ended = False
+
+    @property
+    def seconds(self) -> float:
+        """Since it began; 0 before that."""
+        return 0.0 if self._began is None else time.monotonic() - self._began
 
     def __call__(self) -> T:
         thread = threading.get_ident()
         with self._lock:
-            self._thread = thread
+            if self._is_ended:
+                raise SystemExit
+            self._thread, self._began = thread, time.monotonic()
         try:
             return self._do()
         finally:
@@ -57,7 +65,7 @@ class Interruptible(Generic[T]):
                     _raise_in(thread, None)
 
     def end(self) -> None:
-        """Raise SystemExit in the call, if it is running."""
+        """Raise SystemExit in the call, now or when it begins."""
         with self._lock:
             self._is_ended = True
             if self._thread is not None:

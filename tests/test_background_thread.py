@@ -66,3 +66,13 @@ def test_a_call_is_ended_and_its_thread_goes_on() -> None:
             call.end()
             assert workers.submit(sum, range(100)).result(60) == 4950
             assert future.done()
+
+
+def test_a_call_that_was_ended_before_it_began_does_nothing() -> None:
+    done: list[int] = []
+    call = Interruptible(lambda: done.append(1))
+    assert call.seconds == 0
+    call.end()
+    with pytest.raises(SystemExit):
+        call()
+    assert not done

@@ -191,18 +191,26 @@ class Preparation:
         return await self._within_time(functools.partial(check_tools, tokenizer, tools))
 
     async def _within_time(self, render: Callable[[], T]) -> T:
-        """Render in a worker thread with a timeout: a template is a program, which may be slow."""
+        """Render in a worker thread with a timeout: a template is a program, which may be slow.
+
+        The wait for a worker, which other texts may keep busy, does not count.
+        """
         call = Interruptible(render)
+        work = asyncio.get_running_loop().run_in_executor(self._workers, call)
         try:
-            async with asyncio.timeout(RENDER_TIMEOUT_S):
-                return await self._work(LONG_TEXT + 1, call)
-        except TimeoutError:
-            call.end()  # otherwise it would block the worker, and the process at its exit
-            raise InvalidRequestError(
-                f"the chat template took more than {RENDER_TIMEOUT_S:g} s on these messages",
-                param="messages",
-                code="chat_template_error",
-            ) from None
+            while not work.done() and (left_s := RENDER_TIMEOUT_S - call.seconds) > 0:
+                await asyncio.wait({work}, timeout=left_s)
+            if work.done():
+                return work.result()
+        finally:
+            if not work.done():
+                work.cancel()
+                call.end()  # otherwise it would block the worker, and the process at its exit
+        raise InvalidRequestError(
+            f"the chat template took more than {RENDER_TIMEOUT_S:g} s on these messages",
+            param="messages",
+            code="chat_template_error",
+        )
 
     async def _work(self, size: int, do: Callable[..., T], *args: Any) -> T:
         if size <= LONG_TEXT:

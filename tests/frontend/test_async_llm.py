@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -243,6 +244,37 @@ def test_long_text_leaves_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(InvalidRequestError, match="context"):
             await llm.prepare.prompt("long " * 5000, LONG)
         assert threads == [True, False]
+
+    run(body)
+
+
+def test_the_wait_for_a_worker_does_not_count_as_the_templates_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long texts of others would make short conversations fail."""
+    monkeypatch.setattr(preparation, "RENDER_TIMEOUT_S", 1.0)
+    may_end = threading.Event()
+
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        encode = scripted.tokenizer.encode
+
+        def slow(text: str, *args: Any, **options: Any) -> list[int]:
+            if len(text) > preparation.LONG_TEXT:
+                may_end.wait(30)
+            return encode(text[:10], *args, **options)
+
+        monkeypatch.setattr(scripted.tokenizer, "encode", slow)
+        ask = functools.partial(llm.prepare.chat, [{"role": "user", "content": "x"}], LONG)
+        want = await ask()
+        long = "x" * (preparation.LONG_TEXT + 1)
+        others = [asyncio.create_task(llm.prepare.encode(long)) for _ in range(2)]
+        await asyncio.sleep(0)
+        asked = asyncio.create_task(ask())
+        await asyncio.sleep(1.5)
+        assert not asked.done()
+        may_end.set()
+        assert (await asked).prompt_token_ids == want.prompt_token_ids
+        await asyncio.gather(*others)
 
     run(body)
 
