@@ -21,6 +21,7 @@ from llmc.frontend.pooling import check_params
 from llmc.model_info import ModelInfo
 from llmc.pooling import PoolingParams, embedding, values_of
 from llmc.server import answer
+from llmc.server.adapters import adapter_named
 from llmc.server.body import read_body
 from llmc.server.errors import dump_json, json_response, ollama_error
 from llmc.server.models import model_name
@@ -195,7 +196,8 @@ async def _plain_turn(request: Request, body: ChatBody, prompt: Prompt) -> Turn:
     )
     with blaming(body):
         source = await llm.prepare.prompt(prompt, sampling)
-    return Turn(llm=llm, model=model, source=source.salted(cache_salt(request, body)))
+    source = source.salted(cache_salt(request, body)).with_adapter(adapter_named(request, model))
+    return Turn(llm=llm, model=model, source=source)
 
 
 async def _infill_turn(request: Request, body: ChatBody, suffix: str) -> Turn:

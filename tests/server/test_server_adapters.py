@@ -54,6 +54,14 @@ def test_an_adapter_is_a_model(live: Live) -> None:
     assert "available: scripted, poems" in wrong.json()["error"]["message"]
 
 
+def test_raw_prompts_of_ollamas_clients_use_the_adapter_too(live: Live) -> None:
+    adapters = live.scripted.engine.scheduler.adapters
+    body = {"prompt": "count", "raw": True, "stream": False, "options": {"num_predict": 2}}
+    for model, num_loads in (("scripted", 0), ("poems", 1)):
+        answer = live.post("/api/generate", {**body, "model": model}).json()
+        assert answer["model"] == model and adapters.num_loads == num_loads
+
+
 def test_prefixes_are_not_shared_between_models(live: Live) -> None:
     def hits(model: str) -> int:
         stats = live.scripted.engine.stats
