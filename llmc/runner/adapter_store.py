@@ -238,9 +238,13 @@ class AdapterStore:
     def begin(self, adapter: LoRARequest, instead_of: LoRARequest | None) -> Future[LoraWeights]:
         if instead_of is not None:
             self._with_slot.discard(instead_of)
+        for one, read in list(self._read.items()):
+            if read.done() and read.exception() is not None:  # the engine takes its slot back
+                del self._read[one]
+                self._with_slot.discard(one)
         self._with_slot.add(adapter)
         known = self._read.get(adapter)
-        if known is None or (known.done() and known.exception() is not None):
+        if known is None:
             known = self._read[adapter] = self._reader.submit(self._load, adapter)
         self._read.move_to_end(adapter)
         for old in [one for one in self._read if one not in self._with_slot]:

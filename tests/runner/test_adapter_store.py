@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import socket
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
+from llmc.errors import InvalidRequestError
+from llmc.lora_request import LoRARequest
 from llmc.passes.inputs import Shard
 from llmc.runner.adapter_store import (
+    AdapterStore,
     LoraTarget,
     LoraTargets,
     fill_slot,
@@ -18,6 +24,7 @@ from llmc.runner.adapter_store import (
 )
 from llmc.runner.ranks import receive
 from llmc.weights.lora_places import LoraPlace, LoraSize
+from llmc.weights.parameters import Parameters
 
 SLOTS, RANK = 2, 4
 UP, DOWN, EXPERTS = LoraPlace("up"), LoraPlace("down"), LoraPlace("experts", "experts")
@@ -78,3 +85,18 @@ def test_an_empty_slot_adds_nothing() -> None:
     order = next(slot_orders(parts, 1, {}))
     follow_slot_order(parts, order, 1)
     assert all(not one.b[0].any() for some in parts.values() for one in some)
+
+
+def test_adapters_that_cannot_be_read_are_not_kept(tmp_path: Path) -> None:
+    """A server gives each attempt to load one another number, and the error keeps what was read."""
+    plain = Parameters(shapes={}, aliases={}, is_plain=True)
+    store = AdapterStore(targets(1, torch.float32), plain, {}, num_slots=1, max_in_memory=1)
+    failed = []
+    for number in range(1, 4):
+        adapter = LoRARequest("missing", number, str(tmp_path))
+        future = store.begin(adapter, None)
+        assert isinstance(future.exception(60), InvalidRequestError)
+        failed.append(weakref.ref(future))
+        del future
+    gc.collect()
+    assert [ref() is None for ref in failed] == [True, True, False]
