@@ -34,6 +34,7 @@ LEAVES = (
     "llmc.garbage",
     "llmc.pooling",
     "llmc.logs",
+    "llmc.resource_limits",
 )
 MAY_IMPORT = {
     "llmc.errors": (),
@@ -43,7 +44,12 @@ MAY_IMPORT = {
     "llmc.structured_outputs": ("llmc.errors", "llmc.json_schema"),
     "llmc.speculative_config": ("llmc.errors",),
     "llmc.lora_request": ("llmc.errors",),
-    "llmc.structured": ("llmc.errors", "llmc.structured_outputs", "llmc.text"),
+    "llmc.structured": (
+        "llmc.errors",
+        "llmc.resource_limits",
+        "llmc.structured_outputs",
+        "llmc.text",
+    ),
     "llmc.outputs": LEAVES,
     "llmc.model_info": ("llmc.pooling",),
     "llmc.image_input": (),
@@ -52,12 +58,14 @@ MAY_IMPORT = {
     "llmc.cache_dir": (),
     "llmc.garbage": (),
     "llmc.logs": (),
+    "llmc.resource_limits": (),
     "llmc.kernels": ("llmc.errors", "llmc.background_thread", "llmc.cache_dir"),
     "llmc.passes": ("llmc.errors", "llmc.pooling", "llmc.kernels"),
     "llmc.engine": LEAVES,
     "llmc.weights": (
         "llmc.errors",
         "llmc.cache_dir",
+        "llmc.resource_limits",
         "llmc.lora_request",
         "llmc.passes",
         "llmc.kernels",

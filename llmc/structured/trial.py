@@ -23,6 +23,7 @@ from functools import partial
 from typing import IO, TYPE_CHECKING
 
 from llmc.errors import InvalidRequestError, LlmcError
+from llmc.resource_limits import limit_resources
 from llmc.structured.vocabulary import Vocabulary
 from llmc.structured_outputs import StructuredOutputsParams
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 TIME_LIMIT = 2.0  # seconds for one grammar
 _START_LIMIT = 60.0  # seconds to import and to read the tokenizer
-_MEMORY_LIMIT = 4 * 2**30
+_MAX_BYTES = 8 * 2**30  # of address space
 _MAX_KEPT = 1024
 
 
@@ -155,7 +156,7 @@ def _receive(process: subprocess.Popen[str], limit: float) -> str | None:
 
 
 def _main(requests: IO[str], answers: IO[str]) -> None:
-    _limit_memory()
+    limit_resources(AS=_MAX_BYTES, CORE=0)
     from llmc.structured.begin import load_grammars
 
     def answer(problem: str | None) -> None:
@@ -192,16 +193,6 @@ def _spec(kind: str, text: str) -> StructuredOutputsParams:
         if kind == "regex"
         else StructuredOutputsParams(grammar=text)
     )
-
-
-def _limit_memory() -> None:
-    """Limit the address space, if the system supports that."""
-    try:
-        import resource
-    except ImportError:
-        return
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT * 2, _MEMORY_LIMIT * 2))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 if __name__ == "__main__":

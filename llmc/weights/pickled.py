@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 from llmc.errors import CheckpointError, reason_of
+from llmc.resource_limits import limit_resources
 
 _MAX_SECONDS = 1800
 _SPARE_BYTES = 16 << 30  # of address space, for torch itself
@@ -84,7 +85,9 @@ def main(source: str, out: str) -> int:
     import torch
     from safetensors.torch import save_file
 
-    _limit(os.path.getsize(source))
+    size = os.path.getsize(source)
+    # a few copies of the file in memory, two on disk
+    limit_resources(AS=_SPARE_BYTES + 4 * size, FSIZE=(64 << 20) + 2 * size, CPU=_MAX_SECONDS)
     try:
         loaded = torch.load(source, map_location="cpu", weights_only=True)
         if not isinstance(loaded, dict):
@@ -104,23 +107,6 @@ def _is_plain(value: object) -> bool:
     import torch
 
     return type(value) in (torch.Tensor, torch.nn.Parameter)
-
-
-def _limit(size: int) -> None:
-    """Limit this process to a few copies of the file in memory, two on disk, and CPU minutes."""
-    try:
-        import resource
-    except ImportError:  # not a Unix
-        return
-    wanted = (
-        (resource.RLIMIT_AS, _SPARE_BYTES + 4 * size),
-        (resource.RLIMIT_FSIZE, (64 << 20) + 2 * size),
-        (resource.RLIMIT_CPU, _MAX_SECONDS),
-    )
-    for kind, most in wanted:
-        _, hard = resource.getrlimit(kind)
-        low = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (low, low))
 
 
 if __name__ == "__main__":
