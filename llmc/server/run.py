@@ -239,10 +239,17 @@ class Connection(H11Protocol):
         assert config.h11_max_incomplete_event_size is not None, "the server sets it"
         self._max_head = config.h11_max_incomplete_event_size
         self.conn = HttpParser(h11.SERVER, self._max_head)
+        self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._head_timer is not None:  # it would keep the connection and its last request
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -273,12 +280,17 @@ class Connection(H11Protocol):
 
     def _await_head(self) -> None:
         self._head_deadline = self.loop.time() + HEAD_TIMEOUT_S
-        self.loop.call_later(HEAD_TIMEOUT_S, self._check_head)
+        if self._head_timer is None:  # else it runs until then: one for all requests
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._check_head)
 
     def _check_head(self) -> None:
-        waiting = self.cycle is None or self.cycle.response_complete
-        if waiting and self.loop.time() >= self._head_deadline and not self.transport.is_closing():
+        self._head_timer = None
+        if self.transport.is_closing() or not (self.cycle is None or self.cycle.response_complete):
+            return  # a request is being answered; its end starts the timer again
+        if self.loop.time() >= self._head_deadline:
             self.transport.close()
+        else:
+            self._head_timer = self.loop.call_at(self._head_deadline, self._check_head)
 
 
 def _malformed(fault: BaseException | None, max_head: int) -> ApiError:

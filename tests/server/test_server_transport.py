@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -334,6 +335,30 @@ def test_slow_head_is_cut(monkeypatch: pytest.MonkeyPatch, live: Live) -> None:
         assert status_of(read_answer(sock)) == 200
         sock.sendall(b"GET /he")
         assert sock.recv(100) == b""
+
+
+def test_a_slow_head_is_cut_after_many_requests(
+    monkeypatch: pytest.MonkeyPatch, live: Live
+) -> None:
+    monkeypatch.setattr(run, "HEAD_TIMEOUT_S", 0.3)
+    with live.connect(timeout=5) as sock:
+        for _ in range(8):  # longer than the time-out
+            sock.sendall(head("/health", method="GET"))
+            assert status_of(read_answer(sock)) == 200
+            time.sleep(0.06)
+        sock.sendall(b"GET /he")
+        assert sock.recv(100) == b""
+
+
+def test_nothing_keeps_a_connection_that_is_over(live: Live) -> None:
+    for _ in range(20):
+        assert live.raw(head("/health", "Connection: close", method="GET"))
+    wait_for(lambda: num_connections() < 5)  # the test's own client has some
+
+
+def num_connections() -> int:
+    gc.collect()
+    return sum(isinstance(one, run.Connection) for one in gc.get_objects())
 
 
 # ---- row 43: the queue ----
