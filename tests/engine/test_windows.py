@@ -18,7 +18,12 @@ WINDOW = AttentionWindow(window=6)
 
 
 def engine(
-    windows: tuple[AttentionWindow, ...], num_blocks: int, *, depth: int = 1, caching: bool = True
+    windows: tuple[AttentionWindow, ...],
+    num_blocks: int,
+    *,
+    depth: int = 1,
+    caching: bool = True,
+    long_context_from: int | None = None,
 ) -> tuple[EngineCore, FakeRunner]:
     layout = CacheLayout(block_size=SIZE, step_tokens=STEP, windows=windows)
     runner = FakeRunner(
@@ -39,7 +44,12 @@ def engine(
             max_model_len=1000,
             vocab_size=VOCAB,
         ),
-        EngineFeatures(eos_token_ids=[EOS], enable_prefix_caching=caching, windows=windows),
+        EngineFeatures(
+            eos_token_ids=[EOS],
+            enable_prefix_caching=caching,
+            windows=windows,
+            long_context_from=long_context_from,
+        ),
     )
     return core, runner
 
@@ -139,3 +149,14 @@ def test_forks_share_what_their_prompts_end_sees() -> None:
     assert len(tokens) == 4 and all(len(one) == 8 for one in tokens.values())
     assert runner.num_computed == 42 + 3 + 4 * 7  # the prompt once, its last token for each
     assert runner.num_copies == 3 * 2  # the block in which it ends, in both groups
+
+
+@pytest.mark.parametrize("salt", ["y", "x\0long", "\xfe" + "x"])
+def test_no_salt_makes_a_short_sequence_share_with_a_long_one(salt: str) -> None:
+    """Their keys have other positions. The runner checks what is read."""
+    core, runner = engine((WHOLE,), 16, long_context_from=8)
+    runner.long_context_from = 8
+    for name, one, num_prompt in (("long", "x", 12), ("short", salt, 6)):
+        core.add(ask(name, num_prompt, 2, cache_salt=one))
+        assert len(finish(core)[name]) == 2
+    assert runner.num_long and not core.stats().prefix_cache_hits

@@ -31,7 +31,8 @@ class Source:
 
 
 NO_SOURCE = Source()
-_LONG_TEXT = b"\0long"  # keys of long and short sequences are never shared
+# Keys of long and short sequences are never shared. Salts are UTF-8, so none has this byte.
+_LONG = b"\xfe"
 
 
 class RowTable:
@@ -270,7 +271,7 @@ class RowTable:
     def _extend_digests(self, request: Request, num_full: int) -> None:
         size, digests = self.pool.block_size, request.table.digests
         while len(digests) < num_full:
-            salt = request.cache_salt + (_LONG_TEXT if request.position_offset else b"")
+            salt = (_LONG if request.position_offset else b"") + request.cache_salt
             parent = digests[-1] if digests else self.pool.root_digest(salt)
             start = len(digests) * size
             tokens = request.token_ids[start : start + size]
