@@ -12,10 +12,11 @@ def cache_dir() -> Path:
     return Path(given).expanduser() if given else Path.home() / ".cache" / "llmc"
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a cache file to a temporary file and rename it; create its folder as private.
+def write_atomically(path: Path, text: str, *, is_durable: bool = False) -> None:
+    """Write a file next to `path` and rename it, so that a reader never sees a partial one; create
+    its folder as private. `is_durable`: fsync before returning, which may take a while.
 
-    Raises OSError if the disk is full or not writable.
+    Raises OSError if the disk is full or not writable, and leaves nothing behind then.
     """
     import tempfile  # late: most callers of this module write nothing
 
@@ -23,5 +24,12 @@ def write_atomically(path: Path, text: str) -> None:
     with tempfile.NamedTemporaryFile(
         "w", dir=path.parent, prefix=".new-", delete=False, encoding="utf-8"
     ) as aside:
-        aside.write(text)
-    os.replace(aside.name, path)
+        try:
+            aside.write(text)
+            aside.flush()
+            if is_durable:
+                os.fsync(aside.fileno())
+            os.replace(aside.name, path)
+        except OSError:
+            os.unlink(aside.name)
+            raise

@@ -72,6 +72,7 @@ MAY_IMPORT = {
     ),
     "llmc.compiler": (
         "llmc.errors",
+        "llmc.cache_dir",
         "llmc.pooling",
         "llmc.weights",
         "llmc.passes",

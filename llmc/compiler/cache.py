@@ -27,6 +27,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from llmc.cache_dir import write_atomically
 from llmc.compiler.program import Program, RewriteOptions
 from llmc.compiler.serialize import CannotSerialize, dump_graph, load_graph
 from llmc.passes.base import PassReport
@@ -131,10 +132,7 @@ class ProgramCache:
         if not key or not (self._root / key).is_dir():
             return
         with contextlib.suppress(OSError):
-            handle, aside = tempfile.mkstemp(dir=self._root / key, prefix=".new-")
-            with os.fdopen(handle, "w", encoding="ascii") as file:
-                file.write(str(figure))
-            os.replace(aside, self._root / key / f"{name}.figure")
+            write_atomically(self._root / key / f"{name}.figure", str(figure))
 
     def _remove_stale(self) -> None:
         """Delete temporary directories of writers that died."""

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
+from llmc.cache_dir import write_atomically
 from llmc.errors import ConfigError
 from llmc.server.errors import ApiError
 
@@ -176,7 +177,8 @@ class BatchStore:
         )
         os.replace(aside, self.data(stored))
         try:
-            _write(self._files / f"{stored.id}.json", asdict(stored))
+            record = json.dumps(asdict(stored))
+            write_atomically(self._files / f"{stored.id}.json", record, is_durable=True)
         except OSError:  # a full disk: without its record nobody could delete it
             self.data(stored).replace(aside)
             raise
@@ -241,7 +243,8 @@ class BatchStore:
 
     def save(self, batch: Batch, *, is_durable: bool = True) -> None:
         """Write the batch. `is_durable`: fsync before returning, which may take a while."""
-        _write(self._batches / f"{batch.id}.json", asdict(batch), is_durable=is_durable)
+        path = self._batches / f"{batch.id}.json"
+        write_atomically(path, json.dumps(asdict(batch)), is_durable=is_durable)
 
     def batch(self, batch_id: str, caller: str) -> Batch:
         """A batch by id; ApiError 404 if there is none or it belongs to another caller."""
@@ -338,19 +341,3 @@ def _owned(found: T | None, name: str, caller: str, param: str | None = None) ->
         kind = "batch" if name.startswith("batch") else "file"
         raise ApiError(404, f"there is no {kind} {name[:80]!r}", param=param)
     return found
-
-
-def _write(path: Path, value: dict[str, Any], *, is_durable: bool = True) -> None:
-    """Write to a temporary file, then rename: a reader never sees a partial file."""
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=".new-", delete=False, encoding="utf-8"
-    ) as aside:
-        try:
-            json.dump(value, aside)
-            aside.flush()
-            if is_durable:
-                os.fsync(aside.fileno())
-            os.replace(aside.name, path)
-        except OSError:
-            os.unlink(aside.name)
-            raise

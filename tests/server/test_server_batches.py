@@ -478,7 +478,7 @@ def test_a_full_disk_loses_no_batch_and_leaves_nothing(
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(batch_runner, "_DISK_RETRY_S", 0.01)
     with live_server(ServerSettings(batch_dir=str(tmp_path))) as live:
-        for place in ("json.dump", "os.fsync"):
+        for place in ("write_atomically", "os.fsync"):
             with mock.patch(f"llmc.server.batch_store.{place}", side_effect=full):
                 files = {"file": ("in.jsonl", b"{}")}
                 answer = live.client.post("/v1/files", data={"purpose": "batch"}, files=files)
