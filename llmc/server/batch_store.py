@@ -187,6 +187,7 @@ class BatchStore:
     def _check_room(self) -> None:
         self._delete_expired(self._all(self._files, StoredFile))
         found = [p.stat().st_size for p in self._files.glob("*.data")]
+        found += [MAX_FILE_BYTES for _ in self._files.glob(".new-*")]  # being uploaded
         if len(found) >= MAX_FILES or sum(found) + MAX_FILE_BYTES > MAX_FOLDER_BYTES:
             raise ApiError(
                 400,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import time
@@ -17,6 +18,7 @@ from scripted_engine import make_scripted
 
 from llmc.errors import ConfigError
 from llmc.server import batch_runner, batch_store
+from llmc.server.errors import ApiError
 from llmc.server.settings import ServerSettings
 
 
@@ -214,6 +216,18 @@ def test_what_is_refused(live: Live) -> None:
     with mock.patch("llmc.server.batch_runner.MAX_LINES", 1):
         found = wait(live, begin(live, [line("a"), line("b")]))
         assert found["errors"]["data"][0]["code"] == "batch_too_large"
+
+
+def test_uploads_at_the_same_time_count(tmp_path: Path) -> None:
+    store = batch_store.BatchStore(tmp_path)
+    room = 2 * batch_store.MAX_FILE_BYTES
+    with mock.patch.object(batch_store, "MAX_FOLDER_BYTES", room), contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(store.new_file("batch", ""))
+        with pytest.raises(ApiError) as caught, store.new_file("batch", ""):
+            pass
+        assert caught.value.code == "too_many_files"
+    store.close()
 
 
 def test_a_server_without_a_folder_says_which_flag() -> None:
