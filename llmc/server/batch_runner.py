@@ -215,18 +215,25 @@ class BatchRunner:
             if not answering.cancelled():
                 answering.exception()  # mark it retrieved: an abandoned task's would be logged
 
-    def _open_lines(self, batch: Batch) -> Iterator[BatchLine]:
-        """The lines without a row. Sets the batch's counts from the rows already written."""
-        done = {kind: _custom_ids(self._store.gathered(batch, kind)) for kind in _KINDS}
-        batch.completed, batch.failed = (len(done[kind]) for kind in _KINDS)
+    def _answered(self, batch: Batch) -> set[str]:
+        """The ids of the lines that have a row. Sets the batch's counts from these rows.
+
+        Takes long for many rows, so it must not run in the event loop.
+        """
+        done = [_custom_ids(self._store.gathered(batch, kind)) for kind in _KINDS]
+        batch.completed, batch.failed = map(len, done)
+        return set().union(*done)
+
+    def _open_lines(self, batch: Batch, answered: set[str]) -> Iterator[BatchLine]:
+        """The lines without a row."""
         for number, raw in self._raw_lines(batch):
             line = parse_line(number, raw, (batch.endpoint,))
-            if line.custom_id not in done["output"] and line.custom_id not in done["errors"]:
+            if line.custom_id not in answered:
                 yield line
 
     def _give_up(self, batch: Batch) -> None:
         """Write an "expired" row for each line that has no row."""
-        left = [line.custom_id for line in self._open_lines(batch)]
+        left = [line.custom_id for line in self._open_lines(batch, self._answered(batch))]
         if not left:
             return
         with self._store.rows(batch, "errors").open("ab") as errors:
@@ -240,11 +247,11 @@ class BatchRunner:
         if batch.caller and self._salt_by_api_key:
             state["cache_owner"] = batch.caller
         caller = BatchCaller(self._app, state, at_once=self._at_once)
+        lines = self._open_lines(batch, await asyncio.to_thread(self._answered, batch))
         with (
             self._store.rows(batch, "output").open("ab") as output,
             self._store.rows(batch, "errors").open("ab") as errors,
         ):
-            lines = self._open_lines(batch)
             await caller.run(lines, self._appender(batch, output, errors))
 
     def _appender(

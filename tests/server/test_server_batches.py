@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -299,6 +300,23 @@ def test_a_batch_that_waits_can_be_cancelled(tmp_path: Path) -> None:
         assert ended["status"] == "cancelled" and done < 6
         assert len(rows(live, ended["output_file_id"])) == done
         live.wait_idle()
+
+
+def test_the_rows_of_a_batch_that_goes_on_are_read_beside_the_event_loop(tmp_path: Path) -> None:
+    """There may be gigabytes of them, and other calls wait for the loop."""
+    read, threads = batch_runner._custom_ids, set()
+
+    def custom_ids(path: Path) -> set[str]:
+        threads.add(threading.current_thread())
+        return read(path)
+
+    settings = ServerSettings(batch_dir=str(tmp_path))
+    with (
+        mock.patch.object(batch_runner, "_custom_ids", custom_ids),
+        live_server(settings) as live,
+    ):
+        assert wait(live, begin(live, [line("a")]))["status"] == "completed"
+        assert threads and live.thread not in threads
 
 
 def test_batches_run_although_their_folder_could_not_be_read_at_first(tmp_path: Path) -> None:
