@@ -222,7 +222,7 @@ class BatchRunner:
         """
         done = [_custom_ids(self._store.gathered(batch, kind)) for kind in _KINDS]
         batch.completed, batch.failed = map(len, done)
-        return set().union(*done)
+        return set[str]().union(*done)
 
     def _open_lines(self, batch: Batch, answered: set[str]) -> Iterator[BatchLine]:
         """The lines without a row."""

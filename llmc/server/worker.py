@@ -8,6 +8,7 @@ this one exits too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -49,7 +50,8 @@ class EngineWatch:
     def dump_stacks(self) -> None:
         pid = self._processes.pids.get(self._processes.name)
         if pid is not None and self._processes.engine is not None:
-            os.kill(pid, signal.SIGUSR1)
+            with contextlib.suppress(ProcessLookupError):  # it has just died
+                os.kill(pid, signal.SIGUSR1)
 
 
 class MainProcess:

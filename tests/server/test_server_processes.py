@@ -9,6 +9,7 @@ import random
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -20,14 +21,16 @@ import psutil
 import pytest
 from live_processes import PROMPT, LiveProcesses, live_processes
 from live_server import live_server
-from scripted_process import DIE, HANG, has_ended, wait_for
+from scripted_process import DIE, HANG, has_ended, model_info, wait_for
 
 from llmc import async_llm
 from llmc.errors import EngineDeadError
+from llmc.frontend.data_parallel import sum_stats
 from llmc.processes import supervisor
-from llmc.processes.server_processes import RestartBudget
+from llmc.processes.server_processes import EngineUp, RestartBudget, ServerProcesses
 from llmc.server import workers
 from llmc.server.settings import ServerSettings
+from llmc.server.worker import EngineWatch
 
 pytestmark = pytest.mark.e2e
 COMPLETIONS = "/v1/completions"
@@ -307,3 +310,10 @@ def test_an_api_process_is_started_although_that_failed_at_first(
         wait_for(lambda: engines.report_process.called)
     engines.report_gone.assert_called_once_with("api-1")
     assert engines.report_process.call_args_list[0].kwargs == {"restarted": True}
+
+
+def test_the_stacks_of_an_engine_that_has_just_died_are_not_asked_for() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    up = EngineUp(address="", info=model_info(), stats=sum_stats(()))
+    EngineWatch(ServerProcesses(engine=up, pids={"engine": process.pid})).dump_stacks()
