@@ -6,11 +6,11 @@ The engine process and the additional API processes are such children.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import wait  # unlike select(), for descriptors above 1023 too
 
 POLL_S = 0.05
 
@@ -69,8 +69,7 @@ class Child:
         """Lines of its report pipe as they arrive, until the pipe closes or the process exits."""
         while True:
             is_dead = self._process.poll() is not None
-            ready, _, _ = select.select([self._reports], [], [], 0 if is_dead else POLL_S)
-            if not ready:
+            if not wait([self._reports], 0 if is_dead else POLL_S):
                 if is_dead:
                     return
                 continue

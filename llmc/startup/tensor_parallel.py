@@ -19,7 +19,6 @@ import dataclasses
 import json
 import logging
 import os
-import select
 import shutil
 import socket
 import subprocess
@@ -31,6 +30,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -307,7 +307,7 @@ def _watch(channels: Sequence[socket.socket], group: Group) -> None:
     they have joined, so a readable channel means that it was closed."""
     while all(channel.fileno() >= 0 for channel in channels):
         try:
-            ended, _, _ = select.select(channels, [], [], 1.0)
+            ended = wait(channels, 1.0)
         except (OSError, ValueError):  # closed, because the engine is shutting down
             return
         if ended:

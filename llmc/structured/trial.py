@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import select
 import subprocess
 import sys
 import threading
@@ -141,9 +140,10 @@ def _send(process: subprocess.Popen[str], message: object) -> None:
 
 def _receive(process: subprocess.Popen[str], limit: float) -> str | None:
     """The process's answer. Each message is one line, so that a ready pipe has a complete one."""
+    from multiprocessing.connection import wait  # unlike select(), for descriptors above 1023 too
+
     assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], limit)
-    if not ready:
+    if not wait([process.stdout.fileno()], limit):
         raise TimeoutError
     line = process.stdout.readline()
     if not line:

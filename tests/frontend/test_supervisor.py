@@ -16,6 +16,7 @@ pytest.importorskip("zmq", reason="the server's dependencies are not installed")
 pytest.importorskip("msgspec", reason="the server's dependencies are not installed")
 
 import scripted_process
+from many_files import many_open_files
 from scripted_process import has_ended, wait_for
 
 from llmc.cli.errors import describe
@@ -85,6 +86,12 @@ def test_a_folder_that_cannot_be_created_on_waking_is_an_error(
         with pytest.raises(OSError, match="no space"):
             supervisor.wait_ready()
     assert "no space" in supervisor.processes.why
+
+
+def test_an_engine_is_started_beside_a_thousand_connections() -> None:
+    """As a restart under load is."""
+    with many_open_files(), Supervisor(CONFIG, command=scripted_process.command()) as supervisor:
+        assert supervisor.wait_ready().info == scripted_process.model_info()
 
 
 def test_phases_are_told_and_the_end_is_orderly() -> None:

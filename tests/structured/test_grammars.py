@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from many_files import many_open_files
 from tiny_chat import tiny_chat_model
 
 from llmc.errors import InvalidRequestError
@@ -217,6 +218,13 @@ def test_a_costly_grammar_neither_hangs_nor_crashes_what_comes_after(
     except InvalidRequestError as error:
         assert "structured_outputs" in str(error)
     trial.check(StructuredOutputsParams(regex="after"))
+
+
+def test_a_trial_beside_a_thousand_connections() -> None:
+    trial = Trial(lambda: vocabulary(VOCAB), time_limit=10)
+    with many_open_files():
+        trial.check(StructuredOutputsParams(regex="a"))
+        trial.close()
 
 
 def test_a_crash_refuses_the_grammar_and_nothing_else(trial: Trial) -> None:
