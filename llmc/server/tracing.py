@@ -9,6 +9,7 @@ prompts and answers is not recorded.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 SERVICE = "llmc"
+CLOSE_S = 3.0  # the exporter itself retries for longer
 _TEXT_PATHS = ("/v1/completions", "/api/generate")
 # Our phases -> vLLM's names.
 _LATENCIES = {
@@ -92,8 +94,10 @@ class Tracer:
         return CallSpan(span)
 
     def close(self) -> None:
-        """Send the remaining spans."""
-        self._provider.shutdown()
+        """Send the remaining spans, for CLOSE_S at most: the collector may be gone."""
+        thread = threading.Thread(target=self._provider.shutdown, name="llmc-spans", daemon=True)
+        thread.start()
+        thread.join(CLOSE_S)
 
 
 class CallSpan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from llmc.errors import ConfigError
-from llmc.server import settings
+from llmc.server import settings, tracing
 from llmc.server.tracing import Tracer
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -104,6 +105,21 @@ def test_without_the_packages_the_error_says_what_to_install(
         settings.ServerSettings(otlp_traces_endpoint="localhost:4318")
 
 
-def test_a_tracer_of_an_endpoint_ends_in_time() -> None:
-    """Nobody listens: what can't be sent must not hold up the end."""
-    Tracer.to("http://127.0.0.1:9/v1/traces").close()
+def test_a_collector_that_is_gone_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracing, "CLOSE_S", 0.1)
+    is_over, sent = threading.Event(), threading.Event()
+
+    class Provider:
+        def get_tracer(self, *_: str) -> None:
+            """Nothing is traced."""
+
+        def shutdown(self) -> None:
+            is_over.wait(60)
+            sent.set()
+
+    Tracer(Provider()).close()  # type: ignore[arg-type]
+    assert not sent.is_set()
+    is_over.set()
+    assert sent.wait(60)
