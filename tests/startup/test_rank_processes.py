@@ -105,10 +105,9 @@ def test_a_rank_that_can_not_start_says_why(
 ) -> None:
     path = save_checkpoint("llama", tmp_path)
     monkeypatch.setattr(tensor_parallel, "MODULE", "llmc.no_such_module")
-    before = psutil.Process().children()
     with pytest.raises(EngineDeadError, match=r"rank 1 .*(exited|did not start)"):
         start_engine(EngineConfig(model=str(path), tensor_parallel_size=2, **OPTIONS))
-    assert psutil.Process().children() == before
+    assert not ranks_of(os.getpid())  # other children may be compilers of the C++ ops
 
 
 class Draft:
