@@ -66,7 +66,6 @@ class Workers:
         self._make_order = make_order
         self._sock = sock
         self._budget = RestartBudget()
-        self._num_ends = 0
         self._is_closing = threading.Event()
         self._children: dict[str, Child] = {}
         self._threads = [
@@ -88,7 +87,6 @@ class Workers:
             thread.join()
 
     def end(self) -> None:
-        self._num_ends += 1
         self._is_closing.set()
         for child in self._running():
             child.order(to_line(End()))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llmc.text.partial import partial_length
 from llmc.text.tokenizer import Tokenizer
 
 # Prompt tokens that the decoder sees before the output, so that the first output token is decoded
@@ -101,23 +102,13 @@ class StopFinder:
             end, start, stop = min(found)
             self._held = ""
             return text[: end if self._include else start], stop
-        keep = len(text) - self._tail_length(text)
+        keep = len(text) - max((partial_length(stop, text) for stop in self._stop), default=0)
         self._held = text[keep:]
         return text[:keep], None
 
     def flush(self) -> str:
         held, self._held = self._held, ""
         return held
-
-    def _tail_length(self, text: str) -> int:
-        """Length of the longest suffix of `text` that is the beginning of a stop string."""
-        longest = 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
 
 
 class Detokenizer:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from llmc.errors import InvalidRequestError
+from llmc.text.partial import partial_length
 from llmc.text.tokenizer import Tokenizer
 
 TAIL_TOKENS = 64  # at the end of a prompt, searched for the last mark
@@ -170,7 +171,7 @@ class ReasoningParser:
         """Read up to the end mark. White space before it is dropped, so it is held back."""
         end = self._form.end
         while (at := self._text.find(end)) < 0:
-            keep = 0 if self._is_over else _partial_length(end, self._text)
+            keep = 0 if self._is_over else partial_length(end, self._text)
             ready = self._text[: len(self._text) - keep].rstrip()
             self._found.append((ready, ""))
             self._text = self._text[len(ready) :]
@@ -198,9 +199,3 @@ class ReasoningParser:
             self._text = ""
             yield
         self._text = rest
-
-
-def _partial_length(mark: str, text: str) -> int:
-    """Length of the longest suffix of `text` that could become `mark`."""
-    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
-    return next((length for length in lengths if text.endswith(mark[:length])), 0)

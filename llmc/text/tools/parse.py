@@ -13,6 +13,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmc.text.partial import partial_length
 from llmc.text.tools.arguments import decoded, from_literal, from_text
 from llmc.text.tools.reader import Reader, Steps
 from llmc.text.tools.tool_format import ToolFormat, first_word
@@ -99,12 +100,10 @@ class ToolParser:
                 self._emit_content(start)
                 yield from self._section()
                 continue
-            self._emit_content(len(self._in.text) - _partial_length(trigger, self._in.text))
+            self._emit_content(len(self._in.text) - partial_length(trigger, self._in.text))
             if self._in.closed:
                 if self._was_cut:
-                    self._in.text = self._in.text[
-                        : -_partial_length(trigger, self._in.text) or None
-                    ]
+                    self._in.text = self._in.text[: -partial_length(trigger, self._in.text) or None]
                 self._emit_content(len(self._in.text))
                 if not self.num_calls:
                     self._out.content += self._space
@@ -279,11 +278,3 @@ class ToolParser:
         if not calls or calls[-1].index != index or calls[-1].name is not None:
             calls.append(CallDelta(index))
         calls[-1].arguments += text
-
-
-def _partial_length(trigger: str, text: str) -> int:
-    """Length of the longest suffix of `text` that could become the trigger."""
-    for length in range(min(len(trigger) - 1, len(text)), 0, -1):
-        if text.endswith(trigger[:length]):
-            return length
-    return 0
