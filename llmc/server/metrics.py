@@ -160,11 +160,11 @@ class Watch:
     def close(self) -> None:
         """The call is over: record its requests in the histograms."""
         for request in self._stream.requests:
-            if request.first_token is None:
-                continue
-            if request.ended is None:
-                self._metrics.finished("abort")
-            else:
+            if request.ended is None:  # the caller has left
+                for completion in request.completions:
+                    if completion.finish_reason is None:
+                        self._metrics.finished("abort")
+            elif request.first_token is not None:
                 self._record(request)
 
     def _record(self, request: ActiveRequest) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -421,8 +422,14 @@ def test_leaving_frees_everything_within_a_step_or_two(slow: Live, stream: bool,
     assert slow.llm.num_active == 0
 
 
+def num_aborted(live: Live) -> float:
+    name = r'request_success_total\{finished_reason="abort",.*\} (.+)'
+    return float(re.findall(name, live.client.get("/metrics").text)[0])
+
+
 def test_leaving_the_queue(slow: Live) -> None:
-    body = json.dumps(ENDLESS).encode()
+    body = json.dumps({**ENDLESS, "n": 2}).encode()
+    before = num_aborted(slow)
     sockets = [slow.connect() for _ in range(5)]
     for sock in sockets:
         sock.sendall(json_head(len(body)) + body)
@@ -431,6 +438,7 @@ def test_leaving_the_queue(slow: Live) -> None:
         sock.close()
     slow.wait_idle()
     assert slow.complete(max_tokens=5).status_code == 200
+    assert num_aborted(slow) - before == 10  # also those that had not begun
 
 
 def test_survivors_are_not_disturbed(slow: Live) -> None:
