@@ -135,6 +135,8 @@ class Workers:
             engines = [one.processes for one in self._engines.supervisors]
             child.order(to_line(self._make_order(frontend, engines)))
             self._children[name] = child  # only now, since the order must be its first line
+            for one in self._engines.supervisors:  # they may have changed since it was made
+                child.order(to_line(one.processes))
             self._engines.report_process(name, child.pid, restarted=is_restart)
             if self._is_closing.is_set():
                 return "it was no longer needed"

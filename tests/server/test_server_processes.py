@@ -13,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,7 @@ from llmc.errors import EngineDeadError
 from llmc.frontend.data_parallel import sum_stats
 from llmc.processes import supervisor
 from llmc.processes.server_processes import EngineUp, RestartBudget, ServerProcesses
+from llmc.processes.wire import from_line
 from llmc.server import workers
 from llmc.server.settings import ServerSettings
 from llmc.server.worker import EngineWatch
@@ -310,6 +312,25 @@ def test_an_api_process_is_started_although_that_failed_at_first(
         wait_for(lambda: engines.report_process.called)
     engines.report_gone.assert_called_once_with("api-1")
     assert engines.report_process.call_args_list[0].kwargs == {"restarted": True}
+
+
+def test_an_api_process_hears_of_what_changed_while_it_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"import sys; open({str(tmp_path / 'read')!r}, 'w').write(sys.stdin.read())"
+    monkeypatch.setattr(workers, "python_module", lambda _: [sys.executable, "-c", script])
+    monkeypatch.setattr(workers, "END_S", 60.0)
+    engine = mock.Mock(processes=ServerProcesses())
+
+    def make_order(name: str, processes: Sequence[ServerProcesses]) -> Any:
+        engine.processes = ServerProcesses(why="it died meanwhile")
+        return workers.End()
+
+    engines = mock.Mock(supervisors=[engine])
+    with socket.socket() as sock, workers.Workers(engines, make_order, sock, 1):
+        wait_for(lambda: engines.report_process.called)
+    _, *lines = (tmp_path / "read").read_bytes().splitlines()
+    assert [from_line(line, ServerProcesses).why for line in lines] == ["it died meanwhile"]
 
 
 def test_the_stacks_of_an_engine_that_has_just_died_are_not_asked_for() -> None:
