@@ -281,9 +281,14 @@ class ModelManager:
 
     async def sleep(self, model: ServedModel, level: int, *, aborts: bool) -> None:
         """Put a model to sleep until `ensure_loaded`."""
+        app = model.app
+        if app is None:
+            return
+        # without the lock, which other models need to load: this may take as long as an answer
+        await app.state.llm.stop_admitting(aborts=aborts)
         async with self._lock:
-            if model.app is not None:
-                await model.app.state.sleeper.sleep(level, aborts=aborts)
+            if model.app is app:
+                await app.state.sleeper.sleep(level, aborts=aborts)
 
     # ---- in the background ----
 

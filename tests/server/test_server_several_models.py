@@ -214,6 +214,33 @@ def test_one_model_sleeps_until_it_is_woken(live: LiveModels) -> None:
     live.check_served("a")
 
 
+def test_others_are_loaded_while_a_model_finishes_its_requests_before_a_sleep() -> None:
+    settings = ServerSettings(admin_api_key="operator")
+    with live_models({"a": "scripted:0.05", "b": "scripted:0.005"}, settings) as live:
+        live.check_served("a")
+        answers: list[Any] = []
+        slept: list[Any] = []
+        threads = [
+            threading.Thread(
+                target=lambda: answers.append(live.complete("a", max_tokens=500, ignore_eos=True))
+            ),
+            threading.Thread(
+                target=lambda: slept.append(post(live, "/sleep", model="a", mode="wait").json())
+            ),
+        ]
+        threads[0].start()
+        wait_for(lambda: live.manager.stats().num_running == 1)
+        threads[1].start()
+        wait_for(lambda: live.complete("a").status_code == 503)
+        live.check_served("b")
+        assert not answers and not slept
+        live.client.post("/abort_requests", headers=KEY, json={"all": True})
+        for thread in threads:
+            thread.join(30)
+        assert slept == [{"is_sleeping": True, "models": ["a"]}]
+        live.check_served("b")
+
+
 def test_idle_models_are_unloaded_and_come_back() -> None:
     settings = ServerSettings(model_idle_timeout_s=0.3)
     with live_models({"a": "scripted:0.01", "b": "scripted:0.01"}, settings) as live:
