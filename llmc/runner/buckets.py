@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 _WINDOW = 512  # decode steps between two evaluations
 _WASTE = 0.10  # fraction of dummies among computed rows, above which a size is added
-_MAX_MIXED_TOKENS = 2048
+MAX_MIXED_TOKENS = 2048
 _MAX_ADDED = 8  # each size is one more graph to keep
 
 
@@ -30,7 +30,7 @@ def powers_of_2(most: int) -> list[int]:
 def mixed_tokens(tokens: int) -> int | None:
     """Packed tokens that a step with prompts is padded to: four sizes per doubling, so at most a
     quarter more. None above 2048, where the host stays ahead of the device without graphs."""
-    if tokens > _MAX_MIXED_TOKENS:
+    if tokens > MAX_MIXED_TOKENS:
         return None
     step = max(8, 1 << max((tokens - 1).bit_length() - 3, 0))
     return -(-tokens // step) * step

@@ -3,6 +3,9 @@
 A graph is captured over the step's static buffers with dummy requests only, so capturing does not
 write to any request's cache. It includes attention and the sampler. If a capture fails, the step
 runs without graphs: slower, but with the same results.
+
+All graphs of a runner use one pool of memory, which is as large as the largest of them needs: they
+are replayed one after the other, and each step's results are read before the next one.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 StepOutputs = tuple[Tensor, Tensor]  # next_token, logits
 
-_MAX_MIXED = 64  # graphs of steps that are not pure decodes
+MAX_MIXED = 64  # graphs of steps that are not pure decodes
 _WANTED_AFTER = 2  # steps of one shape, after which a graph for it is worth its memory
 
 
@@ -46,7 +49,8 @@ class StepShape(NamedTuple):
 
 
 class CapturedStep(Protocol):
-    """A step that can be replayed; its outputs are the same tensors every time."""
+    """A step that can be replayed; its outputs are the same tensors every time. They are valid
+    until another step is replayed."""
 
     def replay(self) -> StepOutputs: ...
 
@@ -54,8 +58,8 @@ class CapturedStep(Protocol):
 class GraphBackend(Protocol):
     """How a device captures graphs. Tests capture on the CPU."""
 
-    def new_step(self) -> None:
-        """Let later captures share no memory with earlier ones."""
+    def new_pool(self) -> None:
+        """Let later captures share no memory with earlier ones, of which none is left."""
 
     def capture(self, run: Callable[[], StepOutputs], inputs: Mapping[str, Tensor]) -> CapturedStep:
         """Record `run`. The addresses of its `inputs` and outputs must not change."""
@@ -67,18 +71,41 @@ class GraphBackend(Protocol):
 class _CudaGraph:
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: StepOutputs) -> None:
         self._graph = graph
-        self._outputs = outputs
+        tokens, logits = outputs
+        self._outputs = unowned(tokens), unowned(logits)
 
     def replay(self) -> StepOutputs:
         self._graph.replay()
         return self._outputs
 
 
-class CudaGraphs:
-    """torch.cuda.CUDAGraph over one memory pool and one stream for each step function.
+class _Memory:
+    """Memory on a GPU, as torch.as_tensor takes it (the CUDA array interface)."""
 
-    A pool must not outlive its graphs, because workspaces that libraries allocated during a capture
-    may still be in it. So a swapped step gets a new pool.
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "strides": None,
+            "version": 2,
+        }
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """A tensor over the same memory, which does not keep it allocated."""
+    if not tensor.is_contiguous() or not tensor.numel():
+        return tensor
+    memory = _Memory(tensor.data_ptr(), tensor.nbytes)
+    return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype).view(tensor.shape)
+
+
+class CudaGraphs:
+    """torch.cuda.CUDAGraph over one memory pool and one stream.
+
+    The outputs of a graph do not keep their memory, so that later captures use it too: the logits
+    of a batch are tens of megabytes, and there are dozens of graphs. A pool must not outlive its
+    graphs, because workspaces that libraries allocated during a capture may still be in it.
     """
 
     def __init__(self) -> None:
@@ -86,8 +113,9 @@ class CudaGraphs:
         self._stream: torch.cuda.Stream | None = None
         self._bytes = 0
 
-    def new_step(self) -> None:
+    def new_pool(self) -> None:
         self._pool = self._stream = None
+        self._bytes = 0
 
     def capture(self, run: Callable[[], StepOutputs], inputs: Mapping[str, Tensor]) -> CapturedStep:
         if self._stream is None:
@@ -142,13 +170,15 @@ class _Graphs:
 
     step: StepFunction | None = None
     captured: dict[StepShape, CapturedStep] = field(default_factory=dict)
-    is_off: bool = False  # a capture of this step function failed
+    is_off: bool = False  # a capture of a decode step failed
+    only_decodes: bool = False  # a capture of another step failed
 
 
 class StepGraphs:
     """The graphs of the step function that runs, and of the one that will replace it.
 
-    The former are dropped when the latter runs for the first time.
+    A graph of the latter is used as soon as it is captured. The former are dropped when the latter
+    runs for the first time.
     """
 
     def __init__(self, backend: GraphBackend) -> None:
@@ -159,7 +189,8 @@ class StepGraphs:
         self.num_eager: Counter[EagerReason] = Counter()  # steps that ran without a graph
 
     def next_shape(self, step: StepFunction, sizes: Iterable[int]) -> StepShape | None:
-        """The next shape to capture: those in use first, then decodes of `sizes`, largest first.
+        """The next shape to capture: first those in use, above all those that no step function has
+        a graph for; then decodes of `sizes`, largest first.
 
         None if nothing is missing, or if `step` can't be captured.
         """
@@ -168,10 +199,12 @@ class StepGraphs:
             return None
         least = 1 if step.uncompiled is not None else step.min_size
         missing = {StepShape.decode(max(size, least)) for size in sizes} - graphs.captured.keys()
-        room = _MAX_MIXED - sum(not shape.is_decode for shape in graphs.captured)
-        for shape, times in self._seen.most_common():
-            is_mixed = not shape.is_decode and shape not in graphs.captured and room > 0
-            if shape in missing or (is_mixed and times >= _WANTED_AFTER):
+        room = MAX_MIXED - sum(not shape.is_decode for shape in graphs.captured)
+        has_one = self._used.captured.keys()
+        by_need = sorted(self._seen.items(), key=lambda seen: (seen[0] in has_one, -seen[1]))
+        for shape, times in by_need:
+            is_mixed = not (shape.is_decode or shape in graphs.captured or graphs.only_decodes)
+            if shape in missing or (is_mixed and room > 0 and times >= _WANTED_AFTER):
                 return shape
         return max(missing, default=None)
 
@@ -182,12 +215,18 @@ class StepGraphs:
         run: Callable[[], StepOutputs],
         inputs: Mapping[str, Tensor],
     ) -> bool:
-        """Capture a graph. Returns False, after logging a warning, if `step` can't be captured."""
+        """Capture a graph. Returns False, after logging a warning, if that fails. Then there are no
+        more of `step`, or none of its steps with prompts, depending on the shape."""
         graphs = self._of(step)
+        if self.is_empty:
+            self._backend.new_pool()
         try:
             graphs.captured[shape] = self._backend.capture(run, inputs)
         except Exception as error:
-            graphs.is_off = True
+            if shape.is_decode:
+                graphs.is_off = True
+            else:
+                graphs.only_decodes = True
             logger.warning(
                 "failed to capture a CUDA graph for %d tokens and %d requests; steps without a "
                 "graph launch kernels one by one, which is slower: %s: %s",
@@ -208,20 +247,20 @@ class StepGraphs:
         self, step: StepFunction, shape: StepShape, reason: EagerReason = "not_captured"
     ) -> CapturedStep | None:
         """The graph for a step that is about to run; without one, the reason is counted."""
-        graph = self._follow(step).captured.get(shape)
+        graph = self._graph(step, shape)
         if graph is None:
             self.num_eager[reason] += 1
-        if graph is None and shape.is_decode:
-            self.want(step, shape)
         return graph
 
-    def want(self, step: StepFunction, shape: StepShape) -> None:
-        """Count a step that could have used a graph of this shape."""
-        self._follow(step)
+    def want(self, step: StepFunction, shape: StepShape) -> bool:
+        """Count a step that could use a graph of this shape. -> whether there is one."""
         self._seen[shape] += 1
+        return self._graph(step, shape) is not None
 
-    def has(self, step: StepFunction, shape: StepShape) -> bool:
-        return step is self._used.step and shape in self._used.captured
+    def _graph(self, step: StepFunction, shape: StepShape) -> CapturedStep | None:
+        graphs = self._follow(step)
+        graph = self._next.captured.get(shape)
+        return graphs.captured.get(shape) if graph is None else graph
 
     def _follow(self, step: StepFunction) -> _Graphs:
         """The graphs of a step that runs."""
@@ -234,7 +273,6 @@ class StepGraphs:
             if step is graphs.step:
                 return graphs
         made = _Graphs(step=step, is_off=bool(step.references))
-        self._backend.new_step()
         if self._used.step is None:
             self._used = made
         else:
@@ -249,7 +287,7 @@ class StepGraphs:
 
     @property
     def is_empty(self) -> bool:
-        return not self._used.captured
+        return not (self._used.captured or self._next.captured)
 
     @property
     def memory_bytes(self) -> int:

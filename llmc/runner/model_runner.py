@@ -30,6 +30,7 @@ from llmc.kernels.record_tokens import record_tokens
 from llmc.kernels.write_segments import write_segments
 from llmc.runner.adapter_store import AdapterStore
 from llmc.runner.buckets import Buckets, default_buckets, powers_of_2
+from llmc.runner.capture_pace import CapturePace
 from llmc.runner.compiles import CompileWatch
 from llmc.runner.delta import NO_HINTS, Delta, encode, work_of
 from llmc.runner.device import Device, Download, HostDevice
@@ -65,9 +66,9 @@ class ModelRunner:
     `swap_step` replaces the step function with one of another level, from any thread: all levels
     share rows and caches. `max_tokens` is the maximum number of tokens in a step. With
     `use_graphs`, and a device that supports graphs, a step is replayed if its shape was captured.
-    Captures are made by `capture_next`, before the first request and when the engine is idle. On
-    CPU, decode steps with few rows are recorded as they run. `pools`: the step returns vectors, not
-    tokens.
+    Captures are made by `capture_next`, before the first request, when the engine is idle and, if
+    it is never idle, now and then between two steps. On CPU, decode steps with few rows are
+    recorded as they run. `pools`: the step returns vectors, not tokens.
     """
 
     def __init__(
@@ -129,6 +130,9 @@ class ModelRunner:
         )
         self._pools = pools
         self._offered: StepFunction | None = None  # to run once its graphs are captured
+        self._was_offered = False  # a step other than the first
+        self._all_have_one = False  # ranks: each of them was offered a step
+        self._pace = CapturePace()
         self._watch = CompileWatch()
         self._profiler = StepProfiler()
         self._num_unread = 0  # submitted steps whose result was not read
@@ -161,6 +165,7 @@ class ModelRunner:
         if self._has_failed:
             raise RuntimeError("a step before this one failed")
         try:
+            self._capture_under_load()
             return start(plan)
         except Exception:
             self._has_failed = True
@@ -285,14 +290,18 @@ class ModelRunner:
             return self._run(self.step, self._dummies(StepShape(rows * tokens_each, rows, rows)))
 
     def follow(self, order: Order) -> None:
-        """Repeat what rank 0's runner does: a step, a dummy run, a capture, or copying an adapter
-        into a slot. Only rank 0 reads the results."""
+        """Repeat what rank 0's runner does: a step, a dummy run, a capture, swapping its step, or
+        copying an adapter into a slot. Only rank 0 reads the results."""
         if order.kind == Kind.DUMMY_RUN:
             self.dummy_run(*order.numbers)
-        elif order.kind == Kind.CAPTURE and self._graphs is not None:
-            if self._offered is not None:
-                self.step, self._offered = self._offered, None
-            self._capture(self.step, StepShape(*order.numbers))
+        elif order.kind == Kind.CAPTURE:
+            *shape, is_next = order.numbers
+            step = self._offered if is_next and self._offered is not None else self.step
+            self._capture(step, StepShape(*shape))
+        elif order.kind == Kind.AGREE:
+            self._agree()
+        elif order.kind == Kind.SWAP:
+            self._end_offer(bool(order.numbers[0]))
         elif order.kind == Kind.ADAPTER:
             assert self._adapters is not None, "rank 0 has adapter slots, but this rank has none"
             with torch.inference_mode():
@@ -453,11 +462,12 @@ class ModelRunner:
 
     def swap_step(self, step: StepFunction) -> None:
         """Run `step` from the next launch on or, if graphs are in use, once its own graphs are
-        captured, in idle moments."""
+        captured. Each of them is used at once."""
         if self._graphs is None or self._graphs.is_empty:
             self.step = step
         else:
             self._offered = step
+        self._was_offered = True
 
     def use_idle_time(self, *, has_work: bool = False) -> bool:
         """Do what would otherwise delay a step: capture one graph, or make some memory of the
@@ -465,9 +475,24 @@ class ModelRunner:
 
         -> whether there may be more to do.
         """
+        self._pace.on_idle()
         if self.capture_next() is not None:
             return True
         return not has_work and next(self._untouched, False)
+
+    def _capture_under_load(self) -> None:
+        """Capture a graph before a step, if there has been no idle moment for it."""
+        if self._graphs is not None and self._pace.is_due():
+            with self._pace.timed():
+                self.capture_next()
+
+    def capture_largest(self) -> StepShape | None:
+        """Capture the largest step that graphs serve. It comes before all others, so that they find
+        enough memory in the pool, in whatever order they come. -> its shape, if it was captured."""
+        shape = self._shapes.largest if self._graphs is not None else None
+        if self._graphs is None or shape is None or self._graphs.is_off(self.step):
+            return None
+        return shape if self._capture(self.step, shape) else None
 
     def capture_next(self) -> StepShape | None:
         """Capture the step, or the one that is to replace it, at a shape that has no graph yet:
@@ -477,33 +502,65 @@ class ModelRunner:
         """
         if self._graphs is None:
             return None
-        offered = self._offered
+        offered = self._agreed()
         step = offered or self.step
-        shape = self._graphs.next_shape(step, self.buckets.sizes)
-        if shape is not None and self._capture(step, shape):
-            return shape
+        while (shape := self._graphs.next_shape(step, self.buckets.sizes)) is not None:
+            if self._capture(step, shape):
+                return shape
         if offered is not None:
-            self._offered = None
-            if self._graphs.is_off(offered):  # the step with graphs is faster
-                self._graphs.drop_next()
-            else:
-                self.step = offered
+            # where it can't be captured, the step with graphs is faster
+            can_replay = not self._graphs.is_off(offered)
+            self._tell(Order(kind=Kind.SWAP, numbers=(can_replay,)))
+            self._end_offer(can_replay)
         return None
+
+    def _agreed(self) -> StepFunction | None:
+        """The step to swap in. Ranks compile their own, and wait until all of them have it."""
+        if self._offered is None or self._ranks is None or self._all_have_one:
+            return self._offered
+        self._tell(Order(kind=Kind.AGREE))
+        self._agree()
+        return self._offered if self._all_have_one else None
+
+    def _agree(self) -> None:
+        """Find out with the other ranks whether each has a step to swap in, or runs it already."""
+        assert self._group is not None, "one rank alone needs no agreement"
+        has_one = torch.tensor([int(self._was_offered)], device=self.rows.device)
+        with torch.inference_mode():
+            self._all_have_one = bool(torch.cat(self._group.all_of(has_one)).min())
+
+    def _end_offer(self, can_replay: bool) -> None:
+        offered, self._offered, self._all_have_one = self._offered, None, False
+        if can_replay and offered is not None:
+            self.step = offered
+        elif self._graphs is not None:
+            self._graphs.drop_next()
 
     def _capture(self, step: StepFunction, shape: StepShape) -> bool:
         """Capture `step` at this shape. Returns False if it can't be captured."""
         assert self._graphs is not None, "next_shape must be called before"
-        self._tell(Order(kind=Kind.CAPTURE, numbers=shape))
+        is_next = step is not self.step
+        self._tell(Order(kind=Kind.CAPTURE, numbers=(*shape, is_next)))
+        num_runs = 0
         with torch.inference_mode(), ranks_of(self._group):
             inputs = self._with_hints(self._dummies(shape), NO_HINTS)
 
             def run() -> StepOutputs:
+                nonlocal num_runs
                 if self._buffers.delta is not None:
                     self._buffers.update_from_delta(*shape)
-                return self._run(step, inputs)
+                outputs = self._run(step, inputs)
+                num_runs += 1
+                return outputs
 
             fixed = {} if self._buffers.delta is None else {"delta": self._buffers.delta}
-            return self._graphs.capture(step, shape, run, {**inputs, **fixed})
+            is_captured = self._graphs.capture(step, shape, run, {**inputs, **fixed})
+        if self._ranks is not None and not num_runs:
+            raise EngineDeadError(
+                f"a step of {shape.tokens} tokens failed on rank {self._ranks.rank} before it was "
+                "captured, so the ranks are out of sync; restart the engine"
+            )
+        return is_captured
 
     @property
     def wants_uncompiled(self) -> bool:

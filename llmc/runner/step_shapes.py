@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llmc.compiler.lower import StepFunction
 from llmc.engine.plan import EagerReason, StepPlan
-from llmc.runner.buckets import Buckets, mixed_tokens
+from llmc.runner.buckets import MAX_MIXED_TOKENS, Buckets, mixed_tokens
 from llmc.runner.delta import prompts_of
 from llmc.runner.graphs import StepGraphs, StepShape
 from llmc.runner.step_buffers import StepBuffers
@@ -40,6 +40,8 @@ class StepShapes:
             too_large = rows > self._buckets.sizes[-1]
             least = 1 if step.uncompiled is not None else step.min_size
             shape = StepShape.decode(max(size, least))
+            if self._graphs is not None:
+                self._graphs.want(step, shape)
             return shape, "too_large" if too_large else "not_captured"
         tokens = sum(work.num_tokens for work in plan.work)
         samples = sum(work.num_samples + work.num_scored for work in plan.work)
@@ -53,12 +55,19 @@ class StepShapes:
                 reason = "long_prompts"  # their kernels read lengths on the host; a graph can't
             elif padded is None:
                 reason = "too_large"
-            elif self._graphs.has(step, padded):
+            elif self._graphs.want(step, padded):
                 return padded, reason
-            else:
-                self._graphs.want(step, padded)
         padding = max(0, step.min_size - min(rows, samples))
         return StepShape(tokens + padding, rows + padding, samples + padding), reason
+
+    @property
+    def largest(self) -> StepShape | None:
+        """The largest shape that a step with prompts is padded to; None if all are decodes."""
+        most_rows = self._buffers.max_requests - 2
+        requests = min(self._buckets.choose(most_rows + 1), self._buffers.max_requests)
+        most = min(self._buffers.max_tokens, MAX_MIXED_TOKENS, requests * self._max_model_len)
+        tokens = max((n for n in range(most, requests, -1) if mixed_tokens(n) == n), default=0)
+        return StepShape(tokens, requests, requests) if tokens else None
 
     def _padded(self, tokens: int, rows: int, samples: int) -> StepShape | None:
         """The shape of the graph that would serve a step with prompts or draft tokens."""

@@ -80,6 +80,7 @@ def bind_model(
     runner = made.runner
     if model.program.device.type == "cuda":
         runner.warm_up()
+        runner.capture_largest()
         while runner.capture_next() is not None:
             pass
     swap_config = _swap_config(runner.swap_space, profile.prefill_seconds_per_token)

@@ -17,6 +17,7 @@ from llmc.engine.plan import NewRow, RowWork, StepPlan
 from llmc.kernels.cpu.levels import pick_level
 from llmc.pooling import TOKEN_TASKS
 from llmc.runner import kv_cache
+from llmc.runner.graphs import MAX_MIXED
 from llmc.runner.model_runner import ModelRunner
 from llmc.sampling_params import SamplingParams
 from llmc.startup.bind import StepMode, cache_layout, make_runner, num_tables
@@ -136,17 +137,20 @@ def _activations(probe: ModelRunner, plan: StepPlan, peak: PeakMemory, tokens: i
 
 
 def graphs_to_come(probe: ModelRunner) -> int:
-    """Bytes that the decode graphs will need, from capturing and measuring the first two.
+    """Bytes that the graphs will need, from capturing and measuring the first three.
 
-    The first one, for the largest batch, allocates the memory that all share; each further one is
-    assumed to add as much as the second.
+    All share the memory that the largest allocates. Each further one, of all that there may be, is
+    assumed to add as much as another one did.
     """
-    sizes = len(probe.buckets.sizes)
-    if probe.capture_next() is None:
-        return 0
-    first = probe.graph_bytes
-    probe.capture_next()
-    return first + (sizes - 1) * (probe.graph_bytes - first)
+    probe.capture_largest()
+    largest = probe.graph_bytes
+    grown = []
+    while len(grown) < 2 and probe.capture_next() is not None:
+        grown.append(probe.graph_bytes - largest - sum(grown))
+    if not grown:
+        return largest
+    num_more = len(probe.buckets.sizes) + MAX_MIXED - len(grown)
+    return largest + sum(grown) + num_more * min(grown)
 
 
 def _scores_tokens(model: LoadedModel) -> bool:

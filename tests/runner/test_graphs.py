@@ -5,8 +5,10 @@ They run on the CPU against a backend that records and replays there (support/fa
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -140,7 +142,7 @@ def test_a_step_that_no_graph_can_serve_is_counted_by_its_reason(
         runner.execute(enter(row))  # a graph is captured when the engine is idle again
     assert runner.eager_steps == {"not_captured": 5}
     runner.execute(decode(range(5), 3))  # the largest bucket is 4
-    monkeypatch.setattr("llmc.runner.buckets._MAX_MIXED_TOKENS", 8)
+    monkeypatch.setattr("llmc.runner.buckets.MAX_MIXED_TOKENS", 8)
     runner.execute(enter(5, num_tokens=9))
     assert runner.eager_steps == {"not_captured": 5, "too_large": 2}
     assert runner.num_eager_steps == 7 and running.started.runner.eager_steps == {}
@@ -261,6 +263,14 @@ class ScriptedCuda:
             "graph_pool_handle": self._pool,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch, "as_tensor", self._as_tensor)
+
+    @staticmethod
+    def _as_tensor(memory: Any, device: torch.device) -> torch.Tensor:
+        given = memory.__cuda_array_interface__
+        assert given["typestr"] == "|u1" and given["strides"] is None
+        found = (ctypes.c_uint8 * given["shape"][0]).from_address(given["data"][0])
+        return torch.frombuffer(found, dtype=torch.uint8)
 
     def _pool(self) -> str:
         self.num_pools += 1
@@ -311,7 +321,7 @@ def test_a_capture_that_cannot_be_ended_does_not_stay_under_way(
     assert cuda.current == "serving"
 
 
-def test_a_swapped_step_is_captured_into_a_pool_of_its_own(
+def test_a_pool_is_not_used_again_once_its_graphs_are_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From another thread too: stream and pool belong to the runner, not to the thread."""
@@ -320,7 +330,7 @@ def test_a_swapped_step_is_captured_into_a_pool_of_its_own(
     outputs = torch.zeros(1), torch.zeros(1)
     graphs.capture(lambda: outputs, {})
     graphs.capture(lambda: outputs, {})
-    graphs.new_step()
+    graphs.new_pool()
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(graphs.capture, lambda: outputs, {}).result().replay is not None
     begun = [call for call in cuda.calls if call.startswith("begin")]
@@ -329,6 +339,27 @@ def test_a_swapped_step_is_captured_into_a_pool_of_its_own(
         "begin pool 1 on stream 1",
         "begin pool 2 on stream 2",
     ]
+
+
+def test_the_outputs_of_a_graph_leave_their_memory_to_other_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """64 graphs of 65 rows of logits over 128,000 tokens would keep a gigabyte otherwise."""
+    ScriptedCuda(monkeypatch)
+    memory = torch.arange(12, dtype=torch.bfloat16)
+    kept = []
+
+    def run() -> Any:
+        logits = memory.view(3, 4)
+        kept.append(weakref.ref(logits))
+        return torch.zeros(3), logits
+
+    graph = CudaGraphs().capture(run, {})
+    assert [logits() for logits in kept] == [None, None]
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: memory.neg_(), raising=False)
+    _, logits = graph.replay()
+    assert logits.data_ptr() == memory.data_ptr()
+    assert logits.tolist() == memory.view(3, 4).tolist() and logits[2, 3] == -11
 
 
 def test_garbage_is_not_collected_while_a_graph_is_captured(
@@ -368,7 +399,7 @@ def test_a_swapped_step_is_captured_anew_when_idle(running: tiny_engine.Running)
     assert runner.step.level == 0 and backend.num_replays == 1, "graphs serve until it is idle"
     while runner.use_idle_time():
         pass
-    assert runner.step.level == 1 and backend.num_pools == 2
+    assert runner.step.level == 1 and backend.num_pools == 1
     assert backend.captured == sizes(4, 2, 1, 4, 2), "1 is below the new step's least size"
     assert runner.execute(decode(range(1), 3)).token_ids == first.token_ids
     assert backend.num_replays == 2

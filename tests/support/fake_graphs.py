@@ -1,8 +1,8 @@
 """A graph backend for the CPU that checks that a runner meets the requirements of CUDA graphs.
 
 A captured step is run again at every replay, into the outputs of the capture. It fails if an input
-moved or was reallocated since the capture. `forbid_host_reads` fails if the host reads anything
-meanwhile.
+moved or was reallocated since the capture. The outputs of all other steps are lost then, as all use
+one pool of memory. `forbid_host_reads` fails if the host reads anything meanwhile.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ class _Recorded:
                 raise MovedInput(f"{name} moved since the step was captured")
         if [_address(t) for t in self.outputs] != self._output_addresses:
             raise MovedInput("an output was reallocated since the step was captured")
+        for other in self._backend.steps:
+            for lost in other.outputs if other is not self else ():
+                lost.fill_(-7)
         for home, new in zip(self.outputs, self._run(), strict=True):
             home.copy_(new)
         return self.outputs
@@ -65,7 +68,7 @@ class FakeGraphs:
         self.steps: list[_Recorded] = []
         self.num_replays = 0
 
-    def new_step(self) -> None:
+    def new_pool(self) -> None:
         self.num_pools += 1
 
     def capture(self, run: Callable[[], StepOutputs], inputs: Mapping[str, Tensor]) -> CapturedStep:
