@@ -26,7 +26,7 @@ from llmc.kernels.prompts import Prompts
 from llmc.passes import pipeline
 from llmc.passes.split_prompts import split_prompts
 from llmc.runner.device import HostDevice
-from llmc.runner.graphs import CudaGraphs, StepShape
+from llmc.runner.graphs import MAX_MIXED, CudaGraphs, StepShape
 from llmc.runner.model_runner import ModelRunner
 from llmc.sampling_params import SamplingParams
 from llmc.startup.profile import graphs_to_come
@@ -60,9 +60,8 @@ def graphed(running: tiny_engine.Running, **options: Any) -> tuple[ModelRunner, 
         plain.step,
         plain.rows,
         max_tokens=256,
-        device=HostDevice(backend),
         use_graphs=True,
-        **{"buckets": BUCKETS, **options},
+        **{"buckets": BUCKETS, "device": HostDevice(backend), **options},
     )
     return runner, backend
 
@@ -482,8 +481,36 @@ def test_text_is_the_same_with_graphs_and_with_steps_in_flight(
     assert backend.num_replays > 10
 
 
-def test_what_graphs_will_take_is_measured_on_two_of_them(running: tiny_engine.Running) -> None:
-    runner, backend = graphed(running)
-    assert graphs_to_come(runner) == 3 * BYTES_PER_GRAPH
-    assert backend.captured == sizes(4, 2)
+class Growing(FakeGraphs):
+    """Memory as a GPU has it: the largest step's, then what each graph is itself."""
+
+    def memory_bytes(self) -> int:
+        return sum((50_000, 3000, 1000)[: len(self.captured)])
+
+
+def test_the_largest_graph_comes_first_and_all_that_may_come_are_counted(
+    running: tiny_engine.Running,
+) -> None:
+    """Smaller ones that came before it would leave it nothing that it can use."""
+    backend = Growing()
+    runner, _ = graphed(running, device=HostDevice(backend))
+    rows = runner.rows.padding_row
+    assert graphs_to_come(runner) == 54_000 + (len(BUCKETS) + MAX_MIXED - 2) * 1000
+    assert backend.captured == [StepShape(256, rows + 1, rows + 1), *sizes(4, 2)]
     assert graphs_to_come(running.started.runner) == 0
+
+
+def test_a_step_with_prompts_that_cannot_be_captured_leaves_decodes_their_graphs(
+    running: tiny_engine.Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, backend = graphed(running)
+    backend.error = RuntimeError("out of memory")
+    assert runner.capture_largest() is None and "out of memory" in caplog.text
+    backend.error = None
+    for _ in range(3):
+        runner.execute(enter(0, num_tokens=13))
+    runner.swap_step(dataclasses.replace(runner.step, level=1))
+    while runner.use_idle_time():
+        pass
+    assert runner.step.level == 1
+    assert [shape for shape in backend.captured if shape.is_decode] == sizes(4, 2, 1)
