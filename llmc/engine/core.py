@@ -221,7 +221,10 @@ class EngineCore:
     def use_idle_time(self) -> bool:
         """Do a small piece of work that would otherwise delay a step, such as capturing a CUDA
         graph. To be called when idle. -> whether there may be more to do."""
-        return self.runner.use_idle_time(has_work=self.has_work)
+        speculation = self.scheduler.speculation
+        return self.runner.use_idle_time(has_work=self.has_work) or (
+            speculation is not None and speculation.use_idle_time(has_work=self.has_work)
+        )
 
     @property
     def has_work(self) -> bool:

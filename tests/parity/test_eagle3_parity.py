@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -287,10 +288,13 @@ def test_its_steps_run_as_graphs(knowing: tiny_engine.Running) -> None:
     want = tiny_engine.generate(knowing.engine(), TEXTS, NUM_TOKENS)
     target, head = graphed(knowing.started.runner), graphed(draft_heads.drafter(knowing))
     engine = knowing.engine(runner=target, speculation=draft_heads.eager(knowing, head))
-    for _ in range(2):  # at the second time there are graphs for steps that are no decodes, too
+    for level in (1, 2):  # at the second time there are graphs for steps that are no decodes, too
+        for runner in (target, head):
+            runner.swap_step(replace(runner.step, level=level))
         with forbid_host_reads():
-            while target.capture_next() is not None or head.capture_next() is not None:
+            while engine.use_idle_time():
                 pass
+        assert target.step.level == head.step.level == level, "idle time is for both"
         before = head.num_eager_steps
         got = tiny_engine.generate(engine, TEXTS, NUM_TOKENS)
         assert [one.tokens for one in got] == [one.tokens for one in want]

@@ -316,6 +316,9 @@ class DraftModelSpeculation(Speculation):
             self.policy.pause()
         self.draft_seconds += self.policy.clock() - start
 
+    def use_idle_time(self, *, has_work: bool) -> bool:
+        return self.model.runner.use_idle_time(has_work=has_work)
+
     def _num_wanted(self, sequence: DraftSequence) -> int:
         """Number of draft tokens for a request: 0 unless it decodes."""
         request = sequence.target

@@ -67,6 +67,10 @@ class Speculation(ABC):
         if is_last:
             self.policy.pause()
 
+    def use_idle_time(self, *, has_work: bool) -> bool:
+        """As `Runner.use_idle_time`, for the runner of a draft model."""
+        return False
+
     def check(self, request_ids: Collection[str]) -> None:  # noqa: B027 - nothing to check here
         """Raise AssertionError if anything is kept for a request that is not one of these."""
 
