@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -41,6 +41,9 @@ from llmc.weights.load import CheckpointWeights, DirectWeights, WeightSource, ma
 from llmc.weights.parameters import Parameters
 
 log = logging.getLogger(__name__)
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 _MAX_THREADS = 4  # that read weights: each needs memory to unpack one, and may use all cores
 NONE_GIVEN: Mapping[WeightInput, Tensor] = MappingProxyType({})  # weights loaded earlier
@@ -336,10 +339,19 @@ def graph_weights(
     made = dict(given)
     is_concurrent = source.is_thread_safe and device.type == "cpu"
     threads = min(_MAX_THREADS, torch.get_num_threads()) if is_concurrent else 1
-    with ThreadPoolExecutor(threads, thread_name_prefix="llmc-weights") as pool:
-        for parts in pool.map(make, readings.values()):
-            made |= parts
+    for parts in _in_threads(threads, make, readings.values()):
+        made |= parts
     return {name: made[role] for name, role in placeholders.items()}
+
+
+def _in_threads(count: int, do: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
+    """The results of `do` in order. With one thread it is this one, which has its rank's GPU as its
+    current device; a new thread has the first."""
+    if count == 1:
+        yield from map(do, items)
+        return
+    with ThreadPoolExecutor(count, thread_name_prefix="llmc-weights") as pool:
+        yield from pool.map(do, items)
 
 
 def _reading(role: WeightInput) -> WeightInput:

@@ -117,7 +117,7 @@ class _Constants:
 def load_graph(
     nodes: list[Json], constants: Mapping[str, Tensor], device: torch.device
 ) -> fx.GraphModule:
-    """The inverse of `dump_graph`; values are TensorFacts on `device` with fixed sizes.
+    """The inverse of `dump_graph`, for `device`; values are TensorFacts with fixed sizes.
 
     Raises KeyError, AttributeError, TypeError or ValueError for data in another format.
     """
@@ -129,11 +129,11 @@ def load_graph(
             node = graph.placeholder(name)
             node.meta["input"] = _load_role(entry["role"], constants)
         elif entry["op"] == "call_function":
-            args = tuple(_load(a, env) for a in entry["args"])
-            kwargs = {k: _load(v, env) for k, v in entry["kwargs"].items()}
+            args = tuple(_load(a, env, device) for a in entry["args"])
+            kwargs = {k: _load(v, env, device) for k, v in entry["kwargs"].items()}
             node = graph.call_function(_load_target(entry["target"]), args, kwargs)
         else:
-            node = graph.output(_load(entry["args"][0], env))
+            node = graph.output(_load(entry["args"][0], env, device))
         if "val" in entry:
             node.meta["val"] = _load_val(entry["val"], device)
         env[name] = node
@@ -297,7 +297,7 @@ def _dump(arg: Any) -> Json:
     raise CannotSerialize(f"{type(arg).__name__} {arg!r}")
 
 
-def _load(data: Json, env: Mapping[str, fx.Node]) -> Any:
+def _load(data: Json, env: Mapping[str, fx.Node], device: torch.device) -> Any:
     if not isinstance(data, dict):
         return data
     ((tag, value),) = data.items()
@@ -305,13 +305,14 @@ def _load(data: Json, env: Mapping[str, fx.Node]) -> Any:
         case "node":
             return env[value]
         case "list":
-            return [_load(v, env) for v in value]
+            return [_load(v, env, device) for v in value]
         case "tuple":
-            return tuple(_load(v, env) for v in value)
+            return tuple(_load(v, env, device) for v in value)
         case "float":
             return float.fromhex(value)
         case "device":
-            return torch.device(value)
+            stored = torch.device(value)
+            return device if stored.type == device.type else stored  # another rank's has an index
         case "dtype" | "layout" | "memory_format":
             return getattr(torch, value)
         case other:

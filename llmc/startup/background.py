@@ -91,12 +91,18 @@ def _with_inductor(model: BoundModel, *, level: int, cache_dir: Path) -> StepFun
     from llmc.compiler.inductor import compile_step  # imports the whole compiler
 
     graph = lowered(model.program)
-    step = compile_step(
-        graph, model.bound, model.runner.rows.tables, level=level, cache_dir=cache_dir
-    )
+    with _current(model.program.device):
+        step = compile_step(
+            graph, model.bound, model.runner.rows.tables, level=level, cache_dir=cache_dir
+        )
     if model.runner.wants_uncompiled:
         step = replace(step, uncompiled=lower(graph, model.bound))
     return step
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a GPU this thread's current one: it is not, on other ranks than the first."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _hot_swap(model: BoundModel, step: StepFunction) -> None:

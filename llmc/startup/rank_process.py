@@ -105,12 +105,20 @@ def _join(order: RankOrder, device: torch.device, channel: socket.socket) -> Gro
     return group_of(store, rank, size, device, timeout_s, channel.getsockname()[0])
 
 
+def own_device(order: RankOrder, device: torch.device) -> torch.device:
+    """The rank's GPU, by its index: the current device is that of one thread, and other threads
+    load weights and compile."""
+    if device.type != "cuda":
+        return device
+    return torch.device("cuda", order.rank if order.store is None else 0)  # Ray shows it only one
+
+
 def load_rank(order: RankOrder) -> LoadedModel:
     """Load the program that rank 0 compiled, with this rank's shard of the weights."""
     config = order.engine_config()
-    device = pick_device(config.device)
+    device = own_device(order, pick_device(config.device))
     if device.type == "cuda":
-        torch.cuda.set_device(order.rank if order.store is None else 0)
+        torch.cuda.set_device(device)
     else:
         limit_threads()
         if order.threads:

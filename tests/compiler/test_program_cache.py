@@ -24,7 +24,7 @@ from torch import fx
 from llmc.compiler import cache as cache_module
 from llmc.compiler.cache import ProgramCache
 from llmc.compiler.program import Program
-from llmc.compiler.serialize import dump_graph
+from llmc.compiler.serialize import dump_graph, load_graph
 from llmc.passes.inputs import ConstantInput
 
 CPU = torch.device("cpu")
@@ -63,6 +63,20 @@ def test_what_is_saved_is_loaded(program: Program, tmp_path: Path) -> None:
     assert cache.load(KEY, CPU) is None
     cache.save(KEY, program)
     assert_same(cache.load(KEY, CPU), program)
+
+
+def test_a_graph_is_loaded_for_the_gpu_of_another_rank() -> None:
+    """What it makes itself, such as a mask, must not be on the first rank's GPU."""
+    graph = fx.Graph()
+    aten = torch.ops.aten
+    made = [
+        graph.call_function(aten.arange.default, (4,), {"device": torch.device(device)})
+        for device in ("cuda", "cuda:0", "cpu")
+    ]
+    graph.output(tuple(made))
+    loaded = load_graph(dump_graph(graph)[0], {}, torch.device("cuda:1"))
+    calls = [node for node in loaded.graph.nodes if node.op == "call_function"]
+    assert [str(call.kwargs["device"]) for call in calls] == ["cuda:1", "cuda:1", "cpu"]
 
 
 def test_ops_are_defined_when_a_cached_program_calls_them(program: Program, tmp_path: Path) -> None:

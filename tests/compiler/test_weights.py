@@ -193,6 +193,8 @@ def test_several_threads_read_what_one_does(dense: Any, monkeypatch: pytest.Monk
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         made.append(load_weights(program, Watched(program.parameters, tensors)))
         assert (len(used) > 1) == (threads > 1)
+        # the current GPU of a new thread is the first one, whatever the rank
+        assert (used == {threading.get_ident()}) == (threads == 1)
     one, four = made
     assert one.keys() == four.keys() and all(torch.equal(one[n], four[n]) for n in one)
 

@@ -37,7 +37,10 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[Exception | None]:
 )
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_errors_that_another_step_may_not_meet(
-    error: Exception, has_gpu: bool, answers: list[Exception | None], monkeypatch: pytest.MonkeyPatch
+    error: Exception,
+    has_gpu: bool,
+    answers: list[Exception | None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_gpu)
     assert classified(error) is error

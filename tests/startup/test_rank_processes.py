@@ -6,7 +6,10 @@ import dataclasses
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,6 +25,7 @@ from scripted_process import has_ended, wait_for
 from tiny_chat import tiny_chat_model
 from tiny_models import save_checkpoint
 
+from llmc.compiler.cache import ProgramCache
 from llmc.config import EngineConfig
 from llmc.engine.plan import BlockCopy, NewRow, RowWork, StepPlan
 from llmc.errors import ConfigError, EngineDeadError
@@ -32,8 +36,9 @@ from llmc.runner.graphs import StepShape
 from llmc.runner.ranks import Kind, Order, ReceivedStep, receive, step_order
 from llmc.runner.rows import RowTables
 from llmc.sampling_params import SamplingParams
-from llmc.startup import tensor_parallel
+from llmc.startup import background, rank_process, tensor_parallel
 from llmc.startup.start import start_engine
+from llmc.startup.tensor_parallel import RankOrder
 from llmc.structured_outputs import StructuredOutputsParams
 
 OPTIONS: dict[str, Any] = {
@@ -108,6 +113,52 @@ def test_a_rank_that_can_not_start_says_why(
     with pytest.raises(EngineDeadError, match=r"rank 1 .*(exited|did not start)"):
         start_engine(EngineConfig(model=str(path), tensor_parallel_size=2, **OPTIONS))
     assert not ranks_of(os.getpid())  # other children may be compilers of the C++ ops
+
+
+@pytest.mark.parametrize(("store", "index"), [(None, 2), (("host", 1), 0)], ids=["here", "ray"])
+def test_a_rank_names_its_gpu(
+    store: tuple[str, int] | None, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cuda` alone would be the first GPU in the threads that the rank starts."""
+    order = RankOrder(
+        config={"model": "m", "device": "cuda"}, folder="", rank=2, size=4, threads=0,
+        timeout_s=1.0, log_level=0, store=store,
+    )  # fmt: skip
+    asked: list[torch.device] = []
+
+    def load(cache: object, key: str, device: torch.device) -> None:
+        asked.append(device)
+
+    monkeypatch.setattr(rank_process, "pick_device", torch.device)
+    monkeypatch.setattr(rank_process, "start_kernels", asked.append)
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr(ProgramCache, "load", load)
+    with pytest.raises(EngineDeadError, match="can't be read"):
+        rank_process.load_rank(order)
+    assert asked == [torch.device("cuda", index)] * 3
+
+
+def test_a_faster_step_is_compiled_for_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = ["cuda:0"]
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(str(device))
+        yield
+        current.pop()
+
+    def compile_step(*args: Any, **options: Any) -> str:
+        return current[-1]
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(background, "lowered", lambda program: None)
+    monkeypatch.setattr("llmc.compiler.inductor.compile_step", compile_step)
+    runner = SimpleNamespace(rows=SimpleNamespace(tables={}), wants_uncompiled=False)
+    for device in ("cuda:2", "cpu"):
+        program = SimpleNamespace(device=torch.device(device))
+        model: Any = SimpleNamespace(program=program, bound={}, runner=runner)
+        step: Any = background._with_inductor(model, level=1, cache_dir=Path())
+        assert step == (device if device != "cpu" else "cuda:0")
 
 
 class Draft:
