@@ -234,7 +234,11 @@ class RowImages:
         return made
 
     def _sent(self, values: npt.NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(values).to(self._no_rows.device)
+        """On the device. A GPU is not waited for, as it would be for memory that is not pinned."""
+        here, device = torch.from_numpy(values), self._no_rows.device
+        if device.type == "cuda":
+            here = here.pin_memory()
+        return here.to(device, non_blocking=True)
 
 
 def _counts(marks: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
