@@ -7,8 +7,8 @@ first.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,7 @@ from llmc.engine.core import EngineCore
 from llmc.engine.options import MAX_SCORED, EngineFeatures, EngineLimits
 from llmc.engine.spec_decode.ngram import NgramSpeculation
 from llmc.engine.spec_decode.speculation import Speculation
+from llmc.errors import ConfigError, reason_of
 from llmc.kernels.cpu.build import Build
 from llmc.kernels.cpu.threads import limit_threads
 from llmc.model_info import ModelInfo
@@ -91,6 +92,19 @@ class SizedEngine:
     profile: ModelProfile  # of the target
     pool: PoolSize
     bound: Sequence[BoundModel]
+
+
+@contextmanager
+def enough_memory() -> Iterator[None]:
+    """Turn running out of a GPU's memory into a ConfigError that says what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the GPU has too little memory for this model ({reason_of(error)}); use a smaller one "
+            "or a quantization, set tensor_parallel_size to use several GPUs, lower "
+            "max_num_batched_tokens or max_num_seqs, or end what else uses the GPU"
+        ) from error
 
 
 def resolve_models(config: EngineConfig, location: Location, clock: PhaseClock) -> ResolvedModels:

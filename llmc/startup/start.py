@@ -98,8 +98,9 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
 
     resolved = stages.resolve_models(config, location, clock)
     stages.limit_to_cores(resolved)
-    loaded = stages.load_models(resolved, processes, clock)
-    sized = stages.size_engine(resolved, loaded, clock)
+    with stages.enough_memory():
+        loaded = stages.load_models(resolved, processes, clock)
+        sized = stages.size_engine(resolved, loaded, clock)
     info = stages.describe(resolved, loaded, sized)
     return Started(
         engine=stages.make_engine(loaded, sized, info),

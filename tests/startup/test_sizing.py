@@ -6,10 +6,12 @@ import subprocess
 import sys
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import save_checkpoint
 
 from llmc.config import EngineConfig
 from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
@@ -17,6 +19,7 @@ from llmc.errors import ConfigError
 from llmc.passes.page_attention import CacheSpec
 from llmc.runner.kv_cache import allocate, bytes_per_token
 from llmc.startup.sizing import free_bytes, size_pool
+from llmc.startup.start import start_engine
 
 BF16 = torch.bfloat16
 SPEC = CacheSpec(layer=0, kv_heads=2, head_dim=8, v_head_dim=4, dtype=BF16)
@@ -159,3 +162,18 @@ print(peak.grown_by())
 """
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=True)
     assert 1000 * 2**20 < int(done.stdout) < 1100 * 2**20
+
+
+def test_a_gpu_that_is_too_small_is_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*args: object) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 224.00 MiB. GPU 0 has a total capacity of "
+            "15.6 GiB of which 98.00 MiB is free. Process 7 has 9.00 GiB memory in use. " + 40 * "x "
+        )
+
+    monkeypatch.setattr("llmc.startup.stages.load_model", load)
+    config = EngineConfig(model=str(save_checkpoint("llama", tmp_path)), device="cpu")
+    with pytest.raises(ConfigError, match=r"15.6 GiB of which 98.00 MiB is free.*; use a smaller"):
+        start_engine(config)
