@@ -56,20 +56,29 @@ class Delta:
 
 
 def encode(
-    rows: RowTables, plan: StepPlan, padding: int = 0, num_tokens: int | None = None
+    rows: RowTables,
+    plan: StepPlan,
+    padding: int = 0,
+    num_tokens: int | None = None,
+    num_samples: int = 0,
 ) -> Delta:
-    """Encode a plan, adding `padding` dummies that sample one token each. Together the dummies
-    compute the tokens missing to `num_tokens`, or one each."""
+    """Encode a plan, adding `padding` dummies. Together they compute the tokens missing to
+    `num_tokens`, or one each, and sample at those missing to `num_samples`, but at least at one
+    each."""
     segments = _row_changes(rows, plan)
     lines, num_real, num_sampled = _work_lines(plan)
     num_dummy = padding if num_tokens is None else num_tokens - num_real
     if num_dummy < padding or (num_dummy and not padding):
         raise ValueError(f"{padding} dummies can't pad {num_real} tokens to {num_tokens}")
-    first = num_real
+    first, sample = num_real, num_sampled
+    more = max(0, num_samples - num_sampled - padding)
     for i in range(padding):
         count = (i + 1) * num_dummy // padding - i * num_dummy // padding
-        lines += (rows.padding_row, 0, count, first, 0, num_sampled + i, 1, 0)
-        first += count
+        samples = 1 + min(more, count - 1)
+        lines += (rows.padding_row, 0, count, first, 0, sample, samples, 0)
+        first, sample, more = first + count, sample + samples, more - samples + 1
+    if more:
+        raise ValueError(f"{num_dummy} tokens of dummies can't pad to {num_samples} samples")
     dummies = padding, num_dummy // padding if padding else 1
     picks, wanted, scored = _logprob_picks(rows, plan)
     copies = [copy.source for copy in plan.block_copies]
@@ -100,7 +109,7 @@ def encode(
         num_segments=count,
         num_requests=len(plan.work) + padding,
         num_tokens=first,
-        num_samples=num_sampled + padding,
+        num_samples=sample,
         num_sampled=num_sampled,
         picks=at_picks,
         picked=tuple(picks),

@@ -344,13 +344,11 @@ class ModelRunner:
 
     def _dummies(self, shape: StepShape) -> StepInputs:
         """The inputs of a dummy step of this shape. Every request samples, unlike in real steps."""
-        delta = encode(self.rows, StepPlan(step=-1, work=()), shape.requests, shape.tokens)
+        delta = encode(
+            self.rows, StepPlan(step=-1, work=()), shape.requests, shape.tokens, shape.samples
+        )
         self._prepare(delta, self._device.upload(delta.words, self._buffers.delta))
         inputs = self._buffers.inputs(shape.tokens, shape.requests, shape.samples)
-        if shape.samples > shape.requests:  # for draft tokens; the rest of the buffers is stale
-            rest = slice(shape.requests, None)
-            inputs["row"][rest] = self.rows.padding_row
-            inputs["logits_index"][rest] = inputs["length"][rest] = 0
         return self._with_hints(inputs, delta.hints())
 
     # The parts of a step
@@ -361,7 +359,8 @@ class ModelRunner:
         for copy in plan.adapter_copies:
             assert self._adapters is not None, "the plan has adapters, but the runner has no slots"
             self._adapters.copy(copy.slot, copy.adapter)
-        delta = encode(self.rows, plan, shape.requests - len(plan.work), shape.tokens)
+        padding = shape.requests - len(plan.work)
+        delta = encode(self.rows, plan, padding, shape.tokens, shape.samples)
         self._tell(step_order(plan, shape, delta) if self._ranks is not None else None)
         sent = self._device.upload(delta.words, self._buffers.delta)
         out_slots = [copy.target for copy in plan.swap_out]

@@ -80,4 +80,19 @@ class StepShapes:
             and padded <= self._buffers.max_tokens
             and padded - tokens <= padding * self._max_model_len
         )
-        return StepShape(padded, requests, samples + padding) if padded and fits else None
+        if not (padded and fits):
+            return None
+        most = _padded_samples(samples + padding, tokens + padding, padded, requests)
+        return StepShape(padded, requests, most)
+
+
+def _padded_samples(samples: int, tokens: int, padded: int, requests: int) -> int:
+    """Samples of a step of `tokens` tokens, each dummy computing one, if it is padded to `padded`.
+
+    One per request, although a prompt may end in a later step; of a step of draft tokens, one per
+    token. Other numbers would need a graph each.
+    """
+    for wanted in (requests, padded):
+        if samples <= wanted <= samples + padded - tokens:
+            return wanted
+    return samples

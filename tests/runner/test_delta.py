@@ -158,6 +158,23 @@ def test_packed_tensors_equal_the_oracle(case: tuple[State, StepPlan, int]) -> N
     check(state, plan, padding)
 
 
+def test_dummies_sample_what_is_missing() -> None:
+    """At their last tokens, and nothing of it is kept."""
+    state, plan = _one(1, 9, RowWork(row=1, start=0, num_tokens=9, sample=True, new_blocks=(0, 1)))
+    delta = encode(state.rows, plan, padding=2, num_tokens=16, num_samples=6)
+    assert (delta.num_tokens, delta.num_samples, delta.num_sampled) == (16, 6, 1)
+    lines = work_of(torch.from_numpy(delta.words), 3)
+    pad = state.rows.padding_row
+    assert lines[1:].tolist() == [[pad, 0, 3, 9, 0, 1, 3, 0], [pad, 0, 4, 12, 0, 4, 2, 0]]
+    buffers = StepBuffers(state.rows, max_tokens=16, max_requests=4)
+    write_segments.run(state.rows.memory, torch.from_numpy(delta.words))
+    inputs = buffers.prepare(lines, 16, 6)
+    assert inputs["logits_index"].tolist() == [8, 9, 10, 11, 14, 15]
+    assert inputs["length"].tolist() == [9, 0, 0, 0, 0, 0]
+    with pytest.raises(ValueError, match="7 tokens of dummies can't pad to 9 samples"):
+        encode(state.rows, plan, padding=2, num_tokens=16, num_samples=9)
+
+
 def _one(row: int, tokens: int, work: RowWork) -> tuple[State, StepPlan]:
     rows = RowTables(
         num_rows=NUM_ROWS,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -129,6 +130,45 @@ def test_steps_with_prompts_run_as_graphs_of_the_shapes_that_came(
     got.append(runner.execute(mixed(1)).token_ids)
     assert backend.num_replays == 1
     assert got == want
+
+
+def test_draft_tokens_of_any_number_run_as_a_few_graphs(running: tiny_engine.Running) -> None:
+    """Each of three rows has up to four; some step has a prompt that ends in a later one."""
+    runner, backend = graphed(running)
+    plain = running.started.runner
+
+    def verify(*drafts: int) -> StepPlan:
+        return StepPlan(
+            step=0,
+            work=[
+                RowWork(
+                    row=row, start=3, num_tokens=1 + count, sample=True,
+                    draft_token_ids=tuple(range(7, 7 + count)),
+                )
+                for row, count in enumerate(drafts)
+            ],
+        )  # fmt: skip
+
+    def unfinished(row: int, drafts: int) -> StepPlan:
+        entering = enter(row, num_tokens=9)
+        work = [*verify(drafts).work, dataclasses.replace(entering.work[0], sample=False)]
+        return StepPlan(step=0, new_rows=entering.new_rows, work=work)
+
+    plans = [verify(*drafts) for drafts in itertools.product(range(1, 5), (0, 2, 4), (1, 3))]
+    plans += [unfinished(3, 0)]
+    for one in (runner, plain):
+        for row in range(3):
+            one.execute(enter(row))
+    want = [plain.execute(plan).token_ids for plan in plans]
+    for _ in range(2):
+        assert [runner.execute(plan).token_ids for plan in plans] == want
+    while runner.use_idle_time():
+        pass
+    mixed = [shape for shape in backend.captured if not shape.is_decode]
+    assert sorted(mixed) == [(8, 2, 2), (8, 4, 8), (16, 4, 4), (16, 4, 16)]
+    before = backend.num_replays
+    assert [runner.execute(plan).token_ids for plan in plans] == want
+    assert backend.num_replays - before == len(plans)
 
 
 def test_a_step_that_no_graph_can_serve_is_counted_by_its_reason(

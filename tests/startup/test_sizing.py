@@ -170,7 +170,9 @@ def test_a_gpu_that_is_too_small_is_told_as_that(
     def load(*args: object) -> None:
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 224.00 MiB. GPU 0 has a total capacity of "
-            "15.6 GiB of which 98.00 MiB is free. Process 7 has 9.00 GiB memory in use. " + 40 * "x "
+            "15.6 GiB of which 98.00 MiB is free. Process 7 has 9.00 GiB memory in use. "
+            + 40
+            * "x "
         )
 
     monkeypatch.setattr("llmc.startup.stages.load_model", load)
