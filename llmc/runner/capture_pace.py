@@ -19,7 +19,7 @@ LONG_PAUSE_S = 60.0
 
 
 class CapturePace:
-    """Captures take a twentieth of the time. After one that took long, there is none for a minute."""
+    """Captures take a twentieth of the time. After a long one, there is none for a minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -482,7 +482,7 @@ class ModelRunner:
     def _capture_under_load(self) -> None:
         """Capture a graph before a step, if there has been no idle moment for it."""
         if self._graphs is not None and self._pace.is_due():
-            with self._pace.timed():
+            with self._pace.timed(), self._watch.launching():
                 self.capture_next()
 
     def capture_largest(self) -> StepShape | None:

@@ -203,7 +203,9 @@ def test_the_compiled_step_is_the_one_that_is_measured() -> None:
         pass
     runner.swap_step(replace(step, level=2))
     before = runner.graph_bytes
-    swap_and_capture(runner)
+    found = swap_and_capture(runner)
+    assert found["num_captures"] == 2
+    assert 0 < found["longest_capture_seconds"] <= found["capture_seconds"]
     assert runner.step.level == 2 and runner.graph_bytes == 2 * before
 
 

@@ -21,6 +21,7 @@ from op_cases import require_cpu_ops
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
 from llmc.engine.plan import StepPlan
+from llmc.runner import compiles
 from llmc.runner.capture_pace import LONG_PAUSE_S, LONG_S, PATIENCE_S, SHARE, CapturePace
 from llmc.runner.device import HostDevice
 from llmc.runner.graphs import CapturedStep, StepOutputs
@@ -204,6 +205,23 @@ def test_a_graph_of_the_faster_step_is_used_before_it_has_them_all(
         for _ in serve(engine, 12):
             pass
         assert 0 < len(levels) <= backend.num_replays - replays
+
+
+def test_a_compilation_that_a_capture_waits_for_is_counted(
+    running: tiny_engine.Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, backend = under_load(running)
+    capture = backend.capture
+
+    def compiling(*args: Any) -> CapturedStep:
+        compiles._count("a kernel")
+        return capture(*args)
+
+    monkeypatch.setattr(backend, "capture", compiling)
+    with drained(running.engine(max_num_seqs=4, runner=runner)) as engine:
+        for _ in serve(engine, 300):
+            pass
+    assert runner.num_runtime_compiles == len(backend.captured) - 3 > 0
 
 
 def test_nothing_is_captured_between_steps_if_there_are_idle_moments(
