@@ -96,8 +96,10 @@ def unowned(tensor: Tensor) -> Tensor:
     """A tensor over the same memory, which does not keep it allocated."""
     if not tensor.is_contiguous() or not tensor.numel():
         return tensor
-    memory = _Memory(tensor.data_ptr(), tensor.nbytes)
-    return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype).view(tensor.shape)
+    found = torch.as_tensor(_Memory(tensor.data_ptr(), tensor.nbytes), device=tensor.device)
+    if found.data_ptr() != tensor.data_ptr():
+        raise RuntimeError("torch copied the memory of a CUDA graph, instead of viewing it")
+    return found.view(tensor.dtype).view(tensor.shape)
 
 
 class CudaGraphs:

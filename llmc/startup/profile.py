@@ -144,7 +144,7 @@ def graphs_to_come(probe: ModelRunner) -> int:
     """
     probe.capture_largest()
     largest = probe.graph_bytes
-    grown = []
+    grown: list[int] = []
     while len(grown) < 2 and probe.capture_next() is not None:
         grown.append(probe.graph_bytes - largest - sum(grown))
     if not grown:

@@ -16,16 +16,19 @@ import pytest
 import tiny_engine
 import torch
 from fake_graphs import FakeGraphs
+from oracle import AlwaysOn
 from tiers import tiered
 from tiny_configs import save_random, tiny_config
 from torch import Tensor
 
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
+from llmc.engine.spec_decode.ngram import NgramSpeculation
 from llmc.passes.options import PipelineOptions
 from llmc.runner.device import Download, HostDevice
 from llmc.runner.model_runner import ModelRunner
 from llmc.sampling_params import SamplingParams
+from llmc.speculative_config import SpeculativeConfig
 from llmc.startup import bind, profile
 from llmc.startup import compile as compile_module
 
@@ -47,7 +50,7 @@ class Results(HostDevice):
         return super().download([torch.ones_like(tensor) for tensor in tensors])
 
 
-def start(kind: str, folder: Path, patch: pytest.MonkeyPatch) -> EngineCore:
+def start(kind: str, folder: Path, patch: pytest.MonkeyPatch) -> tiny_engine.Running:
     options = {"max_position_embeddings": 2 * CONTEXT}
     path = save_random(tiny_config(MODELS[kind], **options), folder / kind)
     patch.setattr(
@@ -70,7 +73,7 @@ def start(kind: str, folder: Path, patch: pytest.MonkeyPatch) -> EngineCore:
     runner.warm_up()
     while runner.capture_next() is not None:
         pass
-    return running.started.engine
+    return running
 
 
 def add(core: EngineCore, length: int, tokens: int, **params: Any) -> None:
@@ -90,7 +93,8 @@ def drain(core: EngineCore) -> None:
 def test_nothing_is_compiled_while_serving(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = start(kind, tmp_path, monkeypatch)
+    running = start(kind, tmp_path, monkeypatch)
+    core = running.started.engine
     before = len(COMPILED)
     assert {"draw_kernel", "record_tokens_kernel"} <= {made.split()[0] for made in COMPILED}
     for length in (1, 2, 3, 17, 127, 128, 129, LONG, CONTEXT - 8):
@@ -110,4 +114,14 @@ def test_nothing_is_compiled_while_serving(
     add(core, 6, 3, logprobs=5, repetition_penalty=1.2, min_tokens=2, logit_bias={3: 1.0})
     add(core, 40, 3, prompt_logprobs=0)
     drain(core)
+    if not running.states:  # which can't be rolled back
+        drafting = running.engine(
+            max_num_seqs=ROWS, max_num_batched_tokens=1024, enable_prefix_caching=False,
+            speculation=NgramSpeculation(SpeculativeConfig(method="ngram"), AlwaysOn()),
+        )  # fmt: skip
+        for _ in range(2):
+            for i in range(2 * ROWS):
+                add(drafting, (5, 33)[i % 2], 3 + i % 17)
+            drain(drafting)
+        assert drafting.stats().num_accepted_tokens > 50
     assert len(COMPILED) == before, "\n".join(COMPILED[before:])
