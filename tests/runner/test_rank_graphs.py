@@ -15,6 +15,7 @@ from op_cases import require_cpu_ops
 from rank_threads import RankThreads, rank_threads
 
 from llmc.errors import EngineDeadError
+from llmc.runner.capture_pace import CapturePace
 from llmc.runner.device import HostDevice
 from llmc.runner.model_runner import ModelRunner
 from llmc.startup import bind
@@ -89,6 +90,27 @@ def test_a_faster_step_runs_once_all_ranks_have_it(ranked: Ranked, early: int) -
     assert ranked.generate() == want
     assert ranked.levels == (1, 1)
     assert ranked.replays[0] == ranked.replays[1]
+    assert ranked.backends[0].captured == ranked.backends[1].captured
+
+
+class Due(CapturePace):
+    """Captures before every step."""
+
+    def is_due(self) -> bool:
+        return True
+
+
+def test_ranks_that_are_never_idle_capture_together(ranked: Ranked) -> None:
+    want = ranked.generate()
+    ranked.runners[0]._pace = Due()
+    for _ in range(3):
+        assert ranked.generate() == want
+    for rank in (1, 0):
+        ranked.offer(rank, level=1)
+        for _ in range(3):
+            assert ranked.generate() == want
+    assert ranked.levels == (1, 1)
+    assert ranked.replays[0] == ranked.replays[1] > 10
     assert ranked.backends[0].captured == ranked.backends[1].captured
 
 
