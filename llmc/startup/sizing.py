@@ -160,10 +160,12 @@ def size_pool(
         num_blocks = min(num_blocks, per_request * config.max_num_seqs)
     need = per_request if config.max_model_len is not None else layout.num_groups
     if num_blocks < need and config.max_model_len is None:
+        mend = "raise kv_cache_memory"
+        if config.kv_cache_memory is None:  # the model and its steps take all there is
+            mend = "use a smaller model or a quantization, or set kv_cache_memory if more is free"
         raise ConfigError(
             f"{budget / 2**20:.3g} MiB of KV cache are less than the "
-            f"{need * block_bytes / 2**20:.3g} MiB that {config.block_size} tokens need; "
-            "raise kv_cache_memory"
+            f"{need * block_bytes / 2**20:.3g} MiB that {config.block_size} tokens need; {mend}"
         )
     if num_blocks < need:
         raise ConfigError(

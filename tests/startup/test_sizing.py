@@ -117,8 +117,10 @@ def test_an_explicit_context_must_fit_and_the_message_has_the_numbers() -> None:
 
 @pytest.mark.parametrize("available", [0, -5, 1599])
 def test_room_for_no_block_at_all(available: int) -> None:
-    with pytest.raises(ConfigError, match=r"of KV cache are less than the 0.00153 MiB that 16 tok"):
+    with pytest.raises(ConfigError, match=r"less than the 0.00153 MiB that 16 tok.*quantization"):
         size(available=available)
+    with pytest.raises(ConfigError, match=r"less than the 0.00153 MiB.*; raise kv_cache_memory"):
+        size(kv_cache_memory=1599)
 
 
 def test_free_memory_on_the_cpu_leaves_most_to_others() -> None:
