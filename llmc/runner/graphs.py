@@ -94,12 +94,14 @@ class _Memory:
 
 def unowned(tensor: Tensor) -> Tensor:
     """A tensor over the same memory, which does not keep it allocated."""
-    if not tensor.is_contiguous() or not tensor.numel():
+    if not tensor.numel():
         return tensor
-    found = torch.as_tensor(_Memory(tensor.data_ptr(), tensor.nbytes), device=tensor.device)
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = _Memory(tensor.data_ptr(), (last + 1) * tensor.element_size())
+    found = torch.as_tensor(memory, device=tensor.device)
     if found.data_ptr() != tensor.data_ptr():
         raise RuntimeError("torch copied the memory of a CUDA graph, instead of viewing it")
-    return found.view(tensor.dtype).view(tensor.shape)
+    return found.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 class CudaGraphs:
