@@ -283,11 +283,12 @@ class ModelRunner:
             _, logits = self._run(self.step, self._prepare(delta, sent))
             return logits[: delta.num_sampled].clone()
 
-    def dummy_run(self, rows: int, tokens_each: int = 1) -> StepOutputs:
+    def dummy_run(self, rows: int, tokens_each: int = 1, samples_each: int = 1) -> StepOutputs:
         """Run a step of dummies, which write to no request's cache, for its memory and kernels."""
-        self._tell(Order(kind=Kind.DUMMY_RUN, numbers=(rows, tokens_each)))
+        self._tell(Order(kind=Kind.DUMMY_RUN, numbers=(rows, tokens_each, samples_each)))
+        shape = StepShape(rows * tokens_each, rows, rows * samples_each)
         with torch.inference_mode(), ranks_of(self._group):
-            return self._run(self.step, self._dummies(StepShape(rows * tokens_each, rows, rows)))
+            return self._run(self.step, self._dummies(shape))
 
     def follow(self, order: Order) -> None:
         """Repeat what rank 0's runner does: a step, a dummy run, a capture, swapping its step, or

@@ -32,7 +32,7 @@ class Kind(IntEnum):
     """What the other ranks are to do; the order's `numbers` are the arguments."""
 
     STEP = 0  # see `step_order`
-    DUMMY_RUN = 1  # rows, tokens per row
+    DUMMY_RUN = 1  # rows, tokens per row, samples per row
     CAPTURE = 2  # tokens, requests, samples, whether of the step to swap in
     MAKE_RUNNER = 3  # blocks, context, snapshots, steps in flight, level, whether it will serve
     ADAPTER = 5  # see `adapter_store.slot_orders`

@@ -13,6 +13,7 @@ from torch import fx
 
 from llmc.compiler.cache import ProgramCache
 from llmc.compiler.program import lowered
+from llmc.engine.options import MAX_SCORED
 from llmc.engine.plan import NewRow, RowWork, StepPlan
 from llmc.kernels.cpu.levels import pick_level
 from llmc.pooling import TOKEN_TASKS
@@ -96,7 +97,8 @@ def _measured(
     activations = _activations(probe, plan, peak, tokens)
     if mode.kernels_built:
         peak.start()
-        probe.dummy_run(config.max_num_seqs)
+        each = most_samples(model, tokens) if program.device.type == "cuda" else 1
+        probe.dummy_run(config.max_num_seqs, each, each)
         activations = max(activations, peak.grown_by())
     graph_bytes = graphs_to_come(probe)
     prefill_seconds = 0.0
@@ -134,6 +136,19 @@ def _activations(probe: ModelRunner, plan: StepPlan, peak: PeakMemory, tokens: i
     probe.execute(plan)
     per_token = max(0, peak.grown_by() - fixed) / (most - least)
     return fixed + int(per_token * (tokens - least))
+
+
+def most_samples(model: LoadedModel, tokens: int) -> int:
+    """Rows of logits per request in a step that has the most of them, of `tokens` tokens at most:
+    one for each draft token, or for prompt tokens that are scored beside other requests' decodes.
+    """
+    config = model.source.config
+    rows, drafting = config.max_num_seqs, config.speculative_config
+    if model.source.pooling is not None:
+        return 1
+    drafted = rows * (0 if drafting is None else drafting.num_speculative_tokens)
+    each = 1 + -(-max(drafted, MAX_SCORED) // rows)
+    return max(1, min(each, tokens // rows))
 
 
 def graphs_to_come(probe: ModelRunner) -> int:

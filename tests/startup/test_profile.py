@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,9 +15,11 @@ from safetensors.torch import load_file
 from tiny_models import save_checkpoint
 
 from llmc.compiler.cache import ProgramCache
+from llmc.compiler.program import lowered
 from llmc.config import EngineConfig
+from llmc.speculative_config import SpeculativeConfig
 from llmc.startup import profile
-from llmc.startup.bind import StepMode
+from llmc.startup.bind import StepMode, make_runner
 from llmc.startup.compile import LoadedModel, compile_model, load_model
 from llmc.startup.resolve import resolve
 
@@ -49,3 +53,35 @@ def test_a_warm_start_runs_no_step(tmp_path: Path) -> None:
     [figure] = (tmp_path / "cache").rglob("*.figure")
     figure.write_text("-1", encoding="ascii")
     assert cache.load_figure(key, figure.stem) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "each"),
+    [
+        ({}, 2048, 5),  # 256 prompt tokens that are scored, beside 64 decodes
+        ({"max_num_seqs": 256}, 2048, 2),
+        ({"max_num_seqs": 256, "drafts": 5}, 2048, 6),
+        ({"max_num_seqs": 256, "drafts": 5}, 1000, 3),
+        ({"max_num_seqs": 256}, 100, 1),
+        ({"task": "embed"}, 2048, 1),
+    ],
+)
+def test_the_logits_of_draft_tokens_and_scored_ones_are_counted(
+    options: dict[str, Any], tokens: int, each: int
+) -> None:
+    rows, drafts = options.get("max_num_seqs", 64), options.get("drafts")
+    drafting = None
+    if drafts is not None:
+        drafting = SpeculativeConfig(method="ngram", num_speculative_tokens=drafts)
+    config = EngineConfig(model="m", max_num_seqs=rows, speculative_config=drafting)
+    pooling = object() if "task" in options else None
+    model: Any = SimpleNamespace(source=SimpleNamespace(config=config, pooling=pooling))
+    assert profile.most_samples(model, tokens) == each
+
+
+def test_a_dummy_run_has_as_many_samples(tmp_path: Path) -> None:
+    require_cpu_ops()
+    model, _ = start(save_checkpoint("llama", tmp_path / "model"), ProgramCache(tmp_path / "cache"))
+    made = make_runner(model, lowered(model.program), MODE, num_blocks=8, max_model_len=32)
+    tokens, logits = made.runner.dummy_run(3, 4, 2)
+    assert len(tokens) == len(logits) == 6

@@ -209,10 +209,10 @@ def test_orders_hold_what_a_step_needs() -> None:
     with theirs:
         with ours:
             ours.sendall(step_order(plan, shape, delta).pack())
-            ours.sendall(Order(kind=Kind.DUMMY_RUN, numbers=(3, 1)).pack())
+            ours.sendall(Order(kind=Kind.DUMMY_RUN, numbers=(3, 1, 1)).pack())
         order, dummy, end = (receive(theirs) for _ in range(3))
     assert order is not None and dummy is not None and end is None
-    assert (dummy.kind, list(dummy.numbers)) == (Kind.DUMMY_RUN, [3, 1])
+    assert (dummy.kind, list(dummy.numbers)) == (Kind.DUMMY_RUN, [3, 1, 1])
     received = ReceivedStep.of(order)
     assert received.shape == shape
     assert (received.out_slots, received.back_slots) == ([11, 12], [13])
