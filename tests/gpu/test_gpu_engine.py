@@ -158,12 +158,12 @@ def test_the_steady_loop_makes_no_synchronizing_call_dry_run(fast: Small) -> Non
 def test_graphs_share_the_memory_of_the_largest(fast: Small) -> None:
     """Each of these has 25 MB of logits, and activations for up to 2048 tokens."""
     runner = fast.started.runner
-    before = runner.graph_bytes
-    assert before > 0
+    assert runner.graph_bytes > 0
+    before = torch.cuda.memory_reserved()  # of this process; others may be using the GPU too
     for tokens in (320, 640, 896, 1280, 1536, 1792):
         shape = StepShape(tokens, MAX_ROWS + 1, MAX_ROWS + 1)
         assert runner._capture(runner.step, shape)
-    assert runner.graph_bytes - before < 100 * 2**20
+    assert torch.cuda.memory_reserved() - before < 100 * 2**20
     assert fast.answers(3) == fast.answers(3)
 
 

@@ -550,8 +550,11 @@ def test_a_step_with_prompts_that_cannot_be_captured_leaves_decodes_their_graphs
     backend.error = None
     for _ in range(3):
         runner.execute(enter(0, num_tokens=13))
+    while runner.use_idle_time():
+        pass
+    assert backend.captured == sizes(4, 2, 1), "another attempt would fail again"
     runner.swap_step(dataclasses.replace(runner.step, level=1))
     while runner.use_idle_time():
         pass
     assert runner.step.level == 1
-    assert [shape for shape in backend.captured if shape.is_decode] == sizes(4, 2, 1)
+    assert backend.captured[3:] == [StepShape(16, 2, 2), *sizes(4, 2, 1)]

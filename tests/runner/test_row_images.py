@@ -56,7 +56,8 @@ def test_no_step_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     step: Any = SimpleNamespace(inputs=("image_rows", "image_row", "axis_positions"))
     images = RowImages(step, Tower(), axes=2, no_rows=torch.zeros(1, 4))
-    images._no_rows = SimpleNamespace(device=torch.device("cuda"))
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    images._no_rows = on_gpu
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.Tensor, "to", to)
     first, later = plan(0, 5, is_new=True), plan(5, 1)
