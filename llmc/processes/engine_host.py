@@ -143,7 +143,7 @@ class EngineHost:
     def _publish(self) -> None:
         for identity, reason in list(self._dropped.items()):
             if self._send(identity, Disconnected(reason=reason)):
-                del self._dropped[identity]
+                self._dropped.pop(identity, None)  # gone already if the frontend is
         if not self._frontends:
             return
         stats, now = self._engine.stats(), time.monotonic()

@@ -8,6 +8,7 @@ it or dies. Signals are left to the main process, which decides how to drain.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -44,7 +45,8 @@ def main(start: Start | None = None) -> int:
     with os.fdopen(int(sys.argv[-1]), "wb", buffering=0) as pipe:
 
         def report(message: object) -> None:
-            pipe.write(to_line(message))
+            with contextlib.suppress(BrokenPipeError):  # then _watch_parent ends this process
+                pipe.write(to_line(message))
 
         line = sys.stdin.buffer.readline()
         if not line:

@@ -203,3 +203,20 @@ def test_a_front_that_reads_nothing_loses_its_requests(hosted: Hosted) -> None:
         reason="this frontend has read nothing for a long time"
     )
     hosted.check_empty()
+
+
+def test_a_front_that_is_gone_before_it_is_disconnected_harms_nobody(hosted: Hosted) -> None:
+    silent, good = hosted.front("api-0"), hosted.front("api-1")
+    silent.ask("a")
+    good.ask("b", SamplingParams(max_tokens=60, ignore_eos=True))
+    for _ in range(40):
+        hosted.turns()
+        good.hear()
+    assert hosted.scripted.engine.stats().num_running == 1  # the silent one's was dropped
+    silent.socket.close()
+    last: list[Any] = []
+    for _ in range(40):
+        hosted.turns()
+        last = good.updates() or last
+    assert last[-1].finish_reason == "length"
+    hosted.check_empty()

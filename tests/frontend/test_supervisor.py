@@ -26,6 +26,7 @@ from llmc.model_info import Phase
 from llmc.processes import supervisor as supervisor_module
 from llmc.processes.child import Child, how_it_ended
 from llmc.processes.supervisor import Supervisor, private_folder
+from llmc.processes.wire import EngineOrder, to_line
 
 CONFIG = EngineConfig()
 
@@ -105,6 +106,26 @@ def test_phases_are_told_and_the_end_is_orderly() -> None:
     assert [phase.name for phase in phases] == ["read config"]
     assert has_ended(pid) and not os.path.exists(supervisor.folder)
     supervisor.stop()  # again: nothing to do
+
+
+def test_an_engine_without_a_main_process_ends_quietly(capfd: pytest.CaptureFixture[str]) -> None:
+    folder = private_folder()
+    order = EngineOrder(
+        config=CONFIG,
+        folder=folder,
+        address=f"ipc://{folder}/engine",
+        log_level="warning",
+        log_format="text",
+    )
+    reports, theirs = os.pipe()
+    with subprocess.Popen(
+        [*scripted_process.command(), str(theirs)], stdin=subprocess.PIPE, pass_fds=[theirs]
+    ) as process:
+        os.close(theirs)
+        os.close(reports)  # before the first report
+        process.communicate(to_line(order), timeout=60)
+    assert capfd.readouterr().err == ""
+    assert not os.path.exists(folder)
 
 
 def test_leaving_skips_the_interpreters_own_end() -> None:
