@@ -7,7 +7,8 @@ terminal, phases are plain lines without a spinner, so that logs stay readable.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from llmc.model_info import OnPhase, Phase, PhaseBegins
+
 if TYPE_CHECKING:
-    from llmc.model_info import ModelInfo, Phase
+    from llmc.model_info import ModelInfo
     from llmc.pooling import PoolingInfo
 
 NAME_WIDTH = 20
@@ -64,30 +67,40 @@ def print_table(console: Console, table: Table) -> None:
 
 
 @contextmanager
-def phases(console: Console, *, quiet: bool = False) -> Iterator[Callable[[Phase], None]]:
+def phases(console: Console, *, quiet: bool = False) -> Iterator[OnPhase]:
     """Yield the `on_phase` callback of an engine start: a line per phase, a spinner between."""
     if quiet:
         yield lambda phase: None
         return
-    total_s = 0.0
     if not console.is_terminal:
 
-        def print_line(phase: Phase) -> None:
-            nonlocal total_s
-            total_s += phase.seconds
-            console.print(_phase_line(phase), markup=False)
+        def print_line(phase: PhaseBegins | Phase) -> None:
+            if isinstance(phase, Phase):
+                console.print(_phase_line(phase), markup=False)
 
         yield print_line
     else:
-        with console.status("starting", spinner="dots") as status:
+        running = _Running()
+        with console.status(running, spinner="dots") as status:
 
-            def print_row(phase: Phase) -> None:
-                nonlocal total_s
-                total_s += phase.seconds
-                status.console.print(Text("  ") + Text(_phase_line(phase), style="dim"))
-                status.update(f"starting, {total_s:.1f} s so far")
+            def print_row(phase: PhaseBegins | Phase) -> None:
+                if isinstance(phase, Phase):
+                    status.console.print(Text("  ") + Text(_phase_line(phase), style="dim"))
+                else:
+                    running.name = phase.name
 
             yield print_row
+
+
+class _Running:
+    """Says what runs and for how long: a renderable that is new at each refresh of a spinner."""
+
+    def __init__(self) -> None:
+        self.name = "starting"
+        self._start = time.perf_counter()
+
+    def __rich__(self) -> Text:
+        return Text(f"{self.name}, {time.perf_counter() - self._start:.0f} s so far")
 
 
 def spinner(console: Console, text: str) -> AbstractContextManager[object]:

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from llmc.config import EngineConfig
@@ -50,7 +50,7 @@ from llmc.sampling_params import SamplingParams
 from llmc.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from llmc.model_info import ModelInfo, Phase
+    from llmc.model_info import ModelInfo, OnPhase
     from llmc.startup.start import Started
 
 WATCHDOG_S = 60.0  # not ready if requests wait this long without an event
@@ -63,7 +63,7 @@ class AsyncLLM:
         self,
         model: str | None = None,
         *,
-        on_phase: Callable[[Phase], None] | None = None,
+        on_phase: OnPhase | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         config = make_config(model, options)

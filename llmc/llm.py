@@ -42,7 +42,7 @@ from llmc.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llmc.engine.messages import EngineStats
-    from llmc.model_info import ModelInfo, Phase
+    from llmc.model_info import ModelInfo, OnPhase
     from llmc.startup.start import Started
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -66,7 +66,7 @@ class LLM(PoolingMethods):
         self,
         model: str | None = None,
         *,
-        on_phase: Callable[[Phase], None] | None = None,
+        on_phase: OnPhase | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         config = make_config(model, options)

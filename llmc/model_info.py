@@ -10,6 +10,13 @@ from llmc.pooling import PoolingInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseBegins:
+    """A part of start-up that begins now."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
     """One finished part of start-up."""
 
@@ -18,7 +25,7 @@ class Phase:
     detail: str
 
 
-OnPhase = Callable[[Phase], None]
+OnPhase = Callable[[PhaseBegins | Phase], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 from llmc.config import ActivationBits, EngineConfig, SchedulingPolicy
@@ -24,7 +24,7 @@ from llmc.text.tokenizer import Tokenizer
 from llmc.text.tools.given_format import read_tool_format
 
 if TYPE_CHECKING:
-    from llmc.model_info import ModelInfo, Phase
+    from llmc.model_info import ModelInfo, OnPhase
     from llmc.startup.start import Started
 
 
@@ -112,7 +112,7 @@ def refuse_several(config: EngineConfig) -> EngineConfig:
     return config
 
 
-def start(config: EngineConfig, on_phase: Callable[[Phase], None] | None = None) -> Started:
+def start(config: EngineConfig, on_phase: OnPhase | None = None) -> Started:
     """Load the model and build its engine. The import is lazy, because it imports torch.
 
     The engine's own queue is unlimited: AsyncLLM refuses requests before that, and offline use has

@@ -25,11 +25,11 @@ from llmc.processes.parent_watch import die_with_parent, leave_signals_to_parent
 
 if TYPE_CHECKING:
     from llmc.config import EngineConfig
-    from llmc.model_info import Phase
+    from llmc.model_info import OnPhase
     from llmc.processes.wire import EngineOrder
     from llmc.startup.start import Started
 
-Start = Callable[["EngineConfig", Callable[["Phase"], None]], "Started"]
+Start = Callable[["EngineConfig", "OnPhase"], "Started"]
 
 GRACE_S = 1.0  # for the running step when the main process is gone
 

@@ -1,7 +1,7 @@
 """Starts the engine process, reports its state to all frontends, and restarts it when it dies.
 
     Supervisor (a thread of the main process) --EngineOrder--> engine process
-                                              <- Phase, Ready, Failed -
+                                              <- PhaseBegins, Phase, Ready, Failed -
     its state --ServerProcesses--> every frontend
 
 Errors of the first start are raised by `wait_ready`. If the process dies later, it is restarted
@@ -19,12 +19,12 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llmc.config import EngineConfig
 from llmc.errors import EngineDeadError
-from llmc.model_info import Phase
+from llmc.model_info import OnPhase, Phase, PhaseBegins
 from llmc.processes.child import Child, python_module
 from llmc.processes.remote_errors import as_exception, summary
 from llmc.processes.server_processes import EngineUp, Listener, RestartBudget, ServerProcesses
@@ -52,7 +52,7 @@ class Supervisor:
         self,
         config: EngineConfig,
         *,
-        on_phase: Callable[[Phase], None] | None = None,
+        on_phase: OnPhase | None = None,
         command: Sequence[str] = (),
         budget: RestartBudget | None = None,
         name: str = "engine",
@@ -261,7 +261,7 @@ class Supervisor:
         child.order(to_line(self._order(address)))
         for report in self._reports(child):
             match report:
-                case Phase():
+                case PhaseBegins() | Phase():
                     self._show(report)
                 case Ready():
                     return report
@@ -282,10 +282,10 @@ class Supervisor:
             log_format=form,
         )
 
-    def _show(self, phase: Phase) -> None:
+    def _show(self, phase: PhaseBegins | Phase) -> None:
         if self._on_phase is not None:
             self._on_phase(phase)
-        else:
+        elif isinstance(phase, Phase):
             log.info("%s: %.2f s %s", phase.name, phase.seconds, phase.detail)
 
 

@@ -2,7 +2,7 @@
 
     frontend --Hello, AddRequest, AbortRequest, GetState, Operate, FrontendGone--> engine (ZeroMQ)
              <--------- EngineOutputs, EngineState, OperationResult, Disconnected ---------
-    engine   --Phase, Ready, Failed--> main process                        (its report pipe)
+    engine   --PhaseBegins, Phase, Ready, Failed--> main process           (its report pipe)
 
 A message has three parts: the version, the name of its type, and the dataclass itself. Types are
 decoded strictly and run their own checks (SamplingParams, EngineConfig), so a decoded message is as
@@ -33,7 +33,7 @@ from llmc.engine.messages import (
     OperationResult,
 )
 from llmc.errors import ConfigError, LlmcError
-from llmc.model_info import ModelInfo, Phase
+from llmc.model_info import ModelInfo, Phase, PhaseBegins
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ class EngineOrder:
 
 TO_ENGINE = (Hello, AddRequest, AbortRequest, GetState, Operate, FrontendGone)
 TO_FRONTEND = (EngineOutputs, EngineState, OperationResult, Disconnected)
-REPORTS = (Phase, Ready, Failed)
+REPORTS = (PhaseBegins, Phase, Ready, Failed)
 
 
 def _to_plain(value: Any) -> Any:

@@ -6,11 +6,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from llmc.model_info import OnPhase, Phase
+from llmc.model_info import OnPhase, Phase, PhaseBegins
 
 
 class PhaseClock:
-    """Times phases, appends each to `phases` when it ends, and calls `on_phase` with it."""
+    """Times phases, and appends each to `phases` when it ends.
+
+    `on_phase` is called when a phase begins, and when it ends.
+    """
 
     def __init__(self, on_phase: OnPhase | None) -> None:
         self.phases: list[Phase] = []
@@ -19,10 +22,14 @@ class PhaseClock:
     @contextmanager
     def phase(self, name: str) -> Iterator[list[str]]:
         """Time a block, which may append details to the list that it receives."""
+        self._tell(PhaseBegins(name=name))
         start = time.perf_counter()
         detail: list[str] = []
         yield detail
         phase = Phase(name=name, seconds=time.perf_counter() - start, detail=", ".join(detail))
         self.phases.append(phase)
+        self._tell(phase)
+
+    def _tell(self, phase: PhaseBegins | Phase) -> None:
         if self._on_phase is not None:
             self._on_phase(phase)

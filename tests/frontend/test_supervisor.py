@@ -22,7 +22,7 @@ from scripted_process import has_ended, wait_for
 from llmc.cli.errors import describe
 from llmc.config import EngineConfig
 from llmc.errors import LlmcError
-from llmc.model_info import Phase
+from llmc.model_info import Phase, PhaseBegins
 from llmc.processes import supervisor as supervisor_module
 from llmc.processes.child import Child, how_it_ended
 from llmc.processes.supervisor import Supervisor, private_folder
@@ -96,14 +96,17 @@ def test_an_engine_is_started_beside_a_thousand_connections() -> None:
 
 
 def test_phases_are_told_and_the_end_is_orderly() -> None:
-    phases: list[Phase] = []
+    phases: list[PhaseBegins | Phase] = []
     command = scripted_process.command()
     with Supervisor(CONFIG, command=command, on_phase=phases.append) as supervisor:
         engine = supervisor.wait_ready()
         assert engine.info == scripted_process.model_info()
         pid = supervisor.processes.pids["engine"]
         assert not has_ended(pid)
-    assert [phase.name for phase in phases] == ["read config"]
+    assert phases == [
+        PhaseBegins(name="read config"),
+        Phase(name="read config", seconds=0.25, detail="scripted"),
+    ]
     assert has_ended(pid) and not os.path.exists(supervisor.folder)
     supervisor.stop()  # again: nothing to do
 

@@ -30,7 +30,7 @@ from llmc.engine.messages import (
 from llmc.engine.plan import TokenLogprobs
 from llmc.errors import ConfigError
 from llmc.image_input import ImageInput, ImageTensor
-from llmc.model_info import Phase
+from llmc.model_info import Phase, PhaseBegins
 from llmc.processes import wire
 from llmc.processes.remote_errors import as_exception, describe_failure
 from llmc.processes.server_processes import RestartBudget
@@ -172,6 +172,7 @@ def test_messages_of_the_engine_arrive(message: Any) -> None:
 @pytest.mark.parametrize(
     "report",
     [
+        PhaseBegins(name="load"),
         Phase(name="load", seconds=0.5, detail="1\n2"),
         wire.Ready(info=model_info(), stats=STATS),
         wire.Failed(kind="OSError", message="no", trace="t", errno=13, filename="f"),
@@ -198,7 +199,7 @@ def test_code_does_not_cross_the_border() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
-    [("temperature", -1.0, "at least 0"), ("n", "2", "Expected `int`"), ("n", 10**9, "1 to 128")],
+    [("temperature", -1.0, "in .0, 100."), ("n", "2", "Expected `int`"), ("n", 10**9, "1 to 128")],
 )
 def test_parameters_are_checked_on_arrival(field: str, value: Any, reason: str) -> None:
     frames = wire.pack(REQUEST)

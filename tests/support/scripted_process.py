@@ -22,7 +22,7 @@ from llmc.engine.core import EngineCore
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan import NewRow
 from llmc.errors import CheckpointError, EngineDeadError
-from llmc.model_info import ModelInfo, Phase
+from llmc.model_info import ModelInfo, Phase, PhaseBegins
 from llmc.processes import engine_main, wire
 
 HANG_IN_C, HANG, DIE = 397, 398, 399
@@ -99,6 +99,7 @@ class ScriptedStart:
         self._failure = failure
 
     def __call__(self, config: EngineConfig, on_phase: Any) -> Any:
+        on_phase(PhaseBegins(name="read config"))
         on_phase(Phase(name="read config", seconds=0.25, detail="scripted"))
         match self._failure:
             case "model":
