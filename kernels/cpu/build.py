@@ -151,12 +151,12 @@ class Build:
             )
         cache = cache_root()
         folder = cache / toolchain.key([level])
+        _remove_stale(cache)
         if folder.exists():
             if _manifest(folder) is not None:
                 return folder
             _log.warning("the library in %s is damaged; building it again", folder)
             shutil.rmtree(folder, ignore_errors=True)
-        _remove_stale(cache)
         made = Path(tempfile.mkdtemp(prefix="tmp-", dir=cache))
         objects = cache / f"objects-{folder.name}"
         objects.mkdir(exist_ok=True)

@@ -193,13 +193,19 @@ def _seal_commands(
 
 
 def first_error(output: str) -> str:
-    """The first line of a compiler's or linker's output that reports an error."""
+    """The first line of a compiler's or linker's output that reports an error; "" if empty."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith("collect2:")] or lines
     for line in lines:
         if "error" in line.lower():
             return line
-    return lines[0] if lines else "no message"
+    return lines[0] if lines else ""
+
+
+def _nothing_said(code: int, folder: Path) -> str:
+    """Why a command may have failed whose output is empty: a full disk holds no output either."""
+    free = shutil.disk_usage(folder).free / 2**20
+    return f"exit code {code}, without a message; {folder.parent} has {free:,.0f} MiB free"
 
 
 def run_all(
@@ -230,6 +236,7 @@ def run_all(
                     on_success(command)
                 if process.returncode != 0 and error is None:
                     error = first_error(output.read_text(errors="replace"))
+                    error = error or _nothing_said(process.returncode, folder)
                 output.unlink()
                 if on_file is not None:
                     on_file(len(commands) - len(waiting) - len(running), len(commands))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,16 @@ def test_a_build_that_was_ended_goes_on_where_it_stopped(fake_compiler: Path) ->
     library = build.start_build().wait()
     assert calls(fake_compiler) == made + 2  # the stub, the library
     assert [path.name for path in library.parents[1].iterdir()] == [library.parent.name]
+
+
+def test_what_a_killed_build_left_is_removed_by_a_later_start(fake_compiler: Path) -> None:
+    library = build.start_build().wait()
+    killed, running = (library.parents[1] / name for name in ("tmp-killed", "tmp-running"))
+    for folder in (killed, running):
+        folder.mkdir()
+    os.utime(killed, (0, 0))
+    assert build.start_build().wait() == library
+    assert running.exists() and not killed.exists()
 
 
 def test_concurrent_builders_agree(fake_compiler: Path) -> None:
@@ -210,6 +221,13 @@ def test_the_compilers_error_is_told_once(
         assert build.load() is False and build.load() is False
     assert len(caplog.records) == 1
     assert "x.cpp:1: fatal error: no header" in caplog.text and not build.is_loaded()
+
+
+def test_a_compiler_that_says_nothing(fake_compiler: Path) -> None:
+    """On a full disk, its message does not reach the file for it."""
+    (fake_compiler / "unlinked").touch()
+    with pytest.raises(build.BuildError, match=r"exit code 1, without a message; .* MiB free"):
+        build.start_build().wait()
 
 
 @pytest.mark.usefixtures("unloaded")
