@@ -144,7 +144,10 @@ def _folder() -> Finding:
     free = shutil.disk_usage(there).free
     value = f"{folder}, {free / GIB:.1f} GiB free"
     if not os.access(there, os.W_OK):
-        advice = "it is not writable, so every start compiles again: set LLMC_CACHE_DIR"
+        advice = (
+            "it is not writable, so every start compiles again, and GGUF files such as the "
+            "default model can't be served: set LLMC_CACHE_DIR"
+        )
     elif free < LEAST_DISK:
         advice = f"free up {LEAST_DISK / GIB:g} GiB, or set LLMC_CACHE_DIR"
     else:

@@ -66,10 +66,7 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
         made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(dir=made.parent))
     except OSError as e:
-        raise CheckpointError(
-            f"can't write to {made.parent}, the cache for GGUF files ({e.strerror}); set "
-            "LLMC_CACHE_DIR to a writable folder"
-        ) from e
+        raise _unwritable(made.parent, e) from e
     try:
         hf_config.save_pretrained(folder)
         own = generation_config(header)
@@ -87,9 +84,18 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
         except OSError:  # another process may have created it
             if not (made / INDEX).is_file():
                 raise
+    except OSError as e:
+        raise _unwritable(made.parent, e) from e
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return made
+
+
+def _unwritable(cache: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"can't write to {cache}, the cache for GGUF files ({error.strerror or error}); set "
+        "LLMC_CACHE_DIR to a writable folder with free space"
+    )
 
 
 def _write_pooling(header: GgufHeader, folder: Path) -> None:

@@ -61,9 +61,11 @@ def write_tokenizer(
         )
         tokenizer.chat_template = template
         tokenizer.save_pretrained(folder)
-    except CheckpointError:
+    except (CheckpointError, OSError):
         raise
     except Exception as e:  # tokenizers raises bare Exception
+        if "(os error " in str(e):  # its file could not be written
+            raise OSError(reason_of(e)) from e
         raise CheckpointError(f"the file's tokenizer can't be used: {reason_of(e)}") from e
     return True
 

@@ -52,6 +52,12 @@ def test_packages_that_are_missing_or_too_old() -> None:
     assert not found["extra otel"].is_needed
 
 
+def test_a_cache_that_is_not_writable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LLMC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert "GGUF files such as the default model can't be served" in doctor._folder().advice
+
+
 def test_missing_things_are_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,26 @@ def test_a_cache_that_cant_be_written_is_told_with_what_to_do(
     monkeypatch.setenv("LLMC_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(CheckpointError, match=r"\(Not a directory\); set LLMC_CACHE_DIR"):
         model_directory(path)
+
+
+@pytest.mark.parametrize("fits", ["nothing", "all but the tokenizer"])
+def test_a_full_cache_is_told_with_what_to_do(
+    fits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama")
+    sizes = {file.name: file.stat().st_size for file in model_directory(path).iterdir()}
+    tokenizer = sizes.pop("tokenizer.json")
+    limit = 10 if fits == "nothing" else tokenizer - 1
+    assert fits == "nothing" or limit > max(sizes["config.json"], sizes["generation_config.json"])
+    monkeypatch.setenv("LLMC_CACHE_DIR", str(tmp_path / "full"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))  # Python ignores SIGXFSZ
+    try:
+        with pytest.raises(CheckpointError, match="the cache for GGUF files .* set LLMC_CACHE_DIR"):
+            model_directory(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list((tmp_path / "full" / "gguf").iterdir()) == []
 
 
 def test_a_file_is_known_by_its_name_in_capitals_or_its_content(tmp_path: Path) -> None:
