@@ -91,7 +91,7 @@ class SamplingParams:
         _integer("n", self.n, 1, MAX_N, f"an integer from 1 to {MAX_N}")
         if self.best_of is not None:
             _integer("best_of", self.best_of, self.n, MAX_N, f"an integer from n to {MAX_N}")
-        _number("temperature", self.temperature, 0.0, 100.0, "a finite number of at least 0")
+        _number("temperature", self.temperature, 0.0, 100.0, "a number in [0, 100]")
         _number("top_p", self.top_p, 0.0, 1.0, "a number in (0, 1]")
         if self.top_p == 0:
             raise _fail("top_p", self.top_p, "a number in (0, 1]")

@@ -74,6 +74,8 @@ class ServerSettings:
             )
         if self.admin_api_key is not None and self.admin_api_key in ("", *self.api_keys):
             raise ConfigError("admin_api_key must not be empty or one of the clients' keys")
+        if not all(self.served_model_names):
+            raise ConfigError("--served-model-name must not be empty")
         if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
             raise ConfigError(f"root_path must be like /llm/v2, got {self.root_path!r}")
         for name in ("stream_interval", "api_workers"):

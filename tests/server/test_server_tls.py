@@ -84,3 +84,8 @@ def test_a_proxy_may_leave_the_path_on_or_take_it_off() -> None:
     for wrong in ("llm", "/llm/", "/a b", "//x"):
         with pytest.raises(ConfigError, match="root_path must be like"):
             ServerSettings(root_path=wrong)
+
+
+def test_a_model_without_a_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--served-model-name must not be empty"):
+        ServerSettings(served_model_names=("",))
