@@ -7,10 +7,12 @@ It only has a runner, no other part of an engine. Rank 0 starts it (tensor_paral
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -59,6 +61,13 @@ def run(channel: socket.socket) -> int:
     order = RankOrder.of(line)
     logging.basicConfig(format=f"rank {order.rank}: {logging.BASIC_FORMAT}", level=logging.WARNING)
     logging.getLogger("llmc").setLevel(order.log_level)
+    code = _run(channel, order)
+    if code == 0 and order.store is None:
+        shutil.rmtree(order.folder, ignore_errors=True)  # in case rank 0 was killed
+    return code
+
+
+def _run(channel: socket.socket, order: RankOrder) -> int:
     try:
         if order.store is None:
             model = load_rank(order)
@@ -186,7 +195,8 @@ class RankWorker:
 
 
 def _report(channel: socket.socket, error: str | None) -> None:
-    channel.sendall(json.dumps({"error": error}).encode() + b"\n")
+    with contextlib.suppress(BrokenPipeError):  # rank 0 has exited: the channel ends
+        channel.sendall(json.dumps({"error": error}).encode() + b"\n")
 
 
 def _has_ended(channel: socket.socket) -> bool:

@@ -81,7 +81,10 @@ def test_two_processes_answer_as_one_and_a_killed_rank_ends_the_engine() -> None
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_a_rank_that_dies_under_a_server_is_an_error_and_then_another_engine() -> None:
+def test_a_rank_that_dies_under_a_server_is_an_error_and_then_another_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     options = {**OPTIONS, "tensor_parallel_size": 2, "model": str(tiny_chat_model())}
     with live_processes(command=(), **options) as live:
         answered: list[httpx.Response] = []
@@ -101,8 +104,10 @@ def test_a_rank_that_dies_under_a_server_is_an_error_and_then_another_engine() -
         wait_for(lambda: live.status("/ready") == 200, 60)
         assert live.client.post("/v1/completions", json={**ENDLESS, "max_tokens": 3}).is_success
         [again] = ranks_of(live.engine_pid)
+        [folder] = tmp_path.glob("llmc-ranks-*")
         os.kill(live.engine_pid, signal.SIGKILL)  # no rank outlives its engine
         wait_for(lambda: has_ended(again.pid))
+        assert not folder.exists()
 
 
 def test_a_rank_that_can_not_start_says_why(
