@@ -3,13 +3,15 @@
 A wheel contains one with kernels for every instruction set level. Otherwise it is built once per
 machine, for its level, into `<cache>/cpu/<key>/ops.so`; the key covers everything that the library
 depends on. A manifest next to the library detects corruption or different sources. A build uses a
-temporary folder that is renamed into place, so any number of processes can build concurrently.
+temporary folder that is renamed into place. Of several processes, one builds and the others wait.
 `start_build()` returns immediately; `load()` waits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import json
 import logging
 import os
@@ -17,7 +19,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,32 @@ def _publish(made: Path, folder: Path) -> None:
             raise
 
 
+@contextlib.contextmanager
+def _turn(objects: Path) -> Iterator[None]:
+    """Create the folder for objects, and wait while another process builds there.
+
+    If that process is killed, its lock ends with it, and this one continues its build.
+    """
+    objects.mkdir(exist_ok=True)
+    descriptor = os.open(objects, os.O_RDONLY)
+    try:
+        while not _try_lock(descriptor):
+            time.sleep(0.1)  # short waits, so that a BackgroundThread can be stopped
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # a file system without locks: several processes may build
+        _log.debug("no lock: %s", error)
+    return True
+
+
 class Build:
     """A build in progress, or an existing library. `level` is None if this machine has none."""
 
@@ -157,9 +185,15 @@ class Build:
                 return folder
             _log.warning("the library in %s is damaged; building it again", folder)
             shutil.rmtree(folder, ignore_errors=True)
-        made = Path(tempfile.mkdtemp(prefix="tmp-", dir=cache))
         objects = cache / f"objects-{folder.name}"
-        objects.mkdir(exist_ok=True)
+        with _turn(objects):
+            if _manifest(folder) is None:  # else it was built meanwhile
+                self._compile(toolchain, level, objects, folder)
+        shutil.rmtree(objects, ignore_errors=True)
+        return folder
+
+    def _compile(self, toolchain: Toolchain, level: Level, objects: Path, folder: Path) -> None:
+        made = Path(tempfile.mkdtemp(prefix="tmp-", dir=folder.parent))
         try:
             error = compile_library(
                 toolchain, [level], made / "ops.so", self._on_file, objects_folder=objects
@@ -173,8 +207,6 @@ class Build:
                 raise
         finally:
             shutil.rmtree(made, ignore_errors=True)
-        shutil.rmtree(objects, ignore_errors=True)
-        return folder
 
     def _on_file(self, done: int, count: int) -> None:
         self._files = (done, count)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,30 @@ def test_concurrent_builders_agree(fake_compiler: Path) -> None:
     assert len({b.wait() for b in builds}) == 1
 
 
+def test_several_processes_compile_every_file_once(
+    fake_compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_library = build.compile_library
+    waiting: list[build.Build] = []
+
+    def joined(*args: Any, **options: Any) -> str | None:
+        monkeypatch.setattr(build, "compile_library", compile_library)
+        waiting.append(build.Build(pick_level(), may_be_prebuilt=False))
+        time.sleep(0.3)  # a second builder without a lock would start meanwhile
+        return compile_library(*args, **options)
+
+    monkeypatch.setattr(build, "compile_library", joined)
+    library = build.Build(pick_level(), may_be_prebuilt=False).wait()
+    assert waiting[0].wait() == library
+    assert calls(fake_compiler) == len(compile.sources()) + 4
+    assert [path.name for path in library.parents[1].iterdir()] == [library.parent.name]
+
+
 def test_one_that_another_process_overtook_takes_its_library(
     fake_compiler: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one has put the objects away, so this one can't put down its own."""
+    monkeypatch.setattr(build, "_try_lock", lambda _: True)  # a file system without locks
     compile_library = build.compile_library
 
     def overtaken(*args: Any, **options: Any) -> str | None:
