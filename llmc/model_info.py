@@ -64,7 +64,8 @@ class ModelInfo:
     is_default: bool
     opt_level: int
     pass_reports: tuple[str, ...] = ()
-    generation_defaults: Mapping[str, float] = field(default_factory=dict)
+    # A union, since a message's reader makes every number of Mapping[str, float] a float.
+    generation_defaults: Mapping[str, float | int] = field(default_factory=dict)
     certificate_key: str = ""  # of its architecture's certificate; "": it can't be saved
     disabled_passes: tuple[str, ...] = ()  # because that certificate names them
     pooling: PoolingInfo | None = None  # None: it generates text

@@ -282,3 +282,10 @@ def test_a_budget_is_spent_and_comes_back() -> None:
     assert budget.take(600.5) == 8.0  # the first start is forgotten
     assert budget.take(600.6) is None
     assert budget.take(2000.0) == 0.5
+
+
+def test_a_recommended_top_k_stays_a_whole_number() -> None:
+    info = dataclasses.replace(model_info(), generation_defaults={"top_k": 20, "top_p": 0.9})
+    ready = wire.from_line(wire.to_line(wire.Ready(info=info, stats=STATS)), wire.Ready)
+    recommended: Any = ready.info.generation_defaults
+    assert SamplingParams(**recommended).top_k == 20
