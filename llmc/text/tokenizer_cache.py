@@ -122,8 +122,11 @@ class TokenizerCache:
             if _read(aside, folder).facts != facts:
                 log.info("this tokenizer is not cached: its facts are not plain data")
                 return
-            with contextlib.suppress(FileExistsError):  # another process was first
+            try:
                 os.rename(aside, entry)
+            except OSError:  # another process may have been first
+                if not entry.exists():
+                    raise
         # Not every class can load what it has saved.
         except Exception as e:
             log.info("this tokenizer is not cached: %s", e)

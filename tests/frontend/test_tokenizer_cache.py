@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -124,6 +127,22 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path, folder: Path, record: str
     path.write_text(record, encoding="utf-8")
     assert cache.load(folder) is None
     assert kept(cache, folder) is not None
+
+
+@pytest.mark.usefixtures("fresh")
+def test_two_processes_may_cache_a_tokenizer_at_once(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, rename = TokenizerCache(tmp_path), os.rename
+
+    def second(source: Path, target: Path) -> None:
+        shutil.copytree(source, target)
+        rename(source, target)
+
+    monkeypatch.setattr(tokenizer_cache.os, "rename", second)
+    with caplog.at_level(logging.INFO):
+        assert kept(cache, folder) is not None
+    assert caplog.text == "" and len(list((tmp_path / "tokenizers").iterdir())) == 1
 
 
 @pytest.mark.usefixtures("fresh")
