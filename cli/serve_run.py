@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -22,9 +23,10 @@ from llmc.check.background import BackgroundCheck
 from llmc.cli.console import about_model, banner, model_rows, note, phases, stderr_console
 from llmc.cli.loading import load_async_llm
 from llmc.config import EngineConfig
+from llmc.errors import ConfigError
 from llmc.logs import set_up_logging
 from llmc.server.run import Companions, bind_socket, check_certificates, serve
-from llmc.server.settings import ServerSettings
+from llmc.server.settings import ServerSettings, check_adapter
 from llmc.server.unix_socket import unix_socket
 from llmc.startup.architecture_certificate import ArchitectureCertificate
 
@@ -54,6 +56,7 @@ def run_server(
         console=stderr_console(),
     )
     check_certificates(settings)
+    _check_folders(settings)
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(listening(settings))
         companions: Companions | None = None
@@ -64,6 +67,19 @@ def run_server(
         else:
             llm = load_async_llm(config, run.console)
         _serve(run, llm, engines, sock, companions)
+
+
+def _check_folders(settings: ServerSettings) -> None:
+    """Report folders that can't be used, before the model is loaded."""
+    for name, path in settings.lora_modules.items():
+        check_adapter(name, path)
+    adapters = settings.runtime_lora_dir
+    if adapters is not None and not Path(adapters).is_dir():
+        raise ConfigError(f"--runtime-lora-dir {adapters!r} is not a directory")
+    if settings.batch_dir is not None:
+        from llmc.server.batch_store import BatchStore
+
+        BatchStore(Path(settings.batch_dir).expanduser()).close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

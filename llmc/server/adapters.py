@@ -19,7 +19,7 @@ from llmc.sampling_params import SamplingParams
 from llmc.server.body import read_body
 from llmc.server.errors import ApiError
 from llmc.server.protocol import LoadAdapterBody, UnloadAdapterBody
-from llmc.server.settings import ServerSettings
+from llmc.server.settings import ServerSettings, check_adapter
 
 MAX_ADAPTERS = 4096  # names served at a time
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
@@ -35,11 +35,7 @@ class Adapters:
         if (settings.lora_modules or settings.runtime_lora_dir) and not llm.config.enable_lora:
             raise ConfigError("adapters need --enable-lora")
         for name, path in settings.lora_modules.items():
-            if not (Path(path) / "adapter_config.json").is_file():
-                raise ConfigError(
-                    f"--lora-modules {name}={path}: there is no adapter_config.json in that "
-                    "directory; pass one written by PEFT's save_pretrained"
-                )
+            check_adapter(name, path)
             try:
                 self.add(self.make(name, path))
             except InvalidRequestError as error:

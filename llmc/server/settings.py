@@ -6,6 +6,7 @@ import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from llmc.errors import ConfigError
 
@@ -110,3 +111,12 @@ def has_opentelemetry() -> bool:
         return all(importlib.util.find_spec(name) is not None for name in needed)
     except ModuleNotFoundError:  # a parent package is missing
         return False
+
+
+def check_adapter(name: str, path: str) -> None:
+    """Raise ConfigError if there is no adapter at a path of `lora_modules`."""
+    if not (Path(path) / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"--lora-modules {name}={path}: there is no adapter_config.json in that "
+            "directory; pass one written by PEFT's save_pretrained"
+        )

@@ -14,6 +14,7 @@ pytest.importorskip("uvicorn", reason="the server's dependencies are not install
 from llmc.cli import serve_run
 from llmc.cli.main import main
 from llmc.config import EngineConfig
+from llmc.server.batch_store import BatchStore
 from llmc.server.settings import ServerSettings
 
 
@@ -31,6 +32,22 @@ def test_a_taken_port_is_known_before_the_model_is_loaded(
     err = capsys.readouterr().err
     assert err.startswith(f"error: port {taken_port} on 127.0.0.1 is in use")
     assert "--port" in err and "Traceback" not in err
+
+
+def test_folders_that_cannot_be_used_are_known_before_the_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_run, "_load_in_process", lambda *_: pytest.fail("model was loaded"))
+    nothing, batches = str(tmp_path / "nothing"), tmp_path / "batches"
+    other = BatchStore(batches)
+    for options, message in (
+        (["--enable-lora", "--lora-modules", f"a={nothing}"], "no adapter_config.json"),
+        (["--enable-lora", "--runtime-lora-dir", nothing], "is not a directory"),
+        (["--batch-dir", str(batches)], "in use by another server"),
+    ):
+        assert main(["serve", "--port", "0", *options]) == 2
+        assert message in capsys.readouterr().err
+    other.close()
 
 
 @pytest.mark.parametrize("command", [["serve", "--port", "0"], ["chat", "hi", "--model"],
