@@ -7,7 +7,9 @@ before a command runs, so `--help` and usage errors are instant.
 from __future__ import annotations
 
 import atexit
+import io
 import os
+import signal
 import sys
 from typing import Annotated, Any
 
@@ -125,10 +127,37 @@ def run() -> None:
     The interpreter's own cleanup is skipped: with torch loaded, it takes half a second to free
     memory that the system takes back at once. Threads are joined and exit handlers run as usual.
     """
+    print_any_text()
     code: list[int] = []
     atexit.register(_end, code)  # handlers run in reverse order: this one last
-    code.append(main())
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # not ignored, as by nohup
+            signal.signal(number, _unwind)
+    try:
+        code.append(main())
+    except _Ended as ended:
+        code.append(-ended.number)
     sys.exit(code[0])
+
+
+class _Ended(SystemExit):
+    """A signal that ends the process: raised so that terminals, processes and files are restored,
+    ended and removed."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+
+def _unwind(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_DFL)  # another one ends the process at once
+    raise _Ended(number)
+
+
+def print_any_text() -> None:
+    """Print what the terminal's encoding lacks as `?`: an answer can have any character."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _end(code: list[int]) -> None:
@@ -139,4 +168,6 @@ def _end(code: list[int]) -> None:
         sys.stderr.flush()
     except (OSError, ValueError):  # the interpreter reports it
         return
+    if code[0] < 0:
+        os.kill(os.getpid(), -code[0])  # so that the parent sees which signal it was
     os._exit(code[0])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -212,3 +214,43 @@ def test_an_output_that_nobody_reads_is_no_traceback(tmp_path: Path) -> None:
     command = f"{sys.executable} -P -m llmc.cli serve --help | true"
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("latin-1", b"caf\xe9 ?\n"), ("utf-8", "café 日\n".encode())]
+)
+def test_a_character_that_the_terminal_lacks_does_not_end_an_answer(
+    encoding: str, shown: bytes
+) -> None:
+    script = "from llmc.cli.main import print_any_text; print_any_text(); print('caf\\xe9 \\u65e5')"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+    )
+    assert (done.stdout, done.stderr) == (shown, b"")
+
+
+def test_sigterm_unwinds_the_command_and_then_ends_it() -> None:
+    """So the terminal gets its settings back, and folders and processes of a start end with it."""
+    script = (
+        "import atexit, time\n"
+        "from llmc.cli import main as module\n"
+        "def slow():\n"
+        "    atexit.register(print, 'handler')\n"
+        "    try:\n"
+        "        print('runs', flush=True)\n"
+        "        time.sleep(60)\n"
+        "    finally:\n"
+        "        print('restored')\n"
+        "module.main = slow\n"
+        "module.run()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"runs\n"
+        process.terminate()
+        out, err = process.communicate(timeout=30)
+    assert (out, err) == (b"restored\nhandler\n", b"")
+    assert process.returncode == -signal.SIGTERM
