@@ -133,11 +133,12 @@ def _stats(chat: Conversation, argument: str) -> Reply:
         return Reply(text="Write /stats, /stats on or /stats off.")
     if not chat.history:
         return Reply(text="No answer yet.")
+    answers = f"{len(chat.history)} answer{'s' if len(chat.history) > 1 else ''}"
     tokens = sum(stats.completion_tokens for stats in chat.history)
     seconds = sum(stats.total_s for stats in chat.history)
     return Reply(
         text=f"  last: {stats_line(chat.history[-1], chat.context_limit)}\n"
-        f"  all: {len(chat.history)} answers, {tokens} tokens in {seconds:.1f} s"
+        f"  all: {answers}, {tokens} tokens in {seconds:.1f} s"
     )
 
 

@@ -97,6 +97,6 @@ async def _answer_once(backend: Backend, chat: Conversation, ask: Ask, console: 
             write_stdout("\n")
     if ask.show_stats:
         note(console, stats_line(stats, chat.context_limit))
-    ended = why_it_ended(stats, chat)
+    ended = why_it_ended(stats, chat, is_interactive=False)
     if ended is not None and sys.stdout.isatty():
         note(console, ended, style="yellow")

@@ -174,21 +174,27 @@ def stats_line(stats: TurnStats, context_limit: int | None) -> str:
     return " | ".join(parts)
 
 
-def why_it_ended(stats: TurnStats, chat: Conversation) -> str | None:
+_LARGER = "For a larger context, restart with a higher --max-model-len."
+
+
+def why_it_ended(
+    stats: TurnStats, chat: Conversation, *, is_interactive: bool = True
+) -> str | None:
     """The message for an answer that was cut off, with advice; None if it was not."""
     if stats.finish_reason != "length":
         return None
     used, limit = stats.context_tokens, chat.context_limit
     if used is not None and limit is not None and used >= limit:
-        return context_full(f"The answer stopped: the context of {limit} tokens is full.")
+        full = f"The answer stopped: the context of {limit} tokens is full."
+        return context_full(full) if is_interactive else f"{full} {_LARGER}"
+    stopped = f"The answer stopped at {stats.completion_tokens} tokens; "
+    if not is_interactive:
+        return stopped + "a higher --max-tokens allows more (without it: as many as fit)."
     return (
-        f"The answer stopped at {stats.completion_tokens} tokens; "
-        "`/set max_tokens NUMBER` allows more (`/set max_tokens default`: as many as fit)."
+        stopped
+        + "`/set max_tokens NUMBER` allows more (`/set max_tokens default`: as many as fit)."
     )
 
 
 def context_full(reason: str) -> str:
-    return (
-        f"{reason}\n/undo removes the last question and answer, /reset starts over. "
-        "For a larger context, restart with a higher --max-model-len."
-    )
+    return f"{reason}\n/undo removes the last question and answer, /reset starts over. {_LARGER}"

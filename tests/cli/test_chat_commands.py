@@ -171,6 +171,8 @@ def test_why_an_answer_ended(chat: Conversation) -> None:
     assert why_it_ended(make_stats(), chat) is None
     cut = why_it_ended(make_stats(reason="length"), chat)
     assert cut is not None and "/set max_tokens" in cut
+    once = why_it_ended(make_stats(reason="length"), chat, is_interactive=False)
+    assert once is not None and "--max-tokens" in once and "/set" not in once
     full = why_it_ended(make_stats(prompt=80, answer=20, reason="length"), chat)
     assert full is not None and "context of 100 tokens is full" in full and "/reset" in full
 
