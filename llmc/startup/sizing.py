@@ -95,6 +95,20 @@ def free_bytes(device: torch.device, config: EngineConfig) -> int:
     return int(psutil.virtual_memory().available * _CPU_SHARE / sharers)
 
 
+def check_budget(device: torch.device, config: EngineConfig) -> None:
+    """Refuse a cache that is larger than a CPU's memory: it would be allocated, since the system
+    counts memory from its first use, and later the process would be killed."""
+    budget = config.kv_cache_memory
+    if budget is None or device.type != "cpu":
+        return
+    total = psutil.virtual_memory().total
+    if budget > total:
+        raise ConfigError(
+            f"kv_cache_memory of {budget / 2**30:.1f} GiB is more than this machine's memory of "
+            f"{total / 2**30:.1f} GiB; lower it"
+        )
+
+
 def least_free_bytes(device: torch.device, config: EngineConfig, ranks: Ranks | None) -> int:
     """The minimum of `free_bytes` over all ranks. Every rank must call it."""
     free = free_bytes(device, config)
@@ -116,8 +130,9 @@ def size_pools(
     """The number of blocks that fits for all models' caches. Each has as many, of its own size.
 
     `config` and `model_len` are those of the first model, which is the one that is served. All
-    ranks get the same number of blocks.
+    ranks get the same number of blocks. ConfigError if the configured memory can't be had.
     """
+    check_budget(device, config)
     beside = sum(model.overhead_bytes for model in models)
     return size_pool(
         config,

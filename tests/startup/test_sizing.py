@@ -18,7 +18,7 @@ from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
 from llmc.errors import ConfigError
 from llmc.passes.page_attention import CacheSpec
 from llmc.runner.kv_cache import allocate, bytes_per_token
-from llmc.startup.sizing import free_bytes, size_pool
+from llmc.startup.sizing import check_budget, free_bytes, size_pool
 from llmc.startup.start import start_engine
 
 BF16 = torch.bfloat16
@@ -128,6 +128,14 @@ def test_free_memory_on_the_cpu_leaves_most_to_others() -> None:
 
     free = free_bytes(torch.device("cpu"), EngineConfig())
     assert 0 < free < 0.6 * psutil.virtual_memory().available
+
+
+def test_a_cache_larger_than_the_machine_is_refused() -> None:
+    cpu, config = torch.device("cpu"), EngineConfig(kv_cache_memory=2**50)
+    with pytest.raises(ConfigError, match=r"kv_cache_memory of 1048576\.0 GiB is more than"):
+        check_budget(cpu, config)
+    check_budget(cpu, replace(config, kv_cache_memory=2**20))
+    check_budget(torch.device("cuda"), config)  # allocated at once: the driver refuses it
 
 
 def test_free_memory_of_a_gpu_is_measured_without_what_profiling_left(
