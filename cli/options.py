@@ -452,7 +452,9 @@ ENGINE_OPTIONS = (
 
 _FIELD_DEFAULTS = {f.name: f.default for f in fields(EngineConfig)}
 FLAG_OF_FIELD = {entry.field: entry.flag for entry in ENGINE_OPTIONS}
-_FIELD_NAME = re.compile(r"\b(" + "|".join(sorted(FLAG_OF_FIELD, key=len, reverse=True)) + r")\b")
+_FIELD_NAME = re.compile(
+    r"\b(" + "|".join(sorted(FLAG_OF_FIELD, key=len, reverse=True)) + r")(?![.\w])"
+)
 
 
 def _parameter(entry: EngineOption, taken: Collection[str]) -> inspect.Parameter:
@@ -486,7 +488,8 @@ def build_config(given: Mapping[str, Any]) -> EngineConfig:
 def name_flag(message: str) -> str:
     """Replace a field name at the start of the message with its flag.
 
-    Only at the start: later in the message, a user's value could look like a field name.
+    Only at the start: later in the message, a user's value could look like a field name. A file's
+    name (model.safetensors) is none.
     """
     name = _FIELD_NAME.match(message)
     return message if name is None else FLAG_OF_FIELD[name[1]] + message[name.end() :]

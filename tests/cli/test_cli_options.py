@@ -159,6 +159,7 @@ def test_only_the_beginning_of_a_message_is_a_field() -> None:
     assert name_flag("block_size must be even") == "--block-size must be even"
     assert name_flag("no model in dtype/seed") == "no model in dtype/seed"
     assert name_flag("models are many") == "models are many"
+    assert name_flag("model.safetensors is cut off") == "model.safetensors is cut off"
 
 
 @pytest.mark.parametrize(
