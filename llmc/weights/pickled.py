@@ -97,10 +97,20 @@ def main(source: str, out: str) -> int:
             raise ValueError("it contains objects other than tensors")
         save_file(tensors, out, metadata={"format": "pt"})
     except Exception as e:  # a malformed file can make the loader raise anything
-        sys.stdout.write(json.dumps({"error": reason_of(e)}) + "\n")
+        sys.stdout.write(json.dumps({"error": _reason(e)}) + "\n")
         return 1
     sys.stdout.write(json.dumps({"names": list(tensors)}) + "\n")
     return 0
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with the file, without torch's advice to load it unsafely."""
+    advice, *others = str(error).splitlines() or [""]
+    if "weights_only" not in advice:
+        return reason_of(error)
+    said = [line.strip() for line in others if line.strip()]
+    said = [line for line in said if not line.startswith(("Please file", "Check the doc"))]
+    return reason_of(ValueError(said[0])) if said else "it is not a file of tensors"
 
 
 def _is_plain(value: object) -> bool:
