@@ -18,6 +18,7 @@ from llmc.model_info import OnPhase
 from llmc.startup.model_files import Location, locate, resolve_model
 from llmc.startup.phase_clock import PhaseClock
 from llmc.startup.resolve import check_paths
+from llmc.weights.weight_files import check_has_weights
 
 if TYPE_CHECKING:
     from llmc.engine.core import EngineCore
@@ -93,6 +94,8 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         with clock.phase("download"):
             downloaded = resolve_model(config)
             location = Location(name=downloaded.name, path=downloaded.path)
+    if not location.is_gguf and config.load_format != "dummy":
+        check_has_weights(location.path)
     with clock.phase("import torch"):
         from llmc.startup import stages
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from llmc.errors import CheckpointError
 from llmc.kernels.quantized_linear import Part, Quantization
+from llmc.weights.weight_files import PICKLED, no_weights
 
 _DTYPES = {
     "F64": torch.float64,
@@ -221,15 +222,12 @@ def open_checkpoint(path: Path) -> dict[str, StoredTensor]:
     others = sorted(p.name for p in path.glob("*.safetensors"))
     if len(others) == 1:
         return open_file(path / others[0])
-    if any(list(path.glob(f"*.{kind}")) for kind in ("bin", "pt", "pth")):
+    if any(list(path.glob(f"*.{kind}")) for kind in PICKLED):
         raise CheckpointError(
             f"{path.name!r} contains only pickled weights, none of them named "
             "pytorch_model*.bin; use a checkpoint in safetensors"
         )
-    raise CheckpointError(
-        f"{path.name!r} has no model.safetensors and no model.safetensors.index.json; "
-        "use --load-format dummy to run on random weights"
-    )
+    raise no_weights(path)
 
 
 def _open_sharded(path: Path, index: Path) -> dict[str, StoredTensor]:

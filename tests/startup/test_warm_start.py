@@ -77,6 +77,16 @@ def test_a_wrong_path_is_reported_before_anything_heavy_is_imported(
     assert [name for name in HEAVY if name in modules] == []
 
 
+def test_missing_weights_are_reported_before_torch_is_imported(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    code, modules = run(WRONG_PATH, "chat", str(model), "hello", cache=tmp_path)
+    assert code == 2
+    assert isinstance(modules, list)
+    assert [name for name in ("torch", "transformers") if name in modules] == []
+
+
 @pytest.mark.parametrize("flag", ["--extra-pass", "--logits-processor"])
 @pytest.mark.parametrize("wrong", ["nothing", "gone:x", "gone.py:x", "mine.py:gone"])
 def test_a_wrong_name_of_users_code_is_reported_before_anything_heavy_is_imported(
