@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llmc.pooling import PoolingInfo
 
@@ -64,8 +65,7 @@ class ModelInfo:
     is_default: bool
     opt_level: int
     pass_reports: tuple[str, ...] = ()
-    # A union, since a message's reader makes every number of Mapping[str, float] a float.
-    generation_defaults: Mapping[str, float | int] = field(default_factory=dict)
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # of SamplingParams
     certificate_key: str = ""  # of its architecture's certificate; "": it can't be saved
     disabled_passes: tuple[str, ...] = ()  # because that certificate names them
     pooling: PoolingInfo | None = None  # None: it generates text

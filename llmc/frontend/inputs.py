@@ -65,7 +65,7 @@ class ModelLimits(Protocol):
     @property
     def pool_tokens(self) -> int: ...
     @property
-    def generation_defaults(self) -> Mapping[str, float | int]: ...
+    def generation_defaults(self) -> Mapping[str, Any]: ...
     @property
     def extra_args(self) -> Sequence[str]: ...
     @property
@@ -128,7 +128,7 @@ class InputProcessor:
         self.model = model
         self.tokenizer = tokenizer
         self._images = PromptImages(model.images, model.image_refusal, model.name, model.path)
-        self._defaults = _usable_defaults(model.generation_defaults)
+        self._defaults = _usable_defaults(model, has_tokenizer=tokenizer is not None)
         self._limits = admission.Limits(
             vocab_size=model.vocab_size,
             max_model_len=model.max_model_len,
@@ -344,15 +344,17 @@ class InputProcessor:
         )
 
 
-def _usable_defaults(recommended: Mapping[str, float | int]) -> dict[str, Any]:
+def _usable_defaults(model: ModelLimits, *, has_tokenizer: bool) -> dict[str, Any]:
     """The valid defaults of a model. Invalid ones are ignored with a warning."""
     known = {f.name for f in dataclasses.fields(SamplingParams) if f.init}
     usable: dict[str, Any] = {}
-    for name, value in recommended.items():
-        if name not in known:
+    for name, value in model.generation_defaults.items():
+        if name not in known or (name == "stop" and not has_tokenizer):
             continue
+        if name == "bad_words_token_ids":  # tokens beyond the logits can't be generated anyway
+            value = [word for word in value if max(word) < model.vocab_size]
         try:
-            SamplingParams(**{name: value})  # type: ignore[arg-type]
+            SamplingParams(**{name: value})
         except InvalidRequestError as exc:
             log.warning("ignoring a value of the model's generation_config: %s", exc)
         else:

@@ -27,6 +27,7 @@ from llmc.startup.model_files import (
     tokenizer_end,
 )
 from llmc.startup.pooling import Pooling, dense_names, find_pooling
+from llmc.startup.recommended import recommended_sampling
 from llmc.text.tokenizer import check_tokenizer_files
 from llmc.weights.quantized.quantization_config import GGUF, StoredQuantization
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DEFAULT_CONTEXT = 2048  # if neither the config nor the user says
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,19 +100,9 @@ class ModelSource:
         end = tokenizer_end(path) if path else None
         return ids if end is None or end in ids else (*ids, end)
 
-    @property
-    def sampling_defaults(self) -> dict[str, float]:
-        """Sampling parameters recommended by the model's authors, if they are usable numbers."""
-        stored = generation_defaults(self.files)
-        usable = {
-            name: stored[name]
-            for name in _SAMPLING_DEFAULTS
-            if isinstance(stored.get(name), int | float) and not isinstance(stored.get(name), bool)
-        }
-        if stored.get("do_sample") is False:  # the penalty counts all the same
-            penalty = {n: v for n, v in usable.items() if n == "repetition_penalty"}
-            return {"temperature": 0.0, **penalty}
-        return usable
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Sampling parameters recommended by the model's authors, if they are usable."""
+        return recommended_sampling(generation_defaults(self.files))
 
     def in_dtype(self, dtype: torch.dtype) -> ModelSource:
         """The same model, computed in another dtype."""

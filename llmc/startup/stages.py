@@ -306,7 +306,7 @@ def describe(resolved: ResolvedModels, loaded: LoadedModels, sized: SizedEngine)
         is_default=source.files.is_default,
         opt_level=resolved.level,
         pass_reports=tuple(str(r) for r in program.reports),
-        generation_defaults=source.sampling_defaults,
+        generation_defaults=source.sampling_defaults(),
         pooling=None if source.pooling is None else source.pooling.describe(program.vector_size),
         extra_args=tuple(name for p in program.processors for name in p.arguments),
         certificate_key=resolved.certificate_key,

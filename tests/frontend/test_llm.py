@@ -19,6 +19,7 @@ from llmc.engine import admission
 from llmc.errors import ConfigError, EngineAsleepError, EngineDeadError, InvalidRequestError
 from llmc.frontend import progress
 from llmc.frontend.engine_options import EngineOptions
+from llmc.frontend.inputs import InputProcessor
 from llmc.llm import LLM
 from llmc.sampling_params import BeamSearchParams, SamplingParams
 from llmc.text.chat import can_sanitize
@@ -133,6 +134,16 @@ def test_defaults_come_from_the_model() -> None:
     assert (defaults.temperature, defaults.top_k, defaults.max_tokens) == (0.6, 20, 16)
     [output] = llm.generate("x")
     assert len(output.outputs[0].token_ids) == 16
+
+
+def test_stop_strings_and_bad_words_of_the_model() -> None:
+    """Tokens that the model does not have, and stop strings without a tokenizer, are left out."""
+    recommended = {"stop": ["x"], "bad_words_token_ids": [[3], [2, 10**6]]}
+    scripted = make_scripted(generation_defaults=recommended)
+    defaults = make_llm(scripted).get_default_sampling_params()
+    assert defaults.stop_strings == ("x",) and defaults.bad_words_token_ids == [[3]]
+    inputs = InputProcessor(scripted.info, None)
+    assert inputs.generation_defaults() == {"bad_words_token_ids": [[3]]}
 
 
 def test_unset_max_tokens_fills_the_context(scripted: Scripted, llm: LLM) -> None:

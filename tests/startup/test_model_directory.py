@@ -282,7 +282,42 @@ def test_what_greedy_models_recommend(tmp_path: Path) -> None:
     fields = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
     (tmp_path / "generation_config.json").write_text(json.dumps(fields))
     want = {"temperature": 0.0, "repetition_penalty": 1.1}
-    assert resolve(config, torch.device("cpu")).sampling_defaults == want
+    assert resolve(config, torch.device("cpu")).sampling_defaults() == want
+
+
+def recommended(tmp_path: Path, **fields: Any) -> dict[str, Any]:
+    config = EngineConfig(model=str(write_config(tmp_path)), device="cpu")
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+    return resolve(config, torch.device("cpu")).sampling_defaults()
+
+
+def test_stop_strings_and_suppressed_tokens_are_recommended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are not for sampling alone, so they count for greedy models too."""
+    found = recommended(
+        tmp_path,
+        do_sample=False,
+        stop_strings="END",
+        suppress_tokens=[3, -1],
+        bad_words_ids=[[4, 5]],
+    )
+    assert found == {"temperature": 0.0, "stop": ["END"], "bad_words_token_ids": [[3], [4, 5]]}
+    assert not caplog.records
+
+
+def test_what_is_not_applied_is_named_with_its_value(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    neutral: dict[str, Any] = {
+        "no_repeat_ngram_size": 0,
+        "num_beams": 1,
+        "forced_eos_token_id": None,
+    }
+    assert recommended(tmp_path, **neutral, begin_suppress_tokens=[2], typical_p=0.5) == {}
+    [record] = caplog.records
+    assert "begin_suppress_tokens=[2], typical_p=0.5" in record.getMessage()
+    assert not any(name in record.getMessage() for name in neutral)
 
 
 @pytest.mark.parametrize(

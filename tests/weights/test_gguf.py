@@ -75,7 +75,7 @@ def test_sampling_parameters_that_a_file_does_not_state_are_those_of_llama_cpp(
         assert {n: v for n, v in stored.items() if n != "eos_token_id"} == expected
     files = resolve_model(EngineConfig(model=str(path)))
     assert (
-        resolve(EngineConfig(model=str(path)), torch.device("cpu")).sampling_defaults == llama_cpp
+        resolve(EngineConfig(model=str(path)), torch.device("cpu")).sampling_defaults() == llama_cpp
     )
     assert files.path == model_directory(path)
 
