@@ -168,7 +168,7 @@ def _template(tokenizer: Tokenizer, tools: Sequence[Tool] | None) -> str:
     template = tokenizer.template_for(tools=bool(tools))
     if template is not None:
         return template
-    reason = "no chat template; use completions with a prompt instead"
+    reason = "no chat template; give one with --chat-template FILE, or use completions"
     if names := tokenizer.named_templates:
         only = "only for tools" if "tool_use" in names else "none of them the default"
         reason = (

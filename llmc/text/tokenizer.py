@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib.metadata
 import json
+import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +21,13 @@ from typing import Any
 from llmc.cache_dir import cache_dir
 from llmc.errors import CheckpointError, InvalidRequestError, reason_of
 from llmc.text.known_tokenizer import ChatTemplates, KnownTokenizer, without_truncation
+from llmc.text.tekken import is_tekken_alone, load_tekken
 from llmc.text.template import plain, render_template
 from llmc.text.tokenizer_cache import TokenizerCache
+from llmc.text.tokenizer_packages import missing_packages
 from llmc.text.tools.tool_format import ToolFormat
+
+log = logging.getLogger(__name__)
 
 # Texts are encoded one at a time, so a thread pool in the tokenizer would gain nothing, and it
 # would warn at every later fork (torch.compile forks workers).
@@ -80,13 +84,16 @@ class Tokenizer:
         cache = None if trust_remote_code else TokenizerCache(cache_dir())
         known = None if cache is None else cache.load(folder)
         if known is not None:
-            return cls(known)
-        hf = _load_anew(folder, trust_remote_code)
-        if getattr(hf, "chat_template", None) is None:
-            hf.chat_template = _template_of_processor(folder)
-        tokenizer = cls(hf)
-        if cache is not None:
-            cache.save(folder, hf)
+            tokenizer = cls(known)
+        else:
+            hf = _load_anew(folder, trust_remote_code)
+            if getattr(hf, "chat_template", None) is None:
+                hf.chat_template = _template_of_processor(folder)
+            tokenizer = cls(hf)
+            if cache is not None:
+                cache.save(folder, hf)
+        if tokenizer.chat_template is None:
+            _log_missing_template(folder)
         return tokenizer
 
     @property
@@ -293,6 +300,8 @@ def _load_anew(folder: Path, trust_remote_code: bool) -> Any:
         hf = loader.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=trust_remote_code
         )
+        if is_tekken_alone(folder) and not trust_remote_code:
+            return load_tekken(folder, hf)
         if trust_remote_code or isinstance(hf, PreTrainedTokenizer | PreTrainedTokenizerFast):
             return hf
         # If a vendor's package is installed, AutoTokenizer can return a wrapper of its tokenizer,
@@ -300,7 +309,7 @@ def _load_anew(folder: Path, trust_remote_code: bool) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     # The loaders below raise whatever their parsers raise (even bare Exception).
     except Exception as exc:
-        reason = _needs_sentencepiece(folder) or reason_of(exc)
+        reason = _needs_packages(folder) or reason_of(exc)
         raise CheckpointError(f"the tokenizer in {folder} can't be loaded: {reason}") from exc
 
 
@@ -309,24 +318,26 @@ def _is_of_gguf(folder: Path) -> bool:
     return (folder / "gguf.json").is_file()
 
 
-def _needs_sentencepiece(folder: Path) -> str:
-    """Why a folder can't be read without that package; "" if it could be."""
-    models = [name for name in ("tokenizer.model", "spiece.model") if (folder / name).is_file()]
-    missing = [name for name in ("sentencepiece", "protobuf") if not _is_installed(name)]
-    if (folder / "tokenizer.json").is_file() or not models or not missing:
+def _needs_packages(folder: Path) -> str:
+    """Why a folder can't be read without certain packages; "" if they are not the reason."""
+    name, missing = missing_packages(folder)
+    if not missing:
         return ""
     return (
-        f"there is no tokenizer.json, and to read {models[0]} takes packages that are not "
+        f"there is no tokenizer.json, and to read {name} takes packages that are not "
         f"installed: pip install {' '.join(missing)}"
     )
 
 
-def _is_installed(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+def _log_missing_template(folder: Path) -> None:
+    """Say how to get the chat template that a vendor's package makes from its own file."""
+    _, missing = missing_packages(folder)
+    if missing and is_tekken_alone(folder):
+        log.warning(
+            "the model has no chat template; install %s, which makes one from tekken.json, or give "
+            "one with --chat-template FILE",
+            " ".join(missing),
+        )
 
 
 def _template_of_processor(folder: Path) -> str | None:

@@ -32,6 +32,7 @@ from llmc.text.known_tokenizer import (
     without_truncation,
 )
 from llmc.text.template import renders_alike
+from llmc.text.tokenizer_packages import packages_of
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +56,7 @@ _NOT_READ = (
 )
 _COMPARE_SECONDS = 5.0  # for rendering a template several times
 _MAX_FILE = 256 * 2**20  # bytes; a vocabulary is far smaller
-_PACKAGES = (
-    "transformers",
-    "tokenizers",
-    "sentencepiece",
-    "tiktoken",
-    "protobuf",
-)
+_PACKAGES = ("transformers", "tokenizers")  # and those of tokenizer_packages.json
 
 
 class TokenizerCache:
@@ -218,6 +213,7 @@ def _files(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _versions() -> Iterator[str]:
-    for package in _PACKAGES:
+    others = sorted({package for used in packages_of().values() for package in used})
+    for package in (*_PACKAGES, *others):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield f"{package} {importlib.metadata.version(package)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from scripted_engine import make_hf_tokenizer
 
 from llmc.errors import CheckpointError, InvalidRequestError
 from llmc.text.tokenizer import Tokenizer
+from llmc.text.tokenizer_packages import missing_packages
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +72,7 @@ def test_a_sentencepiece_model_without_its_package(
     """transformers would ask for tiktoken, which doesn't help."""
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    monkeypatch.setattr("llmc.text.tokenizer._is_installed", lambda package: False)
+    monkeypatch.setattr("llmc.text.tokenizer_packages._is_installed", lambda package: False)
     with pytest.raises(CheckpointError, match="tokenizer.model.*pip install sentencepiece"):
         Tokenizer.load(tmp_path)
 
@@ -129,3 +132,55 @@ def test_what_a_caller_switches_is_the_callers_alone(tokenizer: Tokenizer) -> No
     theirs = tokenizer.for_callers
     assert len(theirs("hello world hello", truncation=True, max_length=2).input_ids) == 2
     assert tokenizer.encode("hello world hello") == before and len(before) > 2
+
+
+def write_tekken(folder: Path) -> None:
+    """A tekken.json with every byte as a token after the special ones."""
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>"]
+    content = {
+        "config": {
+            "pattern": r"\s*\S+",
+            "default_vocab_size": 262,
+            "default_num_special_tokens": 6,
+        },
+        "vocab": [
+            {"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": None}
+            for i in range(256)
+        ],
+        "special_tokens": [
+            {"rank": i, "token_str": text, "is_control": True} for i, text in enumerate(special)
+        ],
+    }
+    (folder / "tekken.json").write_text(json.dumps(content))
+
+
+def test_a_tekken_file_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its texts begin with BOS, as the vendor's package encodes them, which also has a template."""
+    write_tekken(tmp_path)
+    for loaded in (Tokenizer.load(tmp_path), Tokenizer.load(tmp_path)):
+        assert loaded.encode("hi") == [1, *(6 + byte for byte in b"hi")]
+        assert loaded.encode("<s>hi", add_special_tokens=False)[0] == 1
+        assert (loaded.bos_token_id, loaded.eos_token_id, loaded.size) == (1, 2, 262)
+        assert loaded.decode([1, 6 + ord("h"), 2]) == "h"
+    if missing_packages(tmp_path)[1]:
+        assert "has no chat template; install mistral-common" in caplog.text
+
+
+def test_the_template_that_a_vendors_wrapper_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a tokenizer.json, the wrapper saves one, and the template with it."""
+    write_tekken(tmp_path)
+    plain = tf.PreTrainedTokenizerFast.from_pretrained(
+        tmp_path, bos_token="<s>", eos_token="</s>", chat_template="{{ messages[0].content }}"
+    )
+
+    class Wrapper(tf.PreTrainedTokenizerBase):  # type: ignore[misc]
+        def save_pretrained(self, folder: str, save_format: str) -> None:
+            assert save_format == "hf"
+            plain.save_pretrained(folder)
+
+    monkeypatch.setattr(tf.AutoTokenizer, "from_pretrained", lambda *_, **__: Wrapper())
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.encode("h") == [1, 6 + ord("h")]
+    assert loaded.render([{"role": "user", "content": "hi"}]) == "hi"
