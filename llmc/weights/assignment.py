@@ -1,4 +1,5 @@
-"""Determines which stored tensors make up each parameter, by transformers' own conversion rules.
+"""Determines which stored tensors make up each parameter, by transformers' own conversion rules
+(and those of separate_experts.py).
 
 They map a checkpoint's names and layouts to the module's parameters (renamed prefixes, experts
 stored one by one but stacked in the module).
@@ -18,6 +19,7 @@ from llmc.errors import CheckpointError
 from llmc.weights.checkpoint import Readable
 from llmc.weights.parameters import describe_parameters
 from llmc.weights.quantized.quantized_tensor import QuantizedTensor
+from llmc.weights.separate_experts import separate_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,7 @@ class Assignment:
         rules = get_model_conversion_mapping(module)
         renamings = [r for r in rules if isinstance(r, WeightRenaming)]
         converters = [r for r in rules if isinstance(r, WeightConverter)]
+        converters += separate_experts(module)  # tried last
         by_pattern = {p: c for c in converters for p in c.source_patterns}
         prefix = getattr(self._module, "base_model_prefix", "")
         state = self._module.state_dict()
