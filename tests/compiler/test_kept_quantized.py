@@ -31,6 +31,7 @@ KEPT = {
     "float-quantized tensor": Quantization(format="fp8"),
     "float-quantized channel": Quantization(format="fp8"),
     "int-quantized": Quantization(format="int8"),
+    "int-quantized int4": Quantization(format="int4", group=32),
     "pack-quantized int4 group": Quantization(format="int4", group=32, scale="bfloat16"),
     "pack-quantized int4 asymmetric": Quantization(
         format="int4", group=32, scale="bfloat16", zero=True
@@ -55,6 +56,7 @@ KEPT = {
     "mxfp8": Quantization(format="fp8", group=32),
     "torchao float8": Quantization(format="fp8"),
     "torchao int8": Quantization(format="int8"),
+    "torchao int4 in bytes": Quantization(format="int4", group=32, zero=True),
     "mxfp4 of modelopt": MXFP4,
     "mxfp8 of modelopt": Quantization(format="fp8", group=32),
     "fp8 of quark": Quantization(format="fp8"),

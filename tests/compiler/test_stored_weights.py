@@ -419,12 +419,57 @@ def test_integers_of_4_bits_may_take_a_byte(tmp_path: Path) -> None:
     torch.testing.assert_close(got, q * scale.repeat_interleave(32, 1), rtol=1e-6, atol=0)
 
 
+def test_values_beyond_the_stated_bits_are_refused(tmp_path: Path) -> None:
+    packing = int_quantized(4)
+    tensors, _ = packing.pack(drawn())
+    tensors["weight"][3, 5] = 9
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    with pytest.raises(CheckpointError, match="values from -7 to 9, although.*4 bits"):
+        read_stored(tmp_path, named, packing.config, torch.float32)[f"{MODULE}.weight"].read()
+
+
+def test_torchaos_configs_of_modules() -> None:
+    """Names go before patterns, which must match all of a name; null leaves a module plain."""
+
+    def intx(bits: int, mapping: str) -> dict[str, Any]:
+        stored = {"_type": "torch.dtype", "_data": f"int{bits}"}
+        return {
+            "_type": "IntxWeightOnlyConfig",
+            "_data": {"weight_dtype": stored, "mapping_type": {"_data": mapping}},
+        }
+
+    by_name = {
+        "_default": intx(4, "ASYMMETRIC"),
+        "model.embed_tokens.weight": intx(8, "SYMMETRIC"),
+        "re:.*proj": {"_type": "Float8WeightOnlyConfig", "_data": {}},
+        "lm_head": None,
+    }
+    default = {"_type": "FqnToConfig", "_data": {"fqn_to_config": by_name}}
+    found = read_quantization(
+        {"quantization_config": {"quant_method": "torchao", "quant_type": {"default": default}}}
+    )
+    assert found is not None and found.plain_modules == ("lm_head",)
+    (embedding,) = found.schemes_of("model.embed_tokens")
+    assert (embedding.bits, embedding.symmetric, embedding.is_float) == (8, True, False)
+    (projection,) = found.schemes_of("model.q_proj")
+    assert projection.is_float
+    *_, usual = found.schemes_of("model.q_proj.other")
+    assert (usual.bits, usual.symmetric, usual.is_float) == (4, False, False)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         ("awq", "is 'awq' instead of an object"),
         ({"quant_method": "hqq"}, "quant_method is 'hqq'; llmc supports fp8"),
         ({"bits": 4}, "quant_method is None"),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {}}},
+            },
+            "quant_type is Int4WeightOnlyConfig",
+        ),
         ({"quant_method": "gptq", "bits": 5}, "bits is 5; llmc supports 2, 3, 4, 8"),
         ({"quant_method": "gptq", "bits": True}, "bits is True"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0; it must be"),

@@ -28,7 +28,7 @@ PROMPTS = prompts((1, 5, 19, 12))
 WIDENED = (
     *("pack-quantized int8 channel", "gptq 8 bits", "gptq in another order"),
     *("nvfp4", "nvfp4 of modelopt", "nvfp4 of modelopt, weights only", "auto-round, nvfp4"),
-    *("nf4", "nf4 with nested scales", "nf4 stored as bfloat16", "torchao int4 in bytes"),
+    *("nf4", "nf4 with nested scales", "nf4 stored as bfloat16"),
 )
 OPS = r"\d+ llmc\.quantized_\w+\.default"
 

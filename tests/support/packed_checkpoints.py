@@ -194,14 +194,16 @@ def pack_quantized(bits: int, group: int, *, symmetric: bool) -> Packing:
     return compressed("pack-quantized", weights, pack)
 
 
-def int_quantized() -> Packing:
+def int_quantized(bits: int = 8) -> Packing:
+    """A byte per value, whatever the bits."""
+
     def pack(weight: Tensor) -> Packed:
-        scale = weight.abs().amax(1, keepdim=True) / 127
+        scale = weight.abs().amax(1, keepdim=True) / ((1 << bits - 1) - 1)
         q = (weight / scale).round().to(torch.int8)
         return {"weight": q, "weight_scale": scale}, q.float() * scale
 
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
-    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    weights = {"num_bits": bits, "type": "int", "strategy": "channel"}
     return compressed("int-quantized", weights, pack, input_activations=inputs)
 
 
@@ -497,7 +499,9 @@ def torchao(kind: str) -> Packing:
         stored = {k: v if v is scale else v.to(torch.int8) for k, v in parts.items()}
         return stored, (rows - wide[0]) * wide[1]
 
-    config = {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_data": {}}}}
+    options = {"weight_dtype": {"_type": "torch.dtype", "_data": "int4"}}
+    default = {"_type": kind, "_data": options if kind == "IntxWeightOnlyConfig" else {}}
+    config = {"quant_method": "torchao", "quant_type": {"default": default}}
     return Packing(config=config, pack=pack)
 
 
@@ -515,6 +519,7 @@ PACKINGS: dict[str, Callable[[], Packing]] = {
     "float-quantized channel": lambda: float_quantized("channel"),
     "float-quantized block": lambda: float_quantized("block"),
     "int-quantized": int_quantized,
+    "int-quantized int4": lambda: int_quantized(4),
     "pack-quantized int4 group": lambda: pack_quantized(4, 32, symmetric=True),
     "pack-quantized int4 asymmetric": lambda: pack_quantized(4, 32, symmetric=False),
     "pack-quantized int4 channel": lambda: pack_quantized(4, -1, symmetric=True),

@@ -32,12 +32,13 @@ QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # of a config
 class WeightScheme:
     """How the weights of some linears are stored.
 
-    `layout`: "plain" is a weight of one byte per value under its own name; "packed" is that of
-    compressed-tensors; "fp4" has two e2m1 numbers in a byte; "bnb4" and "bnb8" are bitsandbytes',
-    and "bitnet" has numbers of 2 bits, from four rows in a byte. `divides`: the scale of the whole
-    weight is a divisor. `block`: (channels, inputs) that share a scale; None: determined by the
-    scale's shape. `zeros_less_one`: stored zero points are one too low. `reorders`: groups can
-    contain any inputs. `targets`: module names, `re:` patterns matched from the start, or classes.
+    `layout`: "plain" is a weight of one byte per value under its own name, whatever its bits;
+    "packed" is that of compressed-tensors; "fp4" has two e2m1 numbers in a byte; "bnb4" and "bnb8"
+    are bitsandbytes', and "bitnet" has numbers of 2 bits, from four rows in a byte. `divides`: the
+    scale of the whole weight is a divisor. `block`: (channels, inputs) that share a scale; None:
+    determined by the scale's shape. `zeros_less_one`: stored zero points are one too low.
+    `reorders`: groups can contain any inputs. `targets`: module names, `re:` patterns matched from
+    the start, or classes.
     """
 
     layout: Layout
@@ -477,7 +478,7 @@ def _compressed_scheme(name: str, form: Any, group: Mapping[str, Any]) -> Weight
         block = blocks[strategy]
     return WeightScheme(
         layout="packed" if packed else "plain",
-        bits=bits if packed else 8,  # unpacked, 4 bits take a byte
+        bits=bits,  # unpacked, 4 bits take a byte
         block=block,
         is_float=kind == "float",
         symmetric=weights.get("symmetric", True) is not False,
@@ -488,21 +489,62 @@ def _compressed_scheme(name: str, form: Any, group: Mapping[str, Any]) -> Weight
 
 # Their zero points are stored, but 0.
 _TORCHAO_SYMMETRIC = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig")
+_TORCHAO_MODULES = ("FqnToConfig", "ModuleFqnToConfig")  # a config for each of some modules
 
 
 def _torchao(fields: Mapping[str, Any]) -> StoredQuantization:
     """One byte per value, whatever the bits; the tensors tell the kinds and blocks of modules."""
     default = mapping_in(mapping_in(fields, "quant_type"), "default")
-    kind, options = str(default.get("_type")), mapping_in(default, "_data")
-    names = "mapping_type", "weight_mapping_type"
-    mappings = [mapping_in(options, name).get("_data") for name in names if name in options]
-    is_symmetric = kind in _TORCHAO_SYMMETRIC or mappings == ["SYMMETRIC"]
+    options, own = mapping_in(default, "_data"), {}
+    if default.get("_type") in _TORCHAO_MODULES:
+        own = dict(
+            mapping_in(options, "fqn_to_config") or mapping_in(options, "module_fqn_to_config")
+        )
+        default = mapping_in(own, "_default")
+        own.pop("_default", None)
+    schemes = [
+        _torchao_scheme(mapping_in(own, name), _torchao_target(name))
+        for name in own
+        if own[name] is not None
+    ]
+    usual = _torchao_scheme(default, "Linear")
     float8 = WeightScheme(layout="plain", bits=8, block=None, is_float=True)
+    plain = [_torchao_target(name) for name in own if own[name] is None]
+    kinds = [str(config.get("_type")) for config in (default, *own.values()) if config]
     return StoredQuantization(
         method="torchao",
-        schemes=(float8, replace(float8, is_float=False, symmetric=is_symmetric)),
-        plain_modules=names_in(fields, "modules_to_not_convert"),
-        quantizes_activations="DynamicActivation" in kind,
+        schemes=(*schemes, *([float8] if not usual.is_float else []), usual),
+        plain_modules=(*names_in(fields, "modules_to_not_convert"), *plain),
+        quantizes_activations=any("DynamicActivation" in kind for kind in kinds),
+    )
+
+
+def _torchao_target(name: str) -> str:
+    """A name of a module or its weight, or a pattern, which has to match all of a name."""
+    if not name.startswith("re:"):
+        return name.removesuffix(".weight")
+    check_pattern(name[3:])
+    return f"re:(?:{name[3:]})$"
+
+
+def _torchao_scheme(config: Mapping[str, Any], target: str) -> WeightScheme:
+    kind, options = str(config.get("_type")), mapping_in(config, "_data")
+    if "Int4Weight" in kind:
+        packing = mapping_in(options, "int4_packing_format").get("_data")
+        raise bad(
+            f"quant_type is {kind} (int4_packing_format {packing!r}), which packs values for GPU "
+            f"kernels; of torchao's formats llmc supports those with a value per byte; {WAY_OUT}"
+        )
+    names = "mapping_type", "weight_mapping_type"
+    mappings = [mapping_in(options, name).get("_data") for name in names if name in options]
+    stored = str(mapping_in(options, "weight_dtype").get("_data"))
+    return WeightScheme(
+        layout="plain",
+        bits=4 if stored in ("int1", "int2", "int3", "int4") else 8,
+        block=None,
+        is_float=kind.startswith("Float8"),
+        symmetric=kind in _TORCHAO_SYMMETRIC or mappings == ["SYMMETRIC"],
+        targets=(target,),
     )
 
 

@@ -125,6 +125,8 @@ class QuantizedTensor:
             q = unpack.unpack_rows(q)
             q = q if part is None else part.of(q)
             scale = 1 / scale.float() if self.scheme.divides else scale
+        elif bits == 4 and not self.scheme.is_float:  # "plain"
+            q, zero = self._nibbles(q, zero)
         if scale.dtype in BYTE_SCALES:
             scale = powers_of_two(scale.view(torch.uint8))
         if self.whole_scale is not None:
@@ -141,6 +143,18 @@ class QuantizedTensor:
             group_of=group_of,
             table=table,
         )
+
+    def _nibbles(self, q: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """4-bit integers in int8, checked; unsigned if they have zero points."""
+        for stored, values in ((self.weight, q), (self.zero, zero)):
+            if stored is not None and values is not None and bool(((values + 8) >> 4).any()):
+                raise CheckpointError(
+                    f"{stored.name} has values from {int(values.min())} to {int(values.max())}, "
+                    "although quantization_config says that it has 4 bits"
+                )
+        if zero is None:
+            return q, None
+        return (q + 8).view(torch.uint8), (zero + 8).view(torch.uint8)
 
     def words(self, stored: StoredTensor, part: SomeOf | None) -> Tensor:
         """`part` of the tensor with the values, or, for mxfp4, with their exponents.
