@@ -25,6 +25,12 @@ from llmc.weights.quantized.quantization_config import (
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 _ADDED_TOKENS = re.compile(r'"added_tokens":\s*')
 # A repository's folders have the model in other formats; `consolidated` is a vendor's own format.
+# Where tools state the quantization if not in config.json: its method, and the field with the rest.
+_QUANTIZATION_FILES: dict[str, tuple[str, str | None]] = {
+    "hf_quant_config.json": ("modelopt", "quantization"),
+    "quantize_config.json": ("gptq", None),
+    "quant_config.json": ("awq", None),
+}
 _NOT_DOWNLOADED = ["*/*.safetensors", "consolidated*.safetensors"]
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*"]
 
@@ -215,11 +221,13 @@ def load_quantization(files: ModelFiles) -> StoredQuantization | None:
     if is_gguf(files.path):
         return GGUF
     found = read_quantization(parse_json(files.path / "config.json"))
-    beside = files.path / "hf_quant_config.json"  # of NVIDIA's quantizer
-    if found is None and beside.is_file():
-        fields = parse_json(beside).get("quantization")
-        stated = {**fields, "quant_method": "modelopt"} if isinstance(fields, dict) else fields
-        found = read_quantization({QUANTIZATION_KEYS[0]: stated})
+    for name, (method, part) in _QUANTIZATION_FILES.items():
+        if found is None and (files.path / name).is_file():
+            stated: Any = parse_json(files.path / name)
+            stated = stated.get(part) if part else stated
+            if isinstance(stated, dict):
+                stated = {"quant_method": method, **stated}
+            found = read_quantization({QUANTIZATION_KEYS[0]: stated})
     return found
 
 

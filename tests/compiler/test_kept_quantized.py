@@ -46,6 +46,7 @@ KEPT = {
     "gptq_v2 3 bits, symmetric": INT4,
     "gptq_v2": INT4,
     "awq": INT4,
+    "awq for gemv": INT4,
     "fp8 of modelopt": Quantization(format="fp8"),
     "mxfp4": MXFP4,
     "bitsandbytes in 8 bits": Quantization(format="int8"),

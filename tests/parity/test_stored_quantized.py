@@ -300,6 +300,22 @@ def test_a_config_beside_config_json_is_read(plain: Path, tmp_path: Path) -> Non
         tiny_engine.start(stored)
 
 
+@pytest.mark.parametrize(
+    ("name", "file"), [("gptq 4 bits", "quantize_config.json"), ("awq", "quant_config.json")]
+)
+def test_a_config_in_a_file_of_the_tool_is_read(
+    name: str, file: str, plain: Path, tmp_path: Path
+) -> None:
+    """Older versions of AutoGPTQ and AutoAWQ leave config.json as it is."""
+    stored, wide = write_packed(plain, tmp_path, PACKINGS[name]())
+    config = json.loads((stored / "config.json").read_text())
+    fields = config.pop("quantization_config")
+    del fields["quant_method"]
+    (stored / "config.json").write_text(json.dumps(config))
+    (stored / file).write_text(json.dumps(fields))
+    same_as_transformers(stored, wide)
+
+
 def test_a_scheme_that_is_not_known_is_refused(plain: Path, tmp_path: Path) -> None:
     packing = PACKINGS["awq"]()
     packing.config["quant_method"] = "hqq"

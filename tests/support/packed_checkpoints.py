@@ -152,6 +152,23 @@ def awq(group: int) -> Packing:
     return Packing(config=config, pack=pack)
 
 
+def awq_gemv(group: int) -> Packing:
+    """AutoAWQ's gemv: inputs along words, and groups padded to the width that its kernels read."""
+
+    def pack(weight: Tensor) -> Packed:
+        q, zero, scale, numbers = integers(weight, 4, group, symmetric=False)
+        words = -(-scale.shape[1] // 8)
+        words += -words % max(1, 128 // group)
+        more = 8 * words - scale.shape[1]
+        return {
+            "qweight": words_of(q, 4, 1),
+            "qzeros": words_of(np.pad(zero, ((0, 0), (0, more))), 4, 1),
+            "scales": torch.nn.functional.pad(scale, (0, more)).contiguous(),
+        }, numbers
+
+    return Packing(config={**awq(group).config, "version": "gemv"}, pack=pack)
+
+
 def compressed(
     form: str, weights: dict[str, Any], pack: Callable[[Tensor], Packed], **group: Any
 ) -> Packing:
@@ -535,6 +552,7 @@ PACKINGS: dict[str, Callable[[], Packing]] = {
     "gptq_v2": lambda: gptq(4, 32, v2=True),
     "gptq in another order": lambda: gptq(4, 32, order=True),
     "awq": lambda: awq(32),
+    "awq for gemv": lambda: awq_gemv(32),
     "nvfp4": nvfp4,
     "nvfp4 of modelopt": lambda: nvfp4(modelopt=True),
     "fp8 of modelopt": modelopt_fp8,

@@ -113,7 +113,7 @@ def expected_weights(stored: StoredQuantization, module: nn.Module) -> KeptWeigh
             continue
         is_mxfp4 = scheme.layout == "mxfp4"  # used only for experts
         block = scheme.block or (1, ALL)
-        scale = torch.float16 if scheme.layout in ("gptq", "awq") else torch.bfloat16
+        scale = torch.float16 if scheme.layout in ("gptq", "awq", "awq_gemv") else torch.bfloat16
         for own, parameter in child.named_parameters(recurse=False):
             shape = tuple(parameter.shape)
             is_stacked = hasattr(child, "_apply_gate") and len(shape) == 3

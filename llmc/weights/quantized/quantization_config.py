@@ -24,7 +24,9 @@ from llmc.weights.quantized.config_fields import (
     one_of,
 )
 
-Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4", "fp4", "bnb4", "bnb8", "bitnet"]
+Layout = Literal[
+    "plain", "packed", "gptq", "awq", "awq_gemv", "mxfp4", "fp4", "bnb4", "bnb8", "bitnet"
+]
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # of a config.json
 
 
@@ -262,11 +264,15 @@ def _gptq_scheme(fields: Mapping[str, Any], target: str) -> WeightScheme:
 
 
 def _awq_scheme(
-    fields: Mapping[str, Any], target: str, bits: str = "bits", group: str = "group_size"
+    fields: Mapping[str, Any],
+    target: str,
+    bits: str = "bits",
+    group: str = "group_size",
+    layout: Layout = "awq",
 ) -> WeightScheme:
     """`bits` and `group`: the names of the fields."""
     return WeightScheme(
-        layout="awq",
+        layout=layout,
         bits=one_of(fields, bits, None, (4,)),
         block=(1, group_size(fields, group)),
         symmetric=False,
@@ -279,15 +285,19 @@ def _overridden(fields: Mapping[str, Any], own: Any) -> Mapping[str, Any]:
     return {**fields, **(own if isinstance(own, Mapping) else {})}
 
 
+_AWQ: dict[str, Layout] = {"gemm": "awq", "gemv": "awq_gemv"}  # by `version`
+
+
 def _awq(fields: Mapping[str, Any]) -> StoredQuantization:
     form = fields.get("version") or fields.get("checkpoint_format") or fields.get("format")
-    if str(form or "gemm").lower() != "gemm":
-        raise bad(f"version is {form!r}; llmc supports gemm; {WAY_OUT}")
+    version = str(form or "gemm").lower()
+    if version not in _AWQ:
+        raise bad(f"version is {form!r}; llmc supports {', '.join(_AWQ)}; {WAY_OUT}")
     bits = "bits" if "bits" in fields else "w_bit"
     group = "group_size" if "group_size" in fields else "q_group_size"
     return StoredQuantization(
         method="awq",
-        schemes=(_awq_scheme(fields, "Linear", bits, group),),
+        schemes=(_awq_scheme(fields, "Linear", bits, group, _AWQ[version]),),
         plain_modules=names_in(fields, "modules_to_not_convert") or ("lm_head",),
     )
 

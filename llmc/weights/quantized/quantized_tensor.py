@@ -100,6 +100,10 @@ class QuantizedTensor:
         elif layout == "awq":
             q, scale = unpack.unpack_awq(q), scale.T
             zero = None if zero is None else unpack.unpack_awq(zero)
+        elif layout == "awq_gemv":  # groups are padded to whole words
+            groups = depth // self.block[1]
+            q, scale = unpack.unpack_columns(q, bits), scale[:, :groups]
+            zero = None if zero is None else unpack.unpack_columns(zero, bits)[:, :groups]
         elif layout == "packed":
             q = unpack.unpack_columns(q, bits)
             q = q if part is not None and part.dim == 1 else q[:, :depth]
@@ -170,7 +174,7 @@ class QuantizedTensor:
                 dim, values = (1, 1) if self._is_of_channels(part) else (0, per_word)
             case "awq":
                 dim, values = (1, per_word) if self._is_of_channels(part) else (0, 1)
-            case "packed":
+            case "packed" | "awq_gemv":
                 values = 1 if self._is_of_channels(part) else per_word
             case "fp4":
                 per_element = self.block[1] if stored is self.scale else 2

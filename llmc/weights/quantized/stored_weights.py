@@ -132,7 +132,9 @@ class _Finder:
     def _one(self, name: str, tensor: StoredTensor) -> QuantizedTensor | None:
         module, _, last = name.rpartition(".")
         if last == "qweight":
-            return self._fitting(self._in_words, module, name, "gptq", "awq")
+            has_gemv = any(s.layout == "awq_gemv" for s in self._quantization.schemes)
+            make = self._gemv if has_gemv else self._in_words
+            return self._fitting(make, module, name, "gptq", "awq", "awq_gemv")
         if last == "weight_packed":
             make = self._fp4 if tensor.dtype == torch.uint8 else self._packed
             return self._fitting(make, module, name, "packed", "fp4")
@@ -414,6 +416,35 @@ class _Finder:
             scale=scale,
             zero=zero,
             group_of=groups,
+        )
+
+    def _gemv(self, module: str, name: str, scheme: WeightScheme) -> QuantizedTensor:
+        """Inputs of a channel in a word. Scales and zero points are padded to the width that the
+        tool's kernels read."""
+        weight = self._take(name, for_=name)
+        scale = self._take(f"{module}.scales", for_=name)
+        zero = self._take(f"{module}.qzeros", for_=name)
+        check_kind(weight, 2, torch.int32)
+        channels, depth = weight.shape[0], weight.shape[1] * 8
+        assert scheme.block is not None
+        group = scheme.block[1] or depth
+        width = zero.shape[-1]
+        if depth % group or 8 * width < depth // group:
+            raise CheckpointError(
+                f"{zero.name} has shape {list(zero.shape)}, but {depth} inputs have "
+                f"{depth / group:g} groups of {group}"
+            )
+        check_shape(zero, (channels, width), torch.int32)
+        check_shape(scale, (channels, 8 * width), *FLOATS)
+        return QuantizedTensor(
+            name=f"{module}.weight",
+            shape=(channels, depth),
+            dtype=self._dtype,
+            scheme=scheme,
+            block=(1, group),
+            weight=weight,
+            scale=scale,
+            zero=zero,
         )
 
     def _mxfp4(self, name: str, blocks: str, scheme: WeightScheme) -> QuantizedTensor:
