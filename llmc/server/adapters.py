@@ -41,9 +41,9 @@ class Adapters:
             except InvalidRequestError as error:
                 raise ConfigError(f"--lora-modules {name}={path}: {error}") from error
 
-    def make(self, name: str, path: str) -> LoRARequest:
+    def make(self, name: str, path: str, *, replaces: bool = False) -> LoRARequest:
         """An adapter with a new number; raises InvalidRequestError if the name is taken."""
-        if name in self._names or name in self.by_name:
+        if name in self._names or (name in self.by_name and not replaces):
             raise InvalidRequestError(
                 f"a model is already served as {name!r:.80}; unload it first, or choose another "
                 "name",
@@ -59,11 +59,13 @@ class Adapters:
     def add(self, adapter: LoRARequest) -> None:
         self.by_name[adapter.lora_name] = adapter
 
-    async def load(self, llm: AsyncLLM, name: str, path: str) -> None:
-        """Load one more adapter. InvalidRequestError if it can't be loaded or can't run."""
-        adapter = self.make(name, path)
+    async def load(self, llm: AsyncLLM, name: str, path: str, *, replaces: bool) -> None:
+        """Load an adapter. InvalidRequestError if it can't be loaded or can't run.
+
+        `replaces`: the one of this name, whose requests that have begun finish with it."""
+        adapter = self.make(name, path, replaces=replaces)
         await _try(llm, adapter)
-        if name in self.by_name:  # by another call meanwhile
+        if name in self.by_name and not replaces:  # by another call meanwhile
             self.make(name, path)
         self.add(adapter)
 
@@ -80,7 +82,8 @@ async def load_lora_adapter(request: Request) -> Response:
     body = await read_body(request, LoadAdapterBody)
     adapters: Adapters = request.app.state.adapters
     path = _inside(folder, body.lora_path)
-    await adapters.load(request.app.state.llm, body.lora_name, path)
+    llm: AsyncLLM = request.app.state.llm
+    await adapters.load(llm, body.lora_name, path, replaces=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 

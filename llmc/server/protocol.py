@@ -194,6 +194,7 @@ class LoadAdapterBody(BaseModel):
 
     lora_name: str
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    load_inplace: bool = False  # replaces the adapter of this name, if there is one
 
 
 class UnloadAdapterBody(BaseModel):

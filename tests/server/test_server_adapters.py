@@ -87,6 +87,20 @@ def test_load_use_unload(live: Live) -> None:
     assert live.post(UNLOAD, {"lora_name": "new"}).status_code == 404
 
 
+def test_an_adapter_is_replaced_on_request(live: Live, tmp_path: Path) -> None:
+    """It is another adapter for the engine, which keeps neither its weights nor its prefixes."""
+    directory(tmp_path / "runtime" / "two")
+    body = {"lora_name": "new", "load_inplace": True}
+    adapters = live.scripted.engine.scheduler.adapters
+    for number, path in enumerate(("one", "two"), 1):
+        assert live.post(LOAD, {**body, "lora_path": path}).status_code == 200
+        assert adapters.num_loads == number
+        assert live.client.get("/v1/models/new").json()["root"].endswith(path)
+    assert names(live) == ["scripted", "poems", "new"]
+    taken = live.post(LOAD, {**body, "lora_name": "scripted", "lora_path": "one"})
+    assert taken.status_code == 400 and "already" in taken.json()["error"]["message"]
+
+
 def test_an_adapter_that_the_engine_refuses_is_not_served(live: Live) -> None:
     refused = live.post(LOAD, {"lora_name": "refused", "lora_path": "one"})
     assert refused.status_code == 400
