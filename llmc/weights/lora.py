@@ -3,7 +3,8 @@
     base_model.model.<module>.lora_A.weight [r, K], .lora_B.weight [N, r] of the parameter
     <module>.weight [N, K]; the module's output gets scale * B A x
     .lora_embedding_A [r, V], .lora_embedding_B [H, r] of an embedding [V, H]; x is one-hot
-    .base_layer.weight: a copy of the model's own, which must equal the served one
+    .base_layer.weight, .weight (save_embedding_layers=True): a copy of the model's own, which must
+    equal the served one
     for E routed experts in one parameter (lora_places.py): .lora_A.weight [E r, K], expert by
     expert, and .lora_B.weight [N, r E], rank by rank. Transposed, as PEFT stored many models
     before 0.20: [E r, N] and [K, r E], and the output gets scale * A^T B^T x
@@ -40,6 +41,7 @@ _KEY = re.compile(
     r"(?:base_model\.model\.)?(.+)\.(?:lora_(A|B)\.weight|lora_embedding_(A|B)|base_layer\.weight)",
     re.ASCII,
 )
+_COPY = re.compile(r"(?:base_model\.model\.)?((?:(?!lora_).)+)\.weight", re.ASCII)
 _REPEATED_GROUP = re.compile(r"\)[*+{]")  # matching such a pattern can take forever
 _MOST = 1e6  # the largest rank or alpha
 _SINCE_0_20 = re.compile(r"0\.[2-9]\d|[1-9]")
@@ -123,6 +125,10 @@ def open_adapter(
     pairs: dict[tuple[str, AdaptedOp], dict[str, StoredTensor]] = {}
     copies: dict[str, StoredTensor] = {}
     for key, tensor in tensors.items():
+        copy = _COPY.fullmatch(key)
+        if copy is not None and f"{copy[1]}.weight" in parameters.shapes:
+            copies[f"{copy[1]}.weight"] = tensor
+            continue
         match = _KEY.fullmatch(key)
         if match is None:
             raise _refused(
@@ -232,6 +238,12 @@ def _check_copy(
     if own is None:
         why = "is not served as stored, so the two can't be compared"
     elif copy.shape != own.shape:
+        if (added := copy.shape[0] - own.shape[0]) > 0 and copy.shape[1:] == own.shape[1:]:
+            raise _refused(
+                adapter,
+                f"it was trained with {added} more rows of {name!r:.120}, for tokens added to the "
+                f"model's {own.shape[0]}; {_WAY_OUT}",
+            )
         why = f"is {list(own.shape)} and not {list(copy.shape)}"
     else:
         why = "has other values"

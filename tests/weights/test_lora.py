@@ -105,11 +105,31 @@ def test_a_copy_of_the_models_embedding(tmp_path: Path) -> None:
     changed[4, 7] += 1
     for plain, reason in (
         ({"model.embed.weight": PlainWeight.of(changed)}, "has other values"),
-        ({"model.embed.weight": PlainWeight.of(own[:4])}, r"is \[4, 8\] and not \[5, 8\]"),
+        (
+            {"model.embed.weight": PlainWeight.of(own[:4])},
+            "1 more rows.*tokens added to the model's 4",
+        ),
+        ({"model.embed.weight": PlainWeight.of(own[:, :4])}, r"is \[5, 4\] and not \[5, 8\]"),
         ({}, "is not served as stored"),
     ):
         with pytest.raises(InvalidRequestError, match=reason):
             read_adapter(adapter, stored, torch.float32, plain)
+
+
+def test_copies_beside_an_adapter_that_is_not_on_them(tmp_path: Path) -> None:
+    """As PEFT saves them with save_embedding_layers=True. Other weights are refused by name."""
+    own = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    name = "base_model.model.model.o.weight"
+    adapter = save(tmp_path, tensors={**good_tensors(), name: own})
+    stored = open_adapter(adapter, TARGETS, PARAMETERS)
+    served = {"model.o.weight": PlainWeight.of(own)}
+    assert read_adapter(adapter, stored, torch.float32, served)
+    with pytest.raises(InvalidRequestError, match="copy of 'model.o.weight'.* has other values"):
+        read_adapter(adapter, stored, torch.float32, {"model.o.weight": PlainWeight.of(own + 1)})
+    for other in ("base_model.model.score.weight", "base_model.model.model.q.lora_x.weight"):
+        adapter = save(tmp_path, tensors={**good_tensors(), other: own})
+        with pytest.raises(InvalidRequestError, match=f"it has '{other}'"):
+            open_adapter(adapter, TARGETS, PARAMETERS)
 
 
 def test_a_tied_embedding_without_the_heads_part(tmp_path: Path) -> None:
