@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -37,6 +38,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _LFS_POINTER = b"version https://git-lfs.github.com/"
 _COMPARED_AT_ONCE = 4 << 20  # bytes
 _READ_AT_ONCE = 16 << 20  # bytes of whole rows, when only a part of each row is used
@@ -209,7 +211,8 @@ def staging(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def open_checkpoint(path: Path) -> dict[str, StoredTensor]:
-    """All tensors of a directory: one model.safetensors, or else the shards of an index.
+    """All tensors of a directory: one model.safetensors, or else its shards, with an index or, if
+    their names tell that they are all there, without.
 
     Raises CheckpointError for a missing, truncated or inconsistent file.
     """
@@ -222,12 +225,32 @@ def open_checkpoint(path: Path) -> dict[str, StoredTensor]:
     others = sorted(p.name for p in path.glob("*.safetensors"))
     if len(others) == 1:
         return open_file(path / others[0])
+    if shards := _numbered_shards(others):
+        return {n: t for file in shards for n, t in open_file(path / file).items()}
     if any(list(path.glob(f"*.{kind}")) for kind in PICKLED):
         raise CheckpointError(
             f"{path.name!r} contains only pickled weights, none of them named "
             "pytorch_model*.bin; use a checkpoint in safetensors"
         )
     raise no_weights(path)
+
+
+def _numbered_shards(names: Sequence[str]) -> list[str]:
+    """The shards that are numbered as one set; [] if there is none, or more than one.
+
+    Raises CheckpointError if a shard of the set is missing."""
+    matches = [m for name in names if (m := _SHARD.fullmatch(name))]
+    if len({(m[1], m[3]) for m in matches}) != 1:
+        return []
+    stem, _, count = matches[0].groups()
+    found = [m[0] for m in matches]
+    numbers = {int(m[2]) for m in matches}
+    if absent := sorted(set(range(1, int(count) + 1)) - numbers):
+        raise CheckpointError(
+            f"shard {absent[0]} of {int(count)} ({stem}-...) is missing, and so is "
+            "model.safetensors.index.json; download the checkpoint again"
+        )
+    return found
 
 
 def _open_sharded(path: Path, index: Path) -> dict[str, StoredTensor]:

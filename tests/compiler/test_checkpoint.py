@@ -69,6 +69,18 @@ def test_shards(tmp_path: Path) -> None:
     check_all(tmp_path)
 
 
+def test_numbered_shards_need_no_index(tmp_path: Path) -> None:
+    """If all are there. A vendor's own files beside them are another set."""
+    for number, names in enumerate((["a", "b"], ["half", "scalar", "empty"]), 1):
+        file = tmp_path / f"model-{number:05}-of-00002.safetensors"
+        save_file({name: TENSORS[name] for name in names}, file)
+    assert open_checkpoint(tmp_path).keys() == TENSORS.keys()
+    (tmp_path / "model-00001-of-00002.safetensors").rename(tmp_path / "x.safetensors")
+    refused(tmp_path, "shard 1 of 2 (model-...) is missing", "so is model.safetensors.index.json")
+    (tmp_path / "y-00001-of-00001.safetensors").write_bytes(b"")
+    refused(tmp_path, "has no model.safetensors and no model.safetensors.index.json")
+
+
 def test_reading_into_a_given_tensor(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
     out = torch.zeros(6, 4)
