@@ -50,6 +50,8 @@ def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
         maker = AutoModelForTokenClassification
     elif head.encoder:
         maker = without_head(config)
+    if getattr(config, "auto_map", None):  # not removed by `load_config`, so its code may run
+        options["trust_remote_code"] = True
     module: nn.Module = maker.from_config(config, **options)
     if _reads_tokens(module, head):
         _classify_tokens(module)

@@ -199,7 +199,16 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
         if stated == "auto":
             loaded.dtype = None
     except Exception as e:  # transformers raises nearly every type here, from KeyError to OSError
-        raise CheckpointError(f"config.json of {wanted!r} can't be used: {reason_of(e)}") from e
+        reason = reason_of(e)
+        if "AutoConfig" in (fields.get("auto_map") or ()) and not config.trust_remote_code:
+            reason = (
+                f"transformers has no model_type {fields.get('model_type')!r}, and the model comes "
+                "with its own Python code, which runs only with --trust-remote-code "
+                "(trust_remote_code=True); read that code first"
+            )
+        raise CheckpointError(f"config.json of {wanted!r} can't be used: {reason}") from e
+    if not config.trust_remote_code:
+        vars(loaded).pop("auto_map", None)  # code that transformers would ask whether to run
     text = getattr(loaded, "get_text_config", lambda: loaded)()
     if getattr(loaded, "is_encoder_decoder", False):
         raise CheckpointError(

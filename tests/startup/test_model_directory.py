@@ -16,7 +16,8 @@ from tiny_models import make_config, save_checkpoint
 
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, CompileError, ConfigError
-from llmc.startup.model_files import generation_defaults, resolve_model
+from llmc.startup.compile import build_as_stored
+from llmc.startup.model_files import generation_defaults, load_config, resolve_model
 from llmc.startup.resolve import resolve
 from llmc.startup.start import start_engine
 
@@ -120,6 +121,46 @@ def test_a_model_that_is_no_language_model(tmp_path: Path) -> None:
 )
 def test_sizes_that_no_model_has(tmp_path: Path, field: str, value: Any) -> None:
     refused(write_config(tmp_path, **{field: value}), load_format="dummy")
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def with_own_code(path: Path, model_type: str, *classes: str) -> Path:
+    """A checkpoint with the Python code of its model, as repositories have it."""
+    save_checkpoint("llama", path)
+    (path / "own.py").write_text(OWN_CODE)
+    mapping = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    return write_config(
+        path, model_type=model_type, auto_map={name: mapping[name] for name in classes}
+    )
+
+
+def test_code_of_the_model_runs_only_on_request(tmp_path: Path) -> None:
+    path = with_own_code(tmp_path, "own", "AutoConfig", "AutoModelForCausalLM")
+    refused(path, "no model_type 'own'", "its own Python code", "--trust-remote-code")
+    config = EngineConfig(model=str(path), device="cpu", max_model_len=64, trust_remote_code=True)
+    source = resolve(config, torch.device("cpu"))
+    assert type(build_as_stored(source).module).__name__ == "OwnModel"
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_code_for_an_architecture_that_transformers_has(tmp_path: Path, trust: bool) -> None:
+    """Without trust transformers' own code is used, and nobody is asked."""
+    path = with_own_code(tmp_path, "llama", "AutoModelForCausalLM")
+    config = EngineConfig(model=str(path), device="cpu", trust_remote_code=trust)
+    hf_config = load_config(resolve_model(config), config)
+    assert hasattr(hf_config, "auto_map") is trust
+    module = build_as_stored(resolve(config, torch.device("cpu"))).module
+    assert type(module).__name__ == ("OwnModel" if trust else "LlamaForCausalLM")
 
 
 def test_no_weights(tmp_path: Path) -> None:
