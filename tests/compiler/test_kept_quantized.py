@@ -52,6 +52,7 @@ KEPT = {
     "bitsandbytes in 8 bits": Quantization(format="int8"),
     "auto-round as gptq": Quantization(format="int4", group=32, scale="float16"),
     "auto-round as awq": INT4,
+    "auto-round as gptqmodel": INT4,
     "bitnet": Quantization(format="int8"),
     "bitnet with divisors": Quantization(format="int8"),
     "mxfp8": Quantization(format="fp8", group=32),

@@ -430,6 +430,27 @@ def test_values_beyond_the_stated_bits_are_refused(tmp_path: Path) -> None:
         read_stored(tmp_path, named, packing.config, torch.float32)[f"{MODULE}.weight"].read()
 
 
+@pytest.mark.parametrize(
+    ("backend", "layout", "zeros_less_one"),
+    [
+        (None, "gptq", True),
+        ("auto_round:gptq:exllamav2", "gptq", True),
+        ("auto_round:exllamav2", "gptq", False),
+        ("auto_round:awq", "awq", False),
+    ],
+)
+def test_older_configs_of_auto_round(
+    backend: str | None, layout: str, zeros_less_one: bool
+) -> None:
+    """They name kernels instead of a packing format, and the method with its vendor."""
+    config = {**PACKINGS["auto-round as gptq"]().config, "quant_method": "intel/auto-round"}
+    config |= {"packing_format": None, "backend": backend}
+    found = read_quantization({"quantization_config": config})
+    assert found is not None
+    [scheme] = found.schemes
+    assert (scheme.layout, scheme.zeros_less_one) == (layout, zeros_less_one)
+
+
 def test_torchaos_configs_of_modules() -> None:
     """Names go before patterns, which must match all of a name; null leaves a module plain."""
 

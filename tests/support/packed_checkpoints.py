@@ -356,14 +356,18 @@ def mxfp8() -> Packing:
 
 
 def auto_round(layout: str) -> Packing:
-    made = gptq(4, 32, symmetric=True) if layout == "gptq" else awq(32)
+    made = {
+        "auto_gptq": gptq(4, 32, symmetric=True),
+        "auto_awq": awq(32),
+        "gptqmodel": gptq(4, 32, v2=True),
+    }[layout]
     config = {
         "quant_method": "auto-round",
         "bits": 4,
         "group_size": 32,
-        "sym": layout == "gptq",
+        "sym": layout == "auto_gptq",
         "data_type": "int",
-        "packing_format": f"auto_round:auto_{layout}",
+        "packing_format": f"auto_round:{layout}",
     }
     return Packing(config=config, pack=made.pack)
 
@@ -563,8 +567,9 @@ PACKINGS: dict[str, Callable[[], Packing]] = {
     "mxfp4 of quark": lambda: quark("fp4"),
     "mxfp4": mxfp4_linear,
     "mxfp8": mxfp8,
-    "auto-round as gptq": lambda: auto_round("gptq"),
-    "auto-round as awq": lambda: auto_round("awq"),
+    "auto-round as gptq": lambda: auto_round("auto_gptq"),
+    "auto-round as awq": lambda: auto_round("auto_awq"),
+    "auto-round as gptqmodel": lambda: auto_round("gptqmodel"),
     "auto-round, fp8": lambda: auto_round_floats(8),
     "auto-round, nvfp4": lambda: auto_round_floats(4),
     "auto-round, mxfp4": lambda: auto_round_mx(4),

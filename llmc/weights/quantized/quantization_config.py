@@ -199,8 +199,9 @@ def _auto_round(fields: Mapping[str, Any]) -> StoredQuantization:
     """Layouts of other tools; modules in `extra_config` have their own bits or are plain."""
     if fields.get("rotation_config"):
         raise bad(f"rotation_config rotates the inputs, which is not supported; {WAY_OUT}")
-    form = one_of(fields, "packing_format", "auto_round:auto_gptq", tuple(_AUTO_ROUND))
-    scheme = _AUTO_ROUND[form]
+    scheme = _AUTO_ROUND[
+        one_of(fields, "packing_format", _format_of_backend(fields), tuple(_AUTO_ROUND))
+    ]
     schemes, plain = [], ["lm_head"]
     for name, own in mapping_in(fields, "extra_config").items():
         asked = _overridden(fields, own)
@@ -219,6 +220,15 @@ def _auto_round(fields: Mapping[str, Any]) -> StoredQuantization:
         plain_modules=tuple(plain),
         quantizes_activations=isinstance(activation_bits, int) and activation_bits < 16,
     )
+
+
+def _format_of_backend(fields: Mapping[str, Any]) -> str:
+    """The packing format of older configs, which only name the kernels, `auto_round:gptq:...`."""
+    backend = str(fields.get("backend") or "")
+    if "awq" in backend:
+        return "auto_round:auto_awq"
+    is_own = backend.startswith("auto_round") and "gptq" not in backend
+    return "auto_round" if is_own else "auto_round:auto_gptq"
 
 
 def _auto_round_integers(
@@ -250,6 +260,10 @@ def _auto_round_floats(fields: Mapping[str, Any], target: str) -> WeightScheme:
         divides=kind == "nv_fp",
         targets=(target,),
     )
+
+
+def _gptq_v2_scheme(fields: Mapping[str, Any], target: str) -> WeightScheme:
+    return replace(_gptq_scheme(fields, target), zeros_less_one=False)
 
 
 def _gptq_scheme(fields: Mapping[str, Any], target: str) -> WeightScheme:
@@ -561,6 +575,8 @@ def _torchao_scheme(config: Mapping[str, Any], target: str) -> WeightScheme:
 _AUTO_ROUND = {  # by `packing_format`
     "auto_round:auto_gptq": _auto_round_integers(_gptq_scheme),
     "auto_round:auto_awq": _auto_round_integers(_awq_scheme),
+    "auto_round:gptqmodel": _auto_round_integers(_gptq_v2_scheme),
+    "auto_round": _auto_round_integers(_gptq_v2_scheme),
     "auto_round:llm_compressor": _auto_round_floats,
     "auto_round:fp8": _auto_round_floats,
     "auto_round:fp8_static": _auto_round_floats,
@@ -573,6 +589,7 @@ _READERS: dict[Any, Callable[[Mapping[str, Any]], StoredQuantization]] = {
     "gptq": _gptq,
     "awq": _awq,
     "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
     "modelopt": _modelopt,
     "quark": _quark,
     "bitsandbytes": _bitsandbytes,
