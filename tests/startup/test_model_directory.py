@@ -131,21 +131,23 @@ class OwnConfig(LlamaConfig):
 
 class OwnModel(LlamaForCausalLM):
     config_class = OwnConfig
+
+class OwnCode(LlamaForCausalLM):
+    pass
 """
 
 
-def with_own_code(path: Path, model_type: str, *classes: str) -> Path:
+def with_own_code(path: Path, model_type: str, **auto_map: str) -> Path:
     """A checkpoint with the Python code of its model, as repositories have it."""
     save_checkpoint("llama", path)
     (path / "own.py").write_text(OWN_CODE)
-    mapping = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    return write_config(
-        path, model_type=model_type, auto_map={name: mapping[name] for name in classes}
-    )
+    return write_config(path, model_type=model_type, auto_map=auto_map)
 
 
 def test_code_of_the_model_runs_only_on_request(tmp_path: Path) -> None:
-    path = with_own_code(tmp_path, "own", "AutoConfig", "AutoModelForCausalLM")
+    path = with_own_code(
+        tmp_path, "own", AutoConfig="own.OwnConfig", AutoModelForCausalLM="own.OwnModel"
+    )
     refused(path, "no model_type 'own'", "its own Python code", "--trust-remote-code")
     config = EngineConfig(model=str(path), device="cpu", max_model_len=64, trust_remote_code=True)
     source = resolve(config, torch.device("cpu"))
@@ -155,12 +157,12 @@ def test_code_of_the_model_runs_only_on_request(tmp_path: Path) -> None:
 @pytest.mark.parametrize("trust", [False, True])
 def test_code_for_an_architecture_that_transformers_has(tmp_path: Path, trust: bool) -> None:
     """Without trust transformers' own code is used, and nobody is asked."""
-    path = with_own_code(tmp_path, "llama", "AutoModelForCausalLM")
+    path = with_own_code(tmp_path, "llama", AutoModelForCausalLM="own.OwnCode")
     config = EngineConfig(model=str(path), device="cpu", trust_remote_code=trust)
     hf_config = load_config(resolve_model(config), config)
     assert hasattr(hf_config, "auto_map") is trust
     module = build_as_stored(resolve(config, torch.device("cpu"))).module
-    assert type(module).__name__ == ("OwnModel" if trust else "LlamaForCausalLM")
+    assert type(module).__name__ == ("OwnCode" if trust else "LlamaForCausalLM")
 
 
 def test_no_weights(tmp_path: Path) -> None:
