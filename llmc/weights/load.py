@@ -26,6 +26,7 @@ from llmc.passes.inputs import FUNCTIONS, Shard, WeightInput
 from llmc.weights.assignment import Assignment
 from llmc.weights.checkpoint import BlockTensor, Readable, SomeOf, StoredTensor, staging
 from llmc.weights.parameters import Parameters, mean_of
+from llmc.weights.quantized.config_fields import WAY_OUT
 from llmc.weights.quantized.kept_quantized import blocks_of
 from llmc.weights.quantized.quantized_tensor import QuantizedTensor
 from llmc.weights.quantized.stored_shapes import plain_name
@@ -35,7 +36,8 @@ log = logging.getLogger(__name__)
 # Drawing random values is slower than loading, so they repeat. A prime, so that no rows are equal.
 _MAX_DRAWN = 262_139
 _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-_PACKED = (".qweight", ".weight_packed")  # suffixes of the names of low-bit tensors
+# Suffixes of the names of low-bit tensors.
+_PACKED = (".qweight", ".weight_packed", ".W_q", ".weight._data", ".weight._data._data")
 _ROUNDED = 2**-7  # tolerance for a table stored in bfloat16
 
 
@@ -199,7 +201,8 @@ class CheckpointWeights:
         if problems:
             more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
             if packed := [n for n in self._from.unexpected if n.endswith(_PACKED)]:
-                more += f"; {packed[0]} is of a quantization that config.json does not describe"
+                found = f"{packed[0]} is of a quantization that config.json does not describe"
+                more += f"; {found}; {WAY_OUT}"
             raise CheckpointError(
                 f"the checkpoint does not fit its config.json: {'; '.join(problems[:5])}{more}"
             )

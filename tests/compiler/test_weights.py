@@ -252,6 +252,17 @@ def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
         load(module_of("llama"), tmp_path)
 
 
+def test_tensors_of_a_quantization_that_nothing_describes(tmp_path: Path) -> None:
+    """As tools write them that leave config.json as it is (optimum-quanto, HQQ)."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{KEY}._data"] = tensors.pop(KEY).to(torch.int8)
+
+    edit(tmp_path, change)
+    with pytest.raises(CheckpointError, match=rf"{KEY}\._data is of a quantization.*; use another"):
+        load(module_of("llama"), tmp_path)
+
+
 def test_a_wrong_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
     edit(tmp_path, lambda t: t.update({KEY: torch.zeros(8, 32)}))
     with pytest.raises(CheckpointError) as caught:
