@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 # The same in every file, and not written in it.
-_SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+_SPECIAL: dict[str, Any] = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "pad_token": "<pad>",
+}
 
 
 def is_tekken_alone(folder: Path) -> bool:

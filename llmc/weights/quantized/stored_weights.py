@@ -132,9 +132,9 @@ class _Finder:
     def _one(self, name: str, tensor: StoredTensor) -> QuantizedTensor | None:
         module, _, last = name.rpartition(".")
         if last == "qweight":
-            has_gemv = any(s.layout == "awq_gemv" for s in self._quantization.schemes)
-            make = self._gemv if has_gemv else self._in_words
-            return self._fitting(make, module, name, "gptq", "awq", "awq_gemv")
+            if any(s.layout == "awq_gemv" for s in self._quantization.schemes):
+                return self._fitting(self._gemv, module, name, "awq_gemv")
+            return self._fitting(self._in_words, module, name, "gptq", "awq")
         if last == "weight_packed":
             make = self._fp4 if tensor.dtype == torch.uint8 else self._packed
             return self._fitting(make, module, name, "packed", "fp4")
