@@ -1,4 +1,4 @@
-"""Which files of a model's directory are weights. Needs no torch, so that an error comes at once."""
+"""Which files of a model's directory are weights. Needs no torch: errors come at once."""
 
 from __future__ import annotations
 

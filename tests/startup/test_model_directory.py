@@ -73,11 +73,12 @@ def test_a_config_that_is_no_object(tmp_path: Path, text: str) -> None:
 
 def test_an_empty_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    refused(tmp_path, "config.json")
+    refused(tmp_path, "config.json", load_format="dummy")
 
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:
-    refused(write_config(tmp_path, model_type="no-such-model"), "can't be used", "no-such-model")
+    path = write_config(tmp_path, model_type="no-such-model")
+    refused(path, "can't be used", "no-such-model", load_format="dummy")
 
 
 @pytest.mark.parametrize(
@@ -96,12 +97,12 @@ def test_a_field_of_the_wrong_kind(
 
 def test_an_encoder_decoder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "vocab_size": 32}))
-    refused(tmp_path, "encoder-decoder model (t5)", "decoder-only")
+    refused(tmp_path, "encoder-decoder model (t5)", "decoder-only", load_format="dummy")
 
 
 def test_a_model_that_is_no_language_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    refused(tmp_path, "can't build a causal language model")
+    refused(tmp_path, "can't build a causal language model", load_format="dummy")
 
 
 @pytest.mark.parametrize(
