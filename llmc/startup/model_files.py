@@ -24,13 +24,13 @@ from llmc.weights.quantized.quantization_config import (
 
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 _ADDED_TOKENS = re.compile(r'"added_tokens":\s*')
-# A repository's folders have the model in other formats; `consolidated` is a vendor's own format.
 # Where tools state the quantization if not in config.json: its method, and the field with the rest.
 _QUANTIZATION_FILES: dict[str, tuple[str, str | None]] = {
     "hf_quant_config.json": ("modelopt", "quantization"),
     "quantize_config.json": ("gptq", None),
     "quant_config.json": ("awq", None),
 }
+# A repository's folders have the model in other formats; `consolidated` is a vendor's own format.
 _NOT_DOWNLOADED = ["*/*.safetensors", "consolidated*.safetensors"]
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*"]
 
@@ -208,7 +208,7 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
             )
         raise CheckpointError(f"config.json of {wanted!r} can't be used: {reason}") from e
     if not config.trust_remote_code:
-        vars(loaded).pop("auto_map", None)  # code that transformers would ask whether to run
+        _forget_code(loaded)
     text = getattr(loaded, "get_text_config", lambda: loaded)()
     if getattr(loaded, "is_encoder_decoder", False):
         raise CheckpointError(
@@ -223,6 +223,17 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
         if value is not None and (not isinstance(value, int) or not 1 <= value <= 10**8):
             raise CheckpointError(f"config.json of {wanted!r}: {name} is {value!r}")
     return loaded
+
+
+def _forget_code(config: Any) -> None:
+    """Remove what names Python code in the directory, of configs inside a config too. transformers
+    would ask on the terminal whether to run it, and `make_module` would run it."""
+    from transformers import PretrainedConfig
+
+    vars(config).pop("auto_map", None)
+    for value in vars(config).values():
+        if isinstance(value, PretrainedConfig):
+            _forget_code(value)
 
 
 def load_quantization(files: ModelFiles) -> StoredQuantization | None:

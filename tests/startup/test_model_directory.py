@@ -166,6 +166,17 @@ def test_code_for_an_architecture_that_transformers_has(tmp_path: Path, trust: b
     assert type(module).__name__ == ("OwnCode" if trust else "LlamaForCausalLM")
 
 
+@pytest.mark.parametrize("trust", [False, True])
+def test_code_that_a_config_inside_the_config_names(tmp_path: Path, trust: bool) -> None:
+    code = {"auto_map": {"AutoModelForCausalLM": "own.OwnCode"}}
+    fields = {"model_type": "gemma3", **code, "text_config": {"model_type": "gemma3_text", **code}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = EngineConfig(model=str(tmp_path), device="cpu", trust_remote_code=trust)
+    loaded = load_config(resolve_model(config), config)
+    parts = loaded, loaded.text_config
+    assert [hasattr(part, "auto_map") for part in parts] == [trust, trust]
+
+
 def test_no_weights(tmp_path: Path) -> None:
     refused(write_config(tmp_path), "has no model.safetensors", "--load-format dummy")
 
