@@ -6,6 +6,7 @@ memory-mapped, so that only used memory is resident.
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import re
@@ -245,9 +246,10 @@ def _numbered_shards(names: Sequence[str]) -> list[str]:
     stem, _, count = matches[0].groups()
     found = [m[0] for m in matches]
     numbers = {int(m[2]) for m in matches}
-    if absent := sorted(set(range(1, int(count) + 1)) - numbers):
+    absent = next(n for n in itertools.count(1) if n not in numbers)
+    if absent <= int(count):
         raise CheckpointError(
-            f"shard {absent[0]} of {int(count)} ({stem}-...) is missing, and so is "
+            f"shard {absent} of {int(count)} ({stem}-...) is missing, and so is "
             "model.safetensors.index.json; download the checkpoint again"
         )
     return found

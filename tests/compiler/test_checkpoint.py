@@ -81,6 +81,12 @@ def test_numbered_shards_need_no_index(tmp_path: Path) -> None:
     refused(tmp_path, "has no model.safetensors and no model.safetensors.index.json")
 
 
+def test_a_number_of_shards_that_no_memory_holds(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / f"model-1-of-{10**12}.safetensors")
+    save_file(TENSORS, tmp_path / f"model-3-of-{10**12}.safetensors")
+    refused(tmp_path, f"shard 2 of {10**12} (model-...) is missing")
+
+
 def test_reading_into_a_given_tensor(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
     out = torch.zeros(6, 4)
