@@ -52,7 +52,7 @@ def find_convolutions(gm: fx.GraphModule) -> Notes:
             _over_windows(graph, pad, chain)
     for conv in calls(graph, aten.conv1d.default):
         cut = only_user(conv)
-        if cut is None or not _is_causal(conv, cut):
+        if cut is None or not _is_sequence(conv) or not _is_causal(conv, cut):
             if _over_tokens(conv):
                 notes.append(f"{conv.name}: not causal over the last K tokens of each channel")
             continue
@@ -146,6 +146,12 @@ def _squeeze(graph: fx.Graph, node: Any, dim: int) -> fx.Node:
 
 def _over_tokens(conv: fx.Node) -> bool:
     return any(isinstance(s, torch.SymInt) for s in val(arguments(conv).input).shape)
+
+
+def _is_sequence(conv: fx.Node) -> bool:
+    """Whether its input is [1, C, T]. Others convolve something else, such as features."""
+    shape = val(arguments(conv).input).shape
+    return len(shape) == 3 and str(shape[0]) == "1" and isinstance(shape[2], torch.SymInt)
 
 
 def _is_causal(conv: fx.Node, cut: fx.Node) -> bool:

@@ -70,7 +70,7 @@ def normalized(rsqrt: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
     if is_call(rsqrt, aten.pow.Tensor_Scalar) and arguments(rsqrt).exponent != -0.5:
         return None
     total = arguments(rsqrt).self
-    if not is_call(total, aten.add.Tensor, aten.add.Scalar):
+    if not _is_sum(total):
         return None
     mean, eps = arguments(total).self, arguments(total).other
     if not isinstance(eps, float) or not is_call(mean, aten.mean.dim):
@@ -111,7 +111,7 @@ def _follow(scaled: fx.Node) -> tuple[fx.Node, fx.Node | None, float]:
     if is_call(user, aten.mul.Tensor):
         for mine, other in operands(user):  # type: ignore[arg-type]
             found = weight_of(other)
-            if mine is node and found is not None:
+            if mine is node and found is not None and _is_per_channel(found[0], node):
                 weight, offset = found
                 node = _past_cast(user)  # type: ignore[arg-type]
                 break
@@ -127,7 +127,7 @@ def weight_of(node: Any) -> tuple[fx.Node, float] | None:
     """(parameter, offset) for a 1-D parameter, possibly cast, possibly plus a constant."""
     offset = 0.0
     node = through(node, *CASTS)
-    if is_call(node, aten.add.Tensor, aten.add.Scalar):
+    if _is_sum(node):
         for a, b in operands(node):
             if isinstance(b, int | float) and isinstance(a, fx.Node):
                 node, offset = a, float(b)
@@ -136,6 +136,16 @@ def weight_of(node: Any) -> tuple[fx.Node, float] | None:
     if isinstance(input_of(node), WeightInput) and val(node).dim() == 1:
         return node, offset
     return None
+
+
+def _is_sum(node: Any) -> bool:
+    """Whether it adds its arguments as they are, without a factor (alpha)."""
+    return is_call(node, aten.add.Tensor, aten.add.Scalar) and not node.kwargs
+
+
+def _is_per_channel(weight: fx.Node, x: fx.Node) -> bool:
+    """Whether it has a value for each channel of `x`: a single one for all would be broadcast."""
+    return bool(val(weight).shape[0] == val(x).shape[-1])
 
 
 def _fuse(graph: fx.Graph, norm: _Norm) -> None:

@@ -276,9 +276,12 @@ def _source_of_halves(a: Any, b: Any) -> fx.Node | None:
 
 
 def _table_of(node: Any) -> fx.Node | None:
-    """The table placeholder whose rows a value is, looking through views."""
+    """The table placeholder whose rows for the tokens' positions a value is, looking through views.
+    The fused op reads its rows by these positions too."""
     node = through(node, *_VIEWS)
     if not is_call(node, aten.index_select.default):
+        return None
+    if input_of(arguments(node).index) != StepInput(name="positions"):
         return None
     table: fx.Node = arguments(node).self
     return table if isinstance(input_of(table), ConstantInput) else None

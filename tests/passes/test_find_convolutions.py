@@ -45,6 +45,18 @@ def test_leaves_alone_and_says_so(changes: dict[str, Any]) -> None:
     assert "last K tokens" in report.notes[0]
 
 
+def test_leaves_alone_a_convolution_over_the_features_of_each_token() -> None:
+    """It is causal too, but over a dimension of a fixed size; the tokens are the batch."""
+    inputs = INPUTS | {"x": step(torch.randn(TOKENS, CHANNELS, 9), dynamic=0)}
+
+    def forward(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.conv1d(x, w, b, padding=WIDTH - 1, groups=CHANNELS)[..., :9]
+
+    gm = trace(forward, **inputs)
+    same, _ = apply(gm, find_convolutions())
+    assert ops(same) == ops(gm)
+
+
 def test_changes_nothing_the_second_time() -> None:
     assert_idempotent(conv(), find_convolutions())
 

@@ -9,6 +9,8 @@ import torch
 from tiny_graphs import Arg, Values, apply, assert_idempotent, assert_same, step, trace, weight
 from torch import Tensor
 
+from llmc.kernels.rms_norm import rms_norm
+from llmc.passes.edit import arguments, calls
 from llmc.passes.fuse_rms_norm import fuse_rms_norm
 
 GEN = torch.Generator().manual_seed(0)
@@ -117,3 +119,30 @@ def test_leaves_alone_a_norm_whose_scale_is_read_elsewhere() -> None:
 
     _, (report,) = apply(trace(scale_out, x=X, w=W), fuse_rms_norm())
     assert not report.added and report.notes
+
+
+def test_leaves_alone_a_weight_that_is_one_number_for_all_channels() -> None:
+    """The op's kernels read one for each channel: this one ends before the second."""
+    inputs = {"x": X, "w": weight("w", torch.tensor([0.5]))}
+    gm = trace(lambda x, w: (norm(x, w),), **inputs)
+    fused, (report,) = apply(gm, fuse_rms_norm())
+    assert report.added == {"llmc.rms_norm.default": 1}
+    (call,) = calls(fused.graph, rms_norm.overload)
+    assert arguments(call).weight is None
+    assert_same(fused, gm, Values.of(**inputs), 1e-5)
+
+
+def test_sees_factors_of_the_sums() -> None:
+    """eps and the weight's offset can be added with a factor."""
+
+    def of_eps(x: Tensor, w: Tensor) -> Tensor:
+        mean = x.pow(2).mean(-1, keepdim=True)
+        return w * (x * torch.rsqrt(torch.add(mean, 0.5, alpha=3)))
+
+    def of_weight(x: Tensor, w: Tensor) -> Tensor:
+        return norm(x, torch.add(w, 1.0, alpha=3))
+
+    for fn in (of_eps, of_weight):
+        gm = trace(fn, x=X, w=W)
+        fused, _ = apply(gm, fuse_rms_norm())
+        assert_same(fused, gm, Values.of(x=X, w=W), 1e-5)

@@ -19,7 +19,7 @@ from tiny_layer import (
 )
 from torch import Tensor, fx
 
-from llmc.passes.edit import aten, calls
+from llmc.passes.edit import arguments, aten, calls, emit, set_arguments
 from llmc.passes.fuse_rms_norm import fuse_rms_norm
 from llmc.passes.fuse_rope_write import fuse_rope_write
 from llmc.passes.inputs import ConstantInput
@@ -130,4 +130,19 @@ def test_leaves_alone_a_turn_the_other_way() -> None:
     left, (report,) = apply(before(plain), fuse_rope_write())
     assert not report.added
     want = run(plain, Values.of(**INPUTS))
+    torch.testing.assert_close(run(left, paged_values()), want, rtol=1e-5, atol=1e-5)
+
+
+def test_leaves_alone_rows_of_other_positions() -> None:
+    """The op reads its tables by the tokens' own positions."""
+    gm = before(layer())
+    for rows in calls(gm.graph, aten.index_select.default):
+        given = arguments(rows)
+        with gm.graph.inserting_before(rows):
+            half = emit(gm.graph, aten.floor_divide.Scalar, given.index, 2)
+        set_arguments(rows, index=half)
+    gm.recompile()
+    left, (report,) = apply(gm, fuse_rope_write())
+    assert not report.added
+    want = run(gm, paged_values())
     torch.testing.assert_close(run(left, paged_values()), want, rtol=1e-5, atol=1e-5)
