@@ -23,6 +23,11 @@ _CPU_SHARE = 0.4
 # Snapshots of recurrent states, for the prefix cache: a few per row, in a small part of the memory.
 _SNAPSHOTS_PER_ROW = 8
 _SNAPSHOT_SHARE = 8  # at most one eighth of the cache's bytes
+# The rows' tables have a place for every token of a context. A recurrent model can claim any
+# context: no cache limits it.
+_TABLE_TOKENS = 2**30  # of all rows together; words of the tables are numbered in 32 bits
+_TABLE_BYTES = 8  # per token: in the tables, and its share of a block in the pool's lists
+_LEAST_CONTEXT = 4096  # whatever is free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,11 +163,17 @@ def size_pool(
     `bytes_per_token` is the size of a token in one of the layout's groups of layers.
 
     An explicit max_model_len must fit; otherwise the context is reduced to what fits. A model
-    without keys and values (fully recurrent) gets blocks for every row, as they cost nothing.
+    without keys and values (fully recurrent) gets blocks for every row, which only tables limit.
     `state_bytes` is the size of a state snapshot, if there are any; snapshots are subtracted first.
     """
     block_bytes = bytes_per_token * config.block_size
-    wanted_len = config.max_model_len or model_len
+    most = _longest_in_tables(config, available if block_bytes == 0 else None)
+    if (config.max_model_len or 0) > most:
+        raise ConfigError(
+            f"the tables of {config.max_num_seqs} requests hold {most} tokens of each, fewer than "
+            f"max_model_len {config.max_model_len}; lower max_model_len or max_num_seqs"
+        )
+    wanted_len = config.max_model_len or min(model_len, most)
     per_request = layout.blocks_for(wanted_len)
     budget = config.kv_cache_memory if config.kv_cache_memory is not None else max(available, 0)
     num_snapshots = 0
@@ -196,3 +207,13 @@ def size_pool(
         cache_bytes=num_blocks * block_bytes,
         num_snapshots=num_snapshots,
     )
+
+
+def _longest_in_tables(config: EngineConfig, available: int | None) -> int:
+    """The longest context for which there can be tables of all rows. `available`: the bytes that
+    they may take; None: the cache, which takes far more, limits the context."""
+    rows = config.max_num_seqs + 1
+    most = _TABLE_TOKENS // rows
+    if available is not None:
+        most = min(most, max(available // (rows * _TABLE_BYTES), _LEAST_CONTEXT))
+    return most

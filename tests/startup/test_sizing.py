@@ -99,6 +99,16 @@ def test_snapshots_of_states_take_an_eighth_at_most_and_are_eight_a_row() -> Non
     assert (alone.num_snapshots, alone.num_blocks) == (2, 4 * 4)
 
 
+def test_the_context_of_a_recurrent_model_is_cut_to_what_tables_of_all_rows_can_hold() -> None:
+    """Its config may state any context, and no cache limits it."""
+    pool = size(available=8 * 5 * 10_000, per_token=0, model_len=10**9)
+    assert (pool.max_model_len, pool.num_blocks) == (10_000, 4 * 625)
+    assert size(available=0, per_token=0, model_len=10**9).max_model_len == 4096
+    assert size(available=10**15, per_token=0, model_len=10**9).max_model_len == 2**30 // 5
+    with pytest.raises(ConfigError, match="4 requests hold 10000 tokens of each, fewer than"):
+        size(available=8 * 5 * 10_000, per_token=0, max_model_len=10_001)
+
+
 def test_an_open_context_is_cut_to_what_fits() -> None:
     pool = size(available=1600 * 2)
     assert (pool.num_blocks, pool.max_model_len) == (2, 32)
