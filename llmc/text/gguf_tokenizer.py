@@ -317,11 +317,12 @@ class _Vocabulary:
         kinds = self._list("token_type", int)
         if kinds and len(kinds) != len(self.tokens):
             raise CheckpointError("tokenizer.ggml.token_type does not have one entry per token")
+        added = []
         for i, (token, kind) in enumerate(zip(self.tokens, kinds, strict=False)):
-            if kind in (_UNKNOWN, _CONTROL) or i in self._end_ids:
-                backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-            elif kind == _USER_DEFINED:
-                backend.add_tokens([AddedToken(token, normalized=False, special=False)])
+            is_special = kind in (_UNKNOWN, _CONTROL) or i in self._end_ids
+            if is_special or kind == _USER_DEFINED:
+                added.append(AddedToken(token, normalized=False, special=is_special))
+        backend.add_tokens(added)  # at once: each call takes as long as all tokens so far
 
     def _add_ends(self, backend: Any, adds_bos: bool) -> None:
         """Add the tokens before and after every prompt."""
