@@ -14,6 +14,7 @@ Adapters that use any other feature are rejected, because their output would be 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ _KEY = re.compile(
     re.ASCII,
 )
 _COPY = re.compile(r"(?:base_model\.model\.)?((?:(?!lora_).)+)\.weight", re.ASCII)
-_REPEATED_GROUP = re.compile(r"\)[*+{]")  # matching such a pattern can take forever
+_PLAIN = re.compile(r"[\w.]+")  # a name, or part of one
 _MOST = 1e6  # the largest rank or alpha
 _SINCE_0_20 = re.compile(r"0\.[2-9]\d|[1-9]")
 _MAX_PARAMETERS = 4096  # named in target_parameters
@@ -75,10 +76,27 @@ class LoraPart:
     is_transposed: bool = False
 
 
+class FileVersion(NamedTuple):
+    """What tells a file from one that replaced it, or from itself before it was written again."""
+
+    inode: int
+    size: int
+    written_ns: int
+
+    @staticmethod
+    def of(file: Path) -> FileVersion:
+        found = file.stat()
+        return FileVersion(found.st_ino, found.st_size, found.st_mtime_ns)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredAdapter:
-    """An adapter's parts for each place, and its copies of the model's parameters."""
+    """An adapter's parts for each place, and its copies of the model's parameters.
 
+    `version`: of the file, to whose header the places in it belong.
+    """
+
+    version: FileVersion
     parts: Mapping[LoraPlace, Sequence[LoraPart]]
     sizes: Mapping[LoraPlace, LoraSize]
     copies: Mapping[str, StoredTensor]
@@ -119,9 +137,10 @@ def open_adapter(
         why = " but a pickled adapter_model.bin, which is not supported" if pickled else ""
         raise _refused(adapter, f"its directory has no {_WEIGHTS}{why}; save it as safetensors")
     try:
+        version = FileVersion.of(path / _WEIGHTS)  # before its header
         tensors = open_file(path / _WEIGHTS)
-    except CheckpointError as error:
-        raise _refused(adapter, str(error)) from error
+    except (CheckpointError, OSError) as error:
+        raise _refused(adapter, reason_of(error)) from error
     pairs: dict[tuple[str, AdaptedOp], dict[str, StoredTensor]] = {}
     copies: dict[str, StoredTensor] = {}
     for key, tensor in tensors.items():
@@ -161,7 +180,10 @@ def open_adapter(
     if config.get("ensure_weight_tying"):
         _check_ties(adapter, parts, targets)
     return StoredAdapter(
-        parts=parts, sizes={place: targets[place] for place in parts}, copies=copies
+        version=version,
+        parts=parts,
+        sizes={place: targets[place] for place in parts},
+        copies=copies,
     )
 
 
@@ -178,6 +200,7 @@ def read_adapter(
     """
     weights: LoraWeights = {}
     try:
+        _check_version(adapter, stored)
         for name, copy in stored.copies.items():
             _check_copy(adapter, name, copy, plain.get(name))
         for place, parts in stored.parts.items():
@@ -187,9 +210,19 @@ def read_adapter(
                     adapter, f"its weights on {place.weight} are not finite (NaN or infinity)"
                 )
             weights[place] = made
+        _check_version(adapter, stored)  # it may have been replaced meanwhile
     except (CheckpointError, OSError) as error:
         raise _refused(adapter, reason_of(error)) from error
     return weights
+
+
+def _check_version(adapter: LoRARequest, stored: StoredAdapter) -> None:
+    if FileVersion.of(Path(adapter.lora_path) / _WEIGHTS) != stored.version:
+        raise _refused(
+            adapter,
+            f"its {_WEIGHTS} has changed since it was first used; load it again under another "
+            "number (over HTTP: unload it, then load it)",
+        )
 
 
 def _joined(parts: Sequence[LoraPart], size: LoraSize, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -423,16 +456,41 @@ def _number(
     if not isinstance(given, dict):
         raise _refused(adapter, f"{patterns} in {_CONFIG} is not an object")
     for key, other in given.items():
-        if _REPEATED_GROUP.search(key):
-            raise _refused(adapter, f"{patterns} has {key!r:.80}, a pattern that repeats a group")
         try:
-            if re.match(rf"(.*\.)?({key})$", module):
+            if _ends_with(key, module):
                 value = other
                 break
-        except re.error as error:
-            raise _refused(adapter, f"{patterns} has {key!r:.80}: {error}") from error
+        except ValueError as error:
+            raise _refused(adapter, f"{patterns} has {key!r:.80}: {reason_of(error)}") from error
     if isinstance(value, int | float) and not isinstance(value, bool):
         least = 1 if name == "r" else -_MOST
         if least <= value <= _MOST and (name != "r" or value == int(value)):  # NaN is neither
             return float(value)
     raise _refused(adapter, f"{name} in {_CONFIG} is {value!r:.80}, which is not a valid value")
+
+
+def _ends_with(pattern: str, module: str) -> bool:
+    """Whether a pattern matches whole components at the end of a module's name. ValueError for one
+    that can't be used."""
+    if _PLAIN.fullmatch(pattern):
+        return re.match(rf"(.*\.)?({pattern})$", module) is not None
+    from pydantic import ValidationError
+
+    try:
+        _matcher(pattern).validate_python(module)
+    except ValidationError:
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=256)
+def _matcher(pattern: str) -> Any:
+    """Validates names that match a pattern, in time that is linear in their length: with Python's
+    own `re` a pattern of a few stars never ends."""
+    from pydantic import StringConstraints, TypeAdapter
+    from pydantic_core import SchemaError
+
+    try:
+        return TypeAdapter(Annotated[str, StringConstraints(pattern=rf"^(.*\.)?({pattern})$")])
+    except SchemaError as error:
+        raise ValueError(str(error)) from error

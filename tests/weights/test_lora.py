@@ -75,6 +75,9 @@ def save(path: Path, config: Any = CONFIG, tensors: dict[str, Tensor] | None = N
         ({"alpha_pattern": {"q": 3}}, 1.5),
         ({"alpha_pattern": {"elsewhere": 3}}, 4.0),
         ({"r": 7, "rank_pattern": {"model.q": 2}}, 4.0),
+        ({"alpha_pattern": {r"model\.(q|k|v)": 3}}, 1.5),
+        ({"alpha_pattern": {r"(a+)+|el\w*": 3, ".*k": 5, r"(mo\w+\.)*q": 6}}, 3.0),
+        ({"alpha_pattern": {".*" * 40 + "z": 3, "(m?o?d?e?l?.?q?)+" * 20 + "z": 5}}, 4.0),
     ],
 )
 def test_scales(changes: dict[str, Any], scale: float, tmp_path: Path) -> None:
@@ -84,6 +87,19 @@ def test_scales(changes: dict[str, Any], scale: float, tmp_path: Path) -> None:
     stored = good_tensors()
     torch.testing.assert_close(a, stored["base_model.model.model.q.lora_A.weight"])
     torch.testing.assert_close(b, scale * stored["base_model.model.model.q.lora_B.weight"])
+
+
+def test_a_file_that_was_written_again_is_not_read_by_the_old_header(tmp_path: Path) -> None:
+    """As when training continues in the same directory: the tensors now begin elsewhere."""
+    adapter = save(tmp_path)
+    stored = open_adapter(adapter, TARGETS, PARAMETERS)
+    tensors = {A: torch.zeros(2, 8), B: torch.zeros(6, 2), COPY: torch.zeros(5, 8)}
+    save(tmp_path, tensors=tensors)
+    with pytest.raises(InvalidRequestError, match="has changed since it was first used; load it"):
+        read_adapter(adapter, stored, torch.float32, {})
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(InvalidRequestError, match="No such file"):
+        read_adapter(adapter, stored, torch.float32, {})
 
 
 COPY = "base_model.model.model.embed.base_layer.weight"
@@ -178,7 +194,7 @@ O_PAIR = {A.replace(".q.", ".o."): torch.ones(2, 8), B.replace(".q.", ".o."): to
         ({**CONFIG, "lora_alpha": 10**400}, None, "lora_alpha in adapter_config.json is 1000"),
         ({**CONFIG, "lora_alpha": float("nan")}, None, "lora_alpha in adapter_config.json is nan"),
         ({**CONFIG, "lora_alpha": None}, None, "lora_alpha in adapter_config.json is None"),
-        ({**CONFIG, "rank_pattern": {"(a+)+": 1}}, None, "repeats a group"),
+        ({**CONFIG, "rank_pattern": {"(?=a)q": 1}}, None, "rank_pattern has '.*look-around"),
         ({**CONFIG, "alpha_pattern": {"(": 1}}, None, r"alpha_pattern has '\('"),
         ({**CONFIG, "r": 3}, {A: torch.ones(3, 8), B: torch.ones(6, 3)}, "raise max_lora_rank"),
         ({**CONFIG, "r": 1}, None, r"rank 1 and this model require \[1, 8\] and \[6, 1\]"),
