@@ -42,8 +42,12 @@ RESERVED = frozenset(
 )
 
 IMAGE_PART = {"type": "image"}  # a part of a message, as templates know it
-# Errors raised by a template's arithmetic, lookups and macros.
-_TEMPLATE_FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
+# Errors raised by a template's arithmetic, lookups, filters and macros. SyntaxError: Python can't
+# compile a template with too many nested blocks.
+_TEMPLATE_FAULTS = (
+    TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
+    MemoryError, SyntaxError,
+)  # fmt: skip
 
 
 def render_chat(
@@ -194,7 +198,8 @@ def _as_request_errors() -> Iterator[None]:
         yield
     except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as exc:
         raise InvalidRequestError(
-            f"the model's chat template refused the messages: {str(exc)[:300]}",
+            "the model's chat template refused the messages: "
+            f"{str(exc)[:300] or type(exc).__name__}",
             param="messages",
             code="chat_template_error",
         ) from exc

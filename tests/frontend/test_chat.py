@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from scripted_engine import make_hf_tokenizer
 
+from llmc.errors import InvalidRequestError
 from llmc.text.chat import can_sanitize, render_chat
 from llmc.text.tokenizer import Tokenizer
 
@@ -41,6 +42,22 @@ def rendered(template: str, content: Any) -> str:
 def test_a_template_that_loops_over_parts_gets_parts(content: Any, expected: str) -> None:
     """Those of models that also take images: of a string they would write nothing."""
     assert rendered(PARTS_ALONE, content).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (
+            "{% for key, value in messages[0].content|dictsort %}{% endfor %}",
+            "no attribute 'items'",
+        ),
+        ("{% for m in messages %}" * 25 + "{% endfor %}" * 25, "too many statically nested blocks"),
+        ("{{ 'a' * 10**17 }}", "MemoryError"),
+    ],
+)
+def test_any_error_of_a_template_is_about_the_messages(template: str, reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"template refused the messages: .*{reason}"):
+        rendered(template, "hello")
 
 
 def test_control_tokens_in_a_part_are_plain_text() -> None:
