@@ -303,7 +303,7 @@ def tokenizer_end(folder: Path) -> int | None:
     added += [(token.get("id"), token) for token in _added_tokens(folder / "tokenizer.json")]
     for number, token in added:
         if isinstance(end, str) and isinstance(token, dict) and token.get("content") == end:
-            return int(number) if str(number).isdigit() else None
+            return int(number) if re.fullmatch(r"[0-9]{1,9}", str(number)) else None
     return None
 
 

@@ -8,6 +8,7 @@ stored one by one but stacked in the module).
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,8 @@ from llmc.weights.checkpoint import Readable
 from llmc.weights.parameters import describe_parameters
 from llmc.weights.quantized.quantized_tensor import QuantizedTensor
 from llmc.weights.separate_experts import separate_experts
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +191,7 @@ class Assignment:
 
 def _natural(name: str) -> list[tuple[int, int | str]]:
     """A sort key that puts layer 10 after layer 9, as transformers' converters expect."""
-    return [(0, int(p)) if p.isdigit() else (1, p) for p in name.split(".")]
+    return [(0, int(p)) if _NUMBER.fullmatch(p) else (1, p) for p in name.split(".")]
 
 
 def _reader(stored: Readable) -> Callable[[], Tensor]:

@@ -307,9 +307,11 @@ def test_packed_weights_that_nothing_describes_are_named(tmp_path: Path) -> None
 def test_tensors_without_a_place_are_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    edit(tmp_path, lambda t: t.update({"stray.weight": torch.zeros(2)}))
+    strays = ("stray.weight", "stray.\u00b2.weight", f"stray.{'9' * 5000}.weight")  # odd numbers
+    edit(tmp_path, lambda t: t.update({name: torch.zeros(2) for name in strays}))
     load(module_of("llama"), tmp_path)
-    assert "1 tensors of the checkpoint are not used by the model: stray.weight" in caplog.text
+    assert "3 tensors of the checkpoint are not used by the model: " in caplog.text
+    assert ", stray.weight, stray.\u00b2.weight" in caplog.text
 
 
 def test_tied_embeddings_are_read_once_and_counted_once(tmp_path: Path) -> None:

@@ -271,7 +271,14 @@ def test_the_tokenizers_end_token_ends_too(tmp_path: Path, files: dict[str, Any]
     assert resolve(config, torch.device("cpu")).eos_token_ids == (5, 9)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"eos_token": 3}', '{"eos_token": "x"}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", '{"eos_token": 3}', '{"eos_token": "x"}'),
+        '{"eos_token": "x", "added_tokens_decoder": {"\\u00b2": {"content": "x"}}}',  # a digit
+        f'{{"eos_token": "x", "added_tokens_decoder": {{"{"9" * 5000}": {{"content": "x"}}}}}}',
+    ],
+)
 def test_an_end_token_that_is_not_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(text)
     (tmp_path / "tokenizer.json").write_text('{"added_tokens": {')
