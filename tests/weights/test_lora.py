@@ -330,7 +330,7 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(InvalidRequestError, match="not a complete safetensors file"):
         open_adapter(adapter, TARGETS, PARAMETERS)
-    with pytest.raises(InvalidRequestError, match="ends inside tensor"):
+    with pytest.raises(InvalidRequestError, match="has changed since"):
         read_adapter(adapter, parts, torch.float32, {})
     file.rename(tmp_path / "adapter_model.bin")
     with pytest.raises(
