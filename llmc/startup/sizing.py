@@ -23,10 +23,11 @@ _CPU_SHARE = 0.4
 # Snapshots of recurrent states, for the prefix cache: a few per row, in a small part of the memory.
 _SNAPSHOTS_PER_ROW = 8
 _SNAPSHOT_SHARE = 8  # at most one eighth of the cache's bytes
-# The rows' tables have a place for every token of a context. A recurrent model can claim any
-# context: no cache limits it.
+# The rows' tables have a place for every token of a context. A config can claim any context: no
+# cache limits that of a recurrent model, and a tiny model's cache is smaller than the tables.
 _TABLE_TOKENS = 2**30  # of all rows together; words of the tables are numbered in 32 bits
 _TABLE_BYTES = 8  # per token: in the tables, and its share of a block in the pool's lists
+_TABLE_SHARE = 4  # at most one fourth of the cache's bytes, unless max_model_len is set
 _LEAST_CONTEXT = 4096  # whatever is free
 
 
@@ -167,7 +168,7 @@ def size_pool(
     `state_bytes` is the size of a state snapshot, if there are any; snapshots are subtracted first.
     """
     block_bytes = bytes_per_token * config.block_size
-    most = _longest_in_tables(config, available if block_bytes == 0 else None)
+    most = _longest_in_tables(config, available)
     if (config.max_model_len or 0) > most:
         raise ConfigError(
             f"the tables of {config.max_num_seqs} requests hold {most} tokens of each, fewer than "
@@ -209,11 +210,12 @@ def size_pool(
     )
 
 
-def _longest_in_tables(config: EngineConfig, available: int | None) -> int:
-    """The longest context for which there can be tables of all rows. `available`: the bytes that
-    they may take; None: the cache, which takes far more, limits the context."""
+def _longest_in_tables(config: EngineConfig, available: int) -> int:
+    """The longest context for which there can be tables of all rows: as configured, or what a share
+    of the memory holds. Where a token's keys and values are large, the cache is shorter."""
     rows = config.max_num_seqs + 1
     most = _TABLE_TOKENS // rows
-    if available is not None:
-        most = min(most, max(available // (rows * _TABLE_BYTES), _LEAST_CONTEXT))
-    return most
+    if config.max_model_len is not None:
+        return most
+    share = max(available, config.kv_cache_memory or 0) // _TABLE_SHARE
+    return min(most, max(share // (rows * _TABLE_BYTES), _LEAST_CONTEXT))

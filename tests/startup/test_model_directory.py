@@ -113,7 +113,7 @@ def test_a_model_that_is_no_language_model(tmp_path: Path) -> None:
         ("vocab_size", 10**12),
         ("hidden_size", 0),
         ("num_hidden_layers", 0),
-        ("num_hidden_layers", 10**9),
+        ("num_hidden_layers", 4097),
         ("hidden_size", "wide"),
         ("num_attention_heads", 0),
         ("num_attention_heads", 7),

@@ -99,14 +99,22 @@ def test_snapshots_of_states_take_an_eighth_at_most_and_are_eight_a_row() -> Non
     assert (alone.num_snapshots, alone.num_blocks) == (2, 4 * 4)
 
 
-def test_the_context_of_a_recurrent_model_is_cut_to_what_tables_of_all_rows_can_hold() -> None:
-    """Its config may state any context, and no cache limits it."""
-    pool = size(available=8 * 5 * 10_000, per_token=0, model_len=10**9)
+@pytest.mark.parametrize("per_token", [0, 1])
+def test_an_open_context_is_cut_to_what_tables_of_all_rows_can_hold(per_token: int) -> None:
+    """A config may state any, and no cache limits that of a recurrent or tiny model."""
+    pool = size(available=4 * 8 * 5 * 10_000, per_token=per_token, model_len=10**9)
     assert (pool.max_model_len, pool.num_blocks) == (10_000, 4 * 625)
-    assert size(available=0, per_token=0, model_len=10**9).max_model_len == 4096
-    assert size(available=10**15, per_token=0, model_len=10**9).max_model_len == 2**30 // 5
-    with pytest.raises(ConfigError, match="4 requests hold 10000 tokens of each, fewer than"):
-        size(available=8 * 5 * 10_000, per_token=0, max_model_len=10_001)
+    assert size(available=70_000, per_token=per_token, model_len=10**9).max_model_len == 4096
+    most = 2**30 // 5
+    assert size(10**15, per_token=per_token, model_len=10**9).max_model_len == most
+    assert size(10**15, per_token=per_token, max_model_len=most).max_model_len == most
+    with pytest.raises(ConfigError, match=f"4 requests hold {most} tokens of each, fewer than max"):
+        size(10**15, per_token=per_token, max_model_len=most + 1)
+
+
+def test_memory_that_is_set_for_the_cache_counts_for_tables_too() -> None:
+    pool = size(available=-5, kv_cache_memory=10**7, per_token=100, model_len=10_000)
+    assert pool.max_model_len == 10_000
 
 
 def test_an_open_context_is_cut_to_what_fits() -> None:
