@@ -156,7 +156,9 @@ THIRD_PARTY = {  # name -> the only modules that may import it
     "llguidance": ("llmc.structured",),
     "ray": ("llmc.integrations.ray", "llmc.startup.ray_ranks"),
     **dict.fromkeys(SERVER, ("llmc.server",)),
-    **dict.fromkeys(("starlette", "pydantic"), ("llmc.server", "llmc.integrations.ray")),
+    "starlette": ("llmc.server", "llmc.integrations.ray"),
+    # lora: for patterns of adapters, which it matches in linear time
+    "pydantic": ("llmc.server", "llmc.integrations.ray", "llmc.weights.lora"),
 }
 FAMILIES = (
     "llama|qwen|gemma|mistral|mixtral|deepseek|falcon|olmo|granite|mamba|phi_?[234]|gpt_?neox|gpt_?2"
