@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from llmc.config import EngineConfig
@@ -115,6 +115,7 @@ class AsyncLLM:
         self.max_queued = config.max_num_queued or 4 * self.num_rows
         self._outputs = OutputProcessor(tokenizer)
         self._streams: dict[str, Stream] = {}
+        self._num_preparing = 0  # calls
         self._link = link
         self._stats = stats
         self._state: asyncio.Future[EngineState | None] | None = None  # pending request for it
@@ -145,13 +146,33 @@ class AsyncLLM:
         Leaving the loop early, or cancelling the task, aborts the request.
         """
         sampling = sampling_params or self.get_default_sampling_params()
-        source = (await self.prepare.prompt(prompt, sampling)).with_adapter(lora_request)
+        with self.preparing():
+            source = (await self.prepare.prompt(prompt, sampling)).with_adapter(lora_request)
         async with self.submit(source, request_id=request_id, priority=priority) as stream:
             while await stream.deltas():
                 output = stream.requests[0].output()
                 yield output
                 if output.finished:
                     return
+
+    @contextlib.contextmanager
+    def preparing(self, *, submits: bool = True) -> Iterator[None]:
+        """Surrounds the preparation of a call, and rejects the call before it if too many wait.
+
+        `submits`: the call is then submitted, so it needs room in the queue.
+        """
+        if submits:
+            self._admit(self._num_preparing)
+        elif self._num_preparing >= self.num_rows + self.max_queued:
+            raise QueueFullError(
+                f"{self._num_preparing} calls are being prepared and the limit is "
+                f"{self.num_rows + self.max_queued}; try again in a moment"
+            )
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
 
     @contextlib.asynccontextmanager
     async def submit(
@@ -181,14 +202,17 @@ class AsyncLLM:
                 elif self._streams.get(request.request_id) is stream:
                     del self._streams[request.request_id]
 
-    def _admit(self) -> None:
-        """Raise unless there is room. One call can overshoot the limit; the next is rejected."""
+    def _admit(self, num_preparing: int = 0) -> None:
+        """Raise unless there is room. One call can overshoot the limit; the next is rejected.
+
+        `num_preparing`: calls that will be submitted before this one.
+        """
         if self.is_asleep:
             raise EngineAsleepError(f"{self.info.name} is asleep; wake it up first")
         self.check_health()
         if self._draining:
             raise EngineDeadError("the server is shutting down and accepts no new requests")
-        waiting = self._outputs.num_sequences - self.num_rows
+        waiting = num_preparing + self._outputs.num_sequences - self.num_rows
         if self._is_shared:  # other frontends' requests are known only from the engine, with delay
             waiting = max(waiting, self._stats.num_waiting)
         if waiting >= self.max_queued:

@@ -34,7 +34,7 @@ async def create_message(request: Request) -> GenerationResponse:
 async def count_tokens(request: Request) -> Response:
     body = await read_body(request, CountTokensBody)
     with renamed_params(NAMES):
-        turn = await prepare_turn(request, body.chat(max_tokens=1))
+        turn = await prepare_turn(request, body.chat(max_tokens=1), submits=False)
     return json_response({"input_tokens": len(turn.source.prompt_token_ids)})
 
 

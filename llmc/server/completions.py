@@ -17,7 +17,7 @@ from llmc.server.adapters import adapter_named
 from llmc.server.body import read_body, split_inputs
 from llmc.server.models import model_name
 from llmc.server.protocol import CompletionBody
-from llmc.server.respond import OPENAI, Deltas, GenerationResponse
+from llmc.server.respond import OPENAI, Deltas, GenerationResponse, preparing
 from llmc.server.sampling import cache_salt, priority, sampling_params
 from llmc.server.settings import MAX_PROMPTS, MAX_SEQUENCES
 from llmc.server.structured import blaming
@@ -46,6 +46,16 @@ async def create_completion(request: Request) -> GenerationResponse:
             param=param,
         )
     llm: AsyncLLM = state.llm
+    with preparing(request):
+        sources = await _sources(llm, body, prompts)
+    salt, adapter = cache_salt(request, body), adapter_named(request, model)
+    sources = [source.salted(salt).with_adapter(adapter) for source in sources]
+    call = CompletionCall(llm, body, model, sources)
+    rank = priority(llm, body)
+    return GenerationResponse(llm, call, state.settings, state.metrics, priority=rank)
+
+
+async def _sources(llm: AsyncLLM, body: CompletionBody, prompts: list[Prompt]) -> list[Input]:
     if body.suffix:
         llm.inputs.need_generation()
         prompts, ends = await _infill(llm, body)
@@ -60,14 +70,8 @@ async def create_completion(request: Request) -> GenerationResponse:
     )
     with blaming(body):
         if len(prompts) == 1:
-            sources = [await llm.prepare.prompt(prompts[0], sampling)]
-        else:
-            sources = await llm.prepare.prompts(prompts, sampling)
-    salt, adapter = cache_salt(request, body), adapter_named(request, model)
-    sources = [source.salted(salt).with_adapter(adapter) for source in sources]
-    call = CompletionCall(llm, body, model, sources)
-    rank = priority(llm, body)
-    return GenerationResponse(llm, call, state.settings, state.metrics, priority=rank)
+            return [await llm.prepare.prompt(prompts[0], sampling)]
+        return await llm.prepare.prompts(prompts, sampling)
 
 
 async def _infill(llm: AsyncLLM, body: CompletionBody) -> tuple[list[Prompt], frozenset[int]]:

@@ -36,7 +36,7 @@ from llmc.server.ollama_protocol import (
 )
 from llmc.server.pooling import PooledCall
 from llmc.server.protocol import ChatBody
-from llmc.server.respond import Deltas, GenerationResponse, Wire
+from llmc.server.respond import Deltas, GenerationResponse, Wire, preparing
 from llmc.server.sampling import cache_salt, sampling_params
 from llmc.server.structured import blaming
 from llmc.server.turn import Turn, prepare_turn, renamed_params
@@ -119,7 +119,7 @@ async def _embedded(
     check_params(params, info)
     if not texts:
         return json_response(made([], 0))
-    with renamed_params({"prompt": "input"}):
+    with preparing(request), renamed_params({"prompt": "input"}):
         sources = await llm.prepare.pooled(texts, truncate=params.truncate_prompt_tokens)
 
     def body(stream: Stream) -> dict[str, Any]:
@@ -194,7 +194,7 @@ async def _plain_turn(request: Request, body: ChatBody, prompt: Prompt) -> Turn:
     sampling = sampling_params(
         body, llm.inputs, max_tokens=body.max_tokens, logprobs=body.num_logprobs
     )
-    with blaming(body):
+    with preparing(request), blaming(body):
         source = await llm.prepare.prompt(prompt, sampling)
     source = source.salted(cache_salt(request, body)).with_adapter(adapter_named(request, model))
     return Turn(llm=llm, model=model, source=source)
@@ -204,7 +204,8 @@ async def _infill_turn(request: Request, body: ChatBody, suffix: str) -> Turn:
     """A turn that fills in between the prompt and the suffix, with the model's special tokens."""
     llm: AsyncLLM = request.app.state.llm
     llm.inputs.need_generation()
-    (prompt,), ends = await llm.prepare.infill([body.messages[-1]["content"]], suffix)
+    with preparing(request):
+        (prompt,), ends = await llm.prepare.infill([body.messages[-1]["content"]], suffix)
     body.stop_token_ids = sorted(ends)
     return await _plain_turn(request, body, prompt)
 

@@ -33,7 +33,7 @@ from llmc.server.pooling_protocol import (
     RerankBody,
     ScoreBody,
 )
-from llmc.server.respond import OPENAI, Deltas, GenerationResponse
+from llmc.server.respond import OPENAI, Deltas, GenerationResponse, preparing
 from llmc.server.sampling import cache_salt, priority
 from llmc.server.turn import renamed_params
 
@@ -134,7 +134,8 @@ async def score(request: Request) -> GenerationResponse:
     llm: AsyncLLM = request.app.state.llm
     model = model_name(request, body.model)
     left, right = ([t] if isinstance(t, str) else t for t in (body.text_1, body.text_2))
-    scoring = await llm.prepare.scoring(left, right, params_of(body))
+    with preparing(request):
+        scoring = await llm.prepare.scoring(left, right, params_of(body))
     check_vectors(scoring.sources, llm, "text_2")
     head = answer.AnswerHead("score", "list", model)
 
@@ -152,7 +153,8 @@ async def rerank(request: Request) -> GenerationResponse:
     llm: AsyncLLM = request.app.state.llm
     model = model_name(request, body.model)
     texts = [one.text if isinstance(one, Document) else one for one in body.documents]
-    with renamed_params({"text_1": "query", "text_2": "documents", "prompt": "documents"}):
+    names = {"text_1": "query", "text_2": "documents", "prompt": "documents"}
+    with preparing(request), renamed_params(names):
         scoring = await llm.prepare.scoring([body.query], texts, params_of(body))
     check_vectors(scoring.sources, llm, "documents")
     head = answer.AnswerHead("rerank", "list", model)
@@ -188,7 +190,7 @@ async def respond(
             {"prompt": one, "add_special_tokens": False} if isinstance(one, str) else one
             for one in prompts
         ]
-    with renamed_params({"prompt": "input"}):
+    with preparing(request), renamed_params({"prompt": "input"}):
         sources = await llm.prepare.pooled(prompts, truncate=body.truncate_prompt_tokens)
     check_vectors(sources, llm, "input")
     return submit(request, body, sources, made)

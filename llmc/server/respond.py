@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from llmc.async_llm import AsyncLLM, Stream
@@ -70,6 +71,23 @@ class Call(Protocol):
         """The whole response of a call that does not stream."""
 
 
+@contextlib.contextmanager
+def preparing(request: Request, *, submits: bool = True) -> Iterator[None]:
+    """Surrounds the preparation of a call, as `AsyncLLM.preparing` does."""
+    llm: AsyncLLM = request.app.state.llm
+    with counting_rejections(request.app.state.metrics), llm.preparing(submits=submits):
+        yield
+
+
+@contextlib.contextmanager
+def counting_rejections(metrics: Metrics) -> Iterator[None]:
+    try:
+        yield
+    except QueueFullError:
+        metrics.rejected("queue_full")
+        raise
+
+
 class GenerationResponse:
     """The ASGI response of a generation call; the request runs while it is being sent."""
 
@@ -112,9 +130,8 @@ class GenerationResponse:
                 error = work.exception() if is_over else None
                 self._observer.close(error)
         if is_over:
-            if isinstance(error, QueueFullError):
-                self._metrics.rejected("queue_full")
-            work.result()
+            with counting_rejections(self._metrics):
+                work.result()
 
     @contextlib.asynccontextmanager
     async def _submitted(self) -> AsyncIterator[tuple[Stream, Watch]]:

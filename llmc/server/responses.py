@@ -42,7 +42,7 @@ async def create_response(request: Request) -> GenerationResponse:
 async def count_input_tokens(request: Request) -> Response:
     body = await _read(request)
     with renamed_params(NAMES):
-        turn = await prepare_turn(request, body.chat(_before(request, body)))
+        turn = await prepare_turn(request, body.chat(_before(request, body)), submits=False)
     count = len(turn.source.prompt_token_ids)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 

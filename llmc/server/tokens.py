@@ -15,6 +15,7 @@ from llmc.server.body import read_body
 from llmc.server.errors import json_response
 from llmc.server.models import model_name
 from llmc.server.protocol import DetokenizeBody, TokenizeBody
+from llmc.server.respond import preparing
 from llmc.server.tools import template_tools
 from llmc.server.turn import prepare_messages
 
@@ -28,14 +29,15 @@ async def tokenize(request: Request) -> Response:
     tokenizer = llm.inputs.need_tokenizer("prompt")
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("send either prompt or messages", param="prompt")
-    if body.prompt is not None:
-        special = body.add_special_tokens is not False
-        tokens = await llm.prepare.encode(body.prompt, add_special_tokens=special)
-    else:
-        extra = body.chat_template_kwargs or {}
-        tools = template_tools(body.tools)
-        source = await prepare_messages(llm, body, ONE_TOKEN, extra, tools)
-        tokens = source.prompt_token_ids
+    with preparing(request, submits=False):
+        if body.prompt is not None:
+            special = body.add_special_tokens is not False
+            tokens = await llm.prepare.encode(body.prompt, add_special_tokens=special)
+        else:
+            extra = body.chat_template_kwargs or {}
+            tools = template_tools(body.tools)
+            source = await prepare_messages(llm, body, ONE_TOKEN, extra, tools)
+            tokens = source.prompt_token_ids
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": llm.info.max_model_len,

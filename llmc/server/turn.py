@@ -23,7 +23,7 @@ from llmc.sampling_params import SamplingParams
 from llmc.server.adapters import adapter_named
 from llmc.server.models import model_name
 from llmc.server.protocol import ChatBody, TokenizeBody
-from llmc.server.respond import Call, GenerationResponse
+from llmc.server.respond import Call, GenerationResponse, preparing
 from llmc.server.sampling import cache_salt, priority, sampling_params
 from llmc.server.structured import blaming
 from llmc.server.tools import ToolUse, blaming_tools, tool_use
@@ -214,14 +214,26 @@ def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-async def prepare_turn(request: Request, body: ChatBody) -> Turn:
-    """Check a chat call and render its prompt.
+async def prepare_turn(request: Request, body: ChatBody, *, submits: bool = True) -> Turn:
+    """Check a chat call and render its prompt. `submits`: it is then submitted.
 
     InvalidRequestError names the invalid field of `body`; ApiError 404 an unknown model.
     """
     llm: AsyncLLM = request.app.state.llm
     model = model_name(request, body.model)
     llm.inputs.need_generation()
+    with preparing(request, submits=submits):
+        source, use = await _prepared(llm, body)
+    return Turn(
+        llm=llm,
+        model=model,
+        source=source.salted(cache_salt(request, body)).with_adapter(adapter_named(request, model)),
+        use=use,
+        priority=priority(llm, body),
+    )
+
+
+async def _prepared(llm: AsyncLLM, body: ChatBody) -> tuple[Input, ToolUse | None]:
     sampling = sampling_params(
         body,
         llm.inputs,
@@ -247,13 +259,7 @@ async def prepare_turn(request: Request, body: ChatBody) -> Turn:
         )
     if use is not None:
         source = use.applied(source, llm.inputs.need_tokenizer("tools"))
-    return Turn(
-        llm=llm,
-        model=model,
-        source=source.salted(cache_salt(request, body)).with_adapter(adapter_named(request, model)),
-        use=use,
-        priority=priority(llm, body),
-    )
+    return source, use
 
 
 async def prepare_messages(

@@ -142,6 +142,55 @@ def test_full_queue_refuses_and_recovers() -> None:
     run(body, max_num_seqs=2, max_num_queued=3)
 
 
+def test_a_full_queue_refuses_before_it_tokenizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An overload would cost CPU and delay the requests that were accepted."""
+    encoded: list[str] = []
+
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        scripted.runner.delay_s = 0.005
+        encode = scripted.tokenizer.encode
+
+        def spy(text: str, **options: Any) -> list[int]:
+            encoded.append(text)
+            return encode(text, **options)
+
+        monkeypatch.setattr(scripted.tokenizer, "encode", spy)
+        accepted = [asyncio.create_task(collect(llm, "x")) for _ in range(3)]
+        while llm.num_active < 3:
+            await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="2 requests are waiting and the limit is 2"):
+            await collect(llm, "refused")
+        assert all(output.finished for output in await asyncio.gather(*accepted))
+
+    run(body, max_num_seqs=1, max_num_queued=2)
+    assert "x" in encoded and "refused" not in encoded
+
+
+def test_calls_that_are_being_prepared_count_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing bounds the workers' own queue."""
+    may_end = threading.Event()
+
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        def slow(text: str, **options: Any) -> list[int]:
+            assert may_end.wait(30)
+            return [5]
+
+        monkeypatch.setattr(scripted.tokenizer, "encode", slow)
+        long = "x" * (preparation.LONG_TEXT + 1)
+        tasks = [asyncio.create_task(collect(llm, long)) for _ in range(8)]
+        refused, accepted = await asyncio.wait(tasks, timeout=1)
+        assert len(accepted) == 3, "one row, and two that wait"
+        assert all(isinstance(one.exception(), QueueFullError) for one in refused)
+        full = pytest.raises(QueueFullError, match="3 calls are being prepared and the limit is 3")
+        with full, llm.preparing(submits=False):
+            raise AssertionError("not reached")
+        may_end.set()
+        assert all(output.finished for output in await asyncio.gather(*accepted))
+        assert (await collect(llm, "x")).finished
+
+    run(body, max_num_seqs=1, max_num_queued=2)
+
+
 def test_duplicate_request_id() -> None:
     async def body(llm: AsyncLLM, scripted: Scripted) -> None:
         source = await llm.prepare.prompt("x", LONG)

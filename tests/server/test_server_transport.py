@@ -381,6 +381,8 @@ def test_full_queue_is_429_with_retry_after() -> None:
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
         assert refused.headers["retry-after"] == "1"
+        count = {"messages": [{"role": "user", "content": "x"}]}
+        assert live.post("/tokenize", count).status_code == 200, "it needs no room in the queue"
         for thread in threads:
             thread.join()
         assert statuses == [200] * 3
