@@ -115,7 +115,7 @@ class AsyncLLM:
         self.max_queued = config.max_num_queued or 4 * self.num_rows
         self._outputs = OutputProcessor(tokenizer)
         self._streams: dict[str, Stream] = {}
-        self._num_preparing = 0  # calls
+        self.num_preparing = 0  # calls
         self._link = link
         self._stats = stats
         self._state: asyncio.Future[EngineState | None] | None = None  # pending request for it
@@ -162,17 +162,17 @@ class AsyncLLM:
         `submits`: the call is then submitted, so it needs room in the queue.
         """
         if submits:
-            self._admit(self._num_preparing)
-        elif self._num_preparing >= self.num_rows + self.max_queued:
+            self._admit(self.num_preparing)
+        elif self.num_preparing >= self.num_rows + self.max_queued:
             raise QueueFullError(
-                f"{self._num_preparing} calls are being prepared and the limit is "
+                f"{self.num_preparing} calls are being prepared and the limit is "
                 f"{self.num_rows + self.max_queued}; try again in a moment"
             )
-        self._num_preparing += 1
+        self.num_preparing += 1
         try:
             yield
         finally:
-            self._num_preparing -= 1
+            self.num_preparing -= 1
 
     @contextlib.asynccontextmanager
     async def submit(

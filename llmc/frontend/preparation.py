@@ -17,6 +17,7 @@ from llmc.background_thread import Interruptible
 from llmc.errors import InvalidRequestError
 from llmc.frontend.inputs import Input, InputProcessor, Prompt
 from llmc.frontend.pooling import Scoring
+from llmc.frontend.turns import CALLER, Turns
 from llmc.pooling import PoolingParams
 from llmc.sampling_params import SamplingParams
 from llmc.structured.trial import Trial
@@ -49,6 +50,7 @@ class Preparation:
             tokenizer, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids
         )
         self._trial_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmc-trial")
+        self._trial_turns = Turns()
 
     async def end_trial(self) -> None:
         """End the process in which grammars are tried. The next grammar starts it again."""
@@ -122,9 +124,12 @@ class Preparation:
         return await self._work(size, Scoring, self.inputs, left, right, params)
 
     async def _try_grammar(self, sampling: SamplingParams) -> None:
-        """Try a grammar. One at a time, in a separate thread, because it can take long."""
+        """Try a grammar unless it is known. One at a time, in a separate thread, because it can
+        take long; callers take turns."""
         spec = sampling.structured_outputs
-        if spec is not None:
+        if spec is None or self._trial.is_accepted(spec):
+            return
+        async with self._trial_turns.turn(CALLER.get()):
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._trial_worker, self._trial.check, spec)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from llmc.frontend.turns import CALLER
 from llmc.logs import REQUEST_ID
 from llmc.server.errors import ApiError, as_api_error, code_of, error_response
 from llmc.server.page import DOCS, FILES, PAGE
@@ -101,6 +102,7 @@ class Guard:
     async def _pass(self, scope: Scope, receive: Receive, send: Send, outcome: _Outcome) -> None:
         try:
             self._admit(scope)
+            CALLER.set(_caller(scope))
             await self._app(scope, receive, send)
         except Exception as exc:
             if outcome.status:  # too late for a status: the connection is closed
@@ -209,6 +211,12 @@ def is_loopback(host: str) -> bool:
 
 def _values(scope: Scope, wanted: bytes) -> Iterable[bytes]:
     return (value for name, value in scope["headers"] if name == wanted)
+
+
+def _caller(scope: Scope) -> str:
+    """Who sends the request: its key, or its address."""
+    host, _ = scope.get("client") or ("", 0)
+    return str(scope["state"].get("caller", host))
 
 
 def _hostname(value: bytes) -> str:

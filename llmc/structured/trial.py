@@ -6,16 +6,19 @@
 The vocabulary is sent to the process, because reading a model's tokenizer would import torch.
 
 A grammar that crashes native code, hangs or uses too much memory only takes down that process, and
-is refused; the next trial starts another. Results are cached.
+is refused; the next trial starts another. Results are cached, those of grammars that took too long
+for a while.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,9 +33,16 @@ if TYPE_CHECKING:
     from llmc.text.tokenizer import Tokenizer
 
 TIME_LIMIT = 2.0  # seconds for one grammar
+RETRY_AFTER = 30.0  # seconds after which a grammar that took too long may be tried again
 _START_LIMIT = 60.0  # seconds to import and to read the tokenizer
 _MAX_BYTES = 8 * 2**30  # of address space
 _MAX_KEPT = 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    problem: str | None  # None: the grammar is accepted
+    expires: float = math.inf  # on the monotonic clock
 
 
 class Trial:
@@ -40,14 +50,20 @@ class Trial:
     time."""
 
     def __init__(
-        self, vocabulary: Callable[[], Vocabulary], *, time_limit: float = TIME_LIMIT
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        *,
+        time_limit: float = TIME_LIMIT,
+        retry_after: float = RETRY_AFTER,
     ) -> None:
         """`vocabulary` is called by the first check, which raises its errors."""
         self._vocabulary = vocabulary
         self._time_limit = time_limit
-        self._lock = threading.Lock()
+        self._retry_after = retry_after
+        self._lock = threading.Lock()  # held during a trial
         self._process: subprocess.Popen[str] | None = None
-        self._verdicts: OrderedDict[tuple[str, str, str], str | None] = OrderedDict()
+        self._verdicts_lock = threading.Lock()
+        self._verdicts: OrderedDict[tuple[str, str, str], _Verdict] = OrderedDict()
 
     @classmethod
     def for_model(
@@ -60,24 +76,35 @@ class Trial:
 
     def check(self, spec: StructuredOutputsParams) -> None:
         """Raise InvalidRequestError if a grammar is invalid, too costly, or crashes the process."""
-        key = (spec.kind, spec.text, spec.preamble)
         with self._lock:
-            if key not in self._verdicts:
-                self._verdicts[key] = self._try(spec)
-                if len(self._verdicts) > _MAX_KEPT:
-                    self._verdicts.popitem(last=False)
-            self._verdicts.move_to_end(key)
-            verdict = self._verdicts[key]
-        if verdict is not None:
-            raise InvalidRequestError(verdict, param=f"structured_outputs.{spec.kind}")
+            if not self.is_accepted(spec):
+                verdict = self._try(spec)
+                self._keep(spec, verdict)
+                _raise_if_refused(spec, verdict)
+
+    def is_accepted(self, spec: StructuredOutputsParams) -> bool:
+        """Whether a grammar is known to be accepted; one that is known to be refused raises as
+        `check` does. Waits for no trial."""
+        with self._verdicts_lock:
+            verdict = self._verdicts.get(_key(spec))
+            if verdict is None or verdict.expires <= time.monotonic():
+                return False
+            self._verdicts.move_to_end(_key(spec))
+        _raise_if_refused(spec, verdict)
+        return True
+
+    def _keep(self, spec: StructuredOutputsParams, verdict: _Verdict) -> None:
+        with self._verdicts_lock:
+            self._verdicts[_key(spec)] = verdict
+            if len(self._verdicts) > _MAX_KEPT:
+                self._verdicts.popitem(last=False)
 
     def close(self) -> None:
         """End the process. The next check starts another."""
         with self._lock:
             self._stop()
 
-    def _try(self, spec: StructuredOutputsParams) -> str | None:
-        """Why the grammar is refused; None if it is accepted."""
+    def _try(self, spec: StructuredOutputsParams) -> _Verdict:
         process = self._started()
         try:
             asked = {"kind": spec.kind, "text": spec.text, "preamble": spec.preamble}
@@ -85,16 +112,15 @@ class Trial:
             answer = _receive(process, self._time_limit)
         except TimeoutError:
             self._stop()
-            # Not cached, since the machine may have been busy.
-            raise InvalidRequestError(
-                f"structured_outputs.{spec.kind} took more than {self._time_limit:g} s to "
+            return _Verdict(
+                problem=f"structured_outputs.{spec.kind} took more than {self._time_limit:g} s to "
                 "compile; make it smaller",
-                param=f"structured_outputs.{spec.kind}",
-            ) from None
+                expires=time.monotonic() + self._retry_after,  # the machine may have been busy
+            )
         except (OSError, EOFError):
             self._stop()
-            return f"structured_outputs.{spec.kind} can't be compiled: it crashed the compiler"
-        return answer
+            answer = f"structured_outputs.{spec.kind} can't be compiled: it crashed the compiler"
+        return _Verdict(problem=answer)
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is not None and self._process.poll() is None:
@@ -130,6 +156,15 @@ class Trial:
                 if pipe is not None:
                     pipe.close()
             self._process = None
+
+
+def _key(spec: StructuredOutputsParams) -> tuple[str, str, str]:
+    return spec.kind, spec.text, spec.preamble
+
+
+def _raise_if_refused(spec: StructuredOutputsParams, verdict: _Verdict) -> None:
+    if verdict.problem is not None:
+        raise InvalidRequestError(verdict.problem, param=f"structured_outputs.{spec.kind}")
 
 
 def _send(process: subprocess.Popen[str], message: object) -> None:

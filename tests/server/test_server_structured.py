@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from live_server import Live, live_server
 from tiny_chat import start_tiny_chat
+
+from llmc.errors import InvalidRequestError
+from llmc.server.settings import ServerSettings
+from llmc.structured.trial import Trial
+from llmc.structured_outputs import StructuredOutputsParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SCHEMA = {
@@ -106,6 +113,40 @@ def test_a_wrong_grammar_is_a_400(fields: dict[str, Any], param: str, live: Live
             error = response.json()["error"]
             assert error["param"] == param and error["message"].startswith(param)
     assert live.complete(max_tokens=3).status_code == 200
+
+
+def test_slow_grammars_of_one_caller_delay_another_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[str] = []
+    may_end = threading.Event()
+
+    def slow(_: Trial, spec: StructuredOutputsParams) -> None:
+        tried.append(spec.text)
+        assert may_end.wait(30)
+        raise InvalidRequestError("it took too long")
+
+    monkeypatch.setattr(Trial, "check", slow)
+    settings = ServerSettings(api_keys=("one", "another"))
+    with live_server(settings) as live, ThreadPoolExecutor(8) as pool:
+
+        def ask(key: str, regex: str) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            body = {"prompt": "x", "guided_regex": regex}
+            return live.post(COMPLETIONS, body, headers=headers).status_code
+
+        def begin(key: str, regex: str) -> Future[int]:
+            waiting = live.llm.num_preparing
+            asked = pool.submit(ask, key, regex)
+            while live.llm.num_preparing == waiting:
+                time.sleep(0.005)
+            return asked
+
+        answers = [begin("one", f"slow {i}") for i in range(4)]
+        answers.append(begin("another", "mine"))
+        may_end.set()
+        assert [answer.result() for answer in answers] == [400] * 5
+    assert tried == ["slow 0", "slow 1", "mine", "slow 2", "slow 3"]
 
 
 def test_any_object(live: Live) -> None:

@@ -7,6 +7,9 @@ import os
 import random
 import re
 import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -227,23 +230,68 @@ def test_a_trial_beside_a_thousand_connections() -> None:
         trial.close()
 
 
-def test_a_crash_refuses_the_grammar_and_nothing_else(trial: Trial) -> None:
-    trial.check(StructuredOutputsParams(regex="before the crash"))
-    process = trial._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGSTOP)  # so that it can't answer before it is killed
-    crash = StructuredOutputsParams(regex="crash")
-    original = trial._time_limit
-    trial._time_limit = 0.2
-    try:
-        with pytest.raises(InvalidRequestError, match=r"took more than 0\.2 s"):
-            trial.check(crash)
-    finally:
-        trial._time_limit = original
-    assert process.poll() is not None, "a process that hangs is killed"
-    trial.check(crash)  # nothing was wrong with it
-    process = trial._process
-    assert process is not None
-    process.kill()
-    process.wait()
-    trial.check(StructuredOutputsParams(regex="after another"))
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
+    """The processes that trials start, in order."""
+    started: list[subprocess.Popen[str]] = []
+    start = subprocess.Popen
+
+    def recorded(*args: Any, **options: Any) -> subprocess.Popen[str]:
+        started.append(start(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", recorded)
+    return started
+
+
+def test_a_grammar_that_takes_too_long_is_refused_at_once_for_a_while(
+    processes: list[subprocess.Popen[str]],
+) -> None:
+    trial = Trial(lambda: vocabulary(VOCAB), time_limit=1, retry_after=5)
+    trial.check(StructuredOutputsParams(regex="before"))
+    os.kill(processes[0].pid, signal.SIGSTOP)  # so that it can't answer before it is killed
+    slow = StructuredOutputsParams(regex="slow")
+    began = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(InvalidRequestError, match="took more than 1 s"):
+            trial.check(slow)
+    assert time.monotonic() - began < 2, "it was tried more than once"
+    assert processes[0].poll() is not None, "a process that hangs is killed"
+    time.sleep(5)
+    trial.check(slow)  # nothing was wrong with it
+    trial.close()
+    assert len(processes) == 2
+
+
+def test_a_grammar_that_is_known_waits_for_no_trial(
+    processes: list[subprocess.Popen[str]],
+) -> None:
+    trial = Trial(lambda: vocabulary(VOCAB), time_limit=2)
+    known = StructuredOutputsParams(regex="known")
+    assert not trial.is_accepted(known)
+    trial.check(known)
+    with pytest.raises(InvalidRequestError):
+        trial.check(StructuredOutputsParams(**WRONG["regex"]))
+    os.kill(processes[0].pid, signal.SIGSTOP)
+    with ThreadPoolExecutor() as pool:
+        tried = pool.submit(trial.check, StructuredOutputsParams(regex="slow"))
+        time.sleep(0.2)
+        assert trial.is_accepted(known)
+        with pytest.raises(InvalidRequestError, match="unclosed group"):
+            trial.is_accepted(StructuredOutputsParams(**WRONG["regex"]))
+        assert not tried.done()
+        with pytest.raises(InvalidRequestError, match="took more than 2 s"):
+            tried.result()
+    trial.close()
+
+
+def test_a_process_that_has_died_is_started_again(
+    processes: list[subprocess.Popen[str]],
+) -> None:
+    trial = Trial(lambda: vocabulary(VOCAB), time_limit=10)
+    trial.check(StructuredOutputsParams(regex="before"))
+    processes[0].kill()
+    processes[0].wait()
+    trial.check(StructuredOutputsParams(regex="after"))
+    trial.close()
+    assert len(processes) == 2
