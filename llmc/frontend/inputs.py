@@ -244,6 +244,17 @@ class InputProcessor:
             )
         return pooling
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Validate token ids; -> their text, with its special tokens."""
+        tokenizer = self.need_tokenizer("tokens")
+        if token_ids:
+            try:
+                admission.check_prompt(token_ids, self._limits.vocab_size)
+            except InvalidRequestError as exc:
+                exc.param = "tokens"
+                raise
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+
     def pooled(
         self, prompt: Prompt, *, pair: str | None = None, truncate: int | None = None
     ) -> Input:

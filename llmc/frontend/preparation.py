@@ -67,6 +67,10 @@ class Preparation:
         encode = functools.partial(tokenizer.encode, add_special_tokens=add_special_tokens)
         return await self._work(len(text), encode, text)
 
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, with its special tokens."""
+        return await self._work(len(token_ids), self.inputs.decode, token_ids)
+
     async def infill(
         self, before: Sequence[str], after: str, *, add_special_tokens: bool = True
     ) -> tuple[list[Prompt], frozenset[int]]:

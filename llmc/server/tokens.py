@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmc.async_llm import AsyncLLM
-from llmc.engine.admission import check_prompt
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
 from llmc.server.body import read_body
@@ -51,14 +50,8 @@ async def detokenize(request: Request) -> Response:
     body = await read_body(request, DetokenizeBody)
     model_name(request, body.model)
     llm: AsyncLLM = request.app.state.llm
-    tokenizer = llm.inputs.need_tokenizer("tokens")
-    if body.tokens:
-        try:
-            check_prompt(body.tokens, llm.info.vocab_size)
-        except InvalidRequestError as exc:
-            exc.param = "tokens"
-            raise
-    return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    with preparing(request, submits=False):
+        return json_response({"prompt": await llm.prepare.decode(body.tokens)})
 
 
 async def tokenizer_info(request: Request) -> Response:

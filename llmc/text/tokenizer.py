@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 # would warn at every later fork (torch.compile forks workers).
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+_LONG = 10_000  # tokens, which take about a millisecond to decode
 # A directory with any of these may hold a tokenizer; without them, transformers' error is long.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -156,7 +157,11 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Unknown ids decode to nothing."""
         if self.backend is not None:
-            text = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            ids = list(token_ids)
+            if len(ids) <= _LONG:
+                return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
+            # The only decode method that releases the GIL, at some cost for a few tokens.
+            [text] = self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
             return str(text)
         with self._lock:
             known = [i for i in token_ids if 0 <= i < self.size]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,26 @@ def test_settings_of_the_isolated_copy_stay_there(tokenizer: Tokenizer) -> None:
 def test_ids_beyond_the_tokenizer_decode_to_nothing(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([399, *tokenizer.encode("ok"), 100_000]) == "ok"
     assert tokenizer.token_text(399) == ""
+
+
+def test_decoding_many_tokens_does_not_stop_other_threads(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("hello world ") * 100_000
+    num_turns, has_ended = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal num_turns
+        while not has_ended.wait(0.001):
+            num_turns += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    before = num_turns
+    text = tokenizer.decode(tokens)
+    meanwhile = num_turns - before
+    has_ended.set()
+    thread.join()
+    assert text == "hello world " * 100_000
+    assert meanwhile >= 2
 
 
 def test_what_a_caller_switches_is_the_callers_alone(tokenizer: Tokenizer) -> None:

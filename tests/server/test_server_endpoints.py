@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -231,6 +234,26 @@ def test_status_endpoints(live: Live) -> None:
         assert live.client.get(path).status_code == 200
     assert live.client.post("/ping").status_code == 200
     assert live.client.get("/version").json()["version"]
+
+
+def test_others_are_answered_while_many_tokens_are_detokenized(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, may_end = live.scripted.tokenizer.decode, threading.Event()
+
+    def slow(ids: list[int], **options: Any) -> str:
+        assert may_end.wait(30)
+        return decode(ids, **options)
+
+    tokens = live.scripted.tokenizer.encode("one two ") * 3000
+    monkeypatch.setattr(live.scripted.tokenizer, "decode", slow)
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(live.post, "/detokenize", {"tokens": tokens})
+        time.sleep(0.2)
+        assert live.client.get("/health", timeout=5).status_code == 200
+        assert not asked.done()
+        may_end.set()
+        assert asked.result().json() == {"prompt": "one two " * 3000}
 
 
 def test_tokenize_and_back(live: Live) -> None:
