@@ -138,8 +138,9 @@ def error_response(error: ApiError, path: str, request_id: str | None = None) ->
     return json_response(body, error.status, headers)
 
 
-def as_api_error(exc: Exception) -> ApiError:
-    """The ApiError for `exc`. Unexpected errors are logged; clients get no details."""
+def as_api_error(exc: Exception, *, logs: bool = True) -> ApiError:
+    """The ApiError for `exc`. Clients get no details of unexpected errors, which are logged unless
+    another call of this function logs the same error."""
     match exc:
         case ApiError():
             return exc
@@ -154,9 +155,11 @@ def as_api_error(exc: Exception) -> ApiError:
         case ValidationError():
             return _of_validation(exc)
         case OSError() if exc.errno in (errno.ENOSPC, errno.EDQUOT):
-            log.error("no room on the disk: %s", exc)
+            if logs:
+                log.error("no room on the disk: %s", exc)
             return ApiError(503, "the server's disk is full; delete files, or try again later")
-    log.error("unexpected error", exc_info=exc)
+    if logs:
+        log.error("unexpected error", exc_info=exc)
     return ApiError(500, "the server failed on this request; its log has the details")
 
 

@@ -117,7 +117,7 @@ class CallSpan:
         if error is None and stream is not None and stream.error is not None:
             error = InvalidRequestError(stream.error)
         if isinstance(error, Exception):
-            api_error = as_api_error(error)
+            api_error = as_api_error(error, logs=False)  # the response to the client does
             span.set_attribute("error.type", code_of(api_error))
             span.set_status(Status(StatusCode.ERROR, api_error.shown))
         span.end()

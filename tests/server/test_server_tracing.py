@@ -19,6 +19,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from llmc.errors import ConfigError
 from llmc.server import settings, tracing
+from llmc.server.completions import CompletionCall
 from llmc.server.tracing import Tracer
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -93,6 +94,21 @@ def test_a_call_that_fails_says_why(spans: tuple[Live, Any]) -> None:
     [span] = finished()
     assert span.attributes["error.type"] == "engine_error"
     assert span.status.status_code is StatusCode.ERROR
+
+
+def test_an_unexpected_error_is_logged_once(
+    spans: tuple[Live, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    live, finished = spans
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(CompletionCall, "body", fail)
+    assert live.complete().status_code == 500
+    [span] = finished()
+    assert span.attributes["error.type"] == "internal_error"
+    assert [record.message for record in caplog.records if record.exc_info] == ["unexpected error"]
 
 
 def test_without_the_packages_the_error_says_what_to_install(
