@@ -38,9 +38,14 @@ def model_name(request: Request, wanted: str | None) -> str:
     return wanted
 
 
+def all_names(state: Any) -> tuple[str, ...]:
+    """Of the model and its adapters. `state` is the application's."""
+    return (*state.names, *state.adapters.by_name)
+
+
 async def list_models(request: Request) -> Response:
     state = request.app.state
-    data = [card(state, name) for name in (*state.names, *state.adapters.by_name)]
+    data = [card(state, name) for name in all_names(state)]
     return json_response({"object": "list", "data": data})
 
 

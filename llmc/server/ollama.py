@@ -24,7 +24,7 @@ from llmc.server import answer
 from llmc.server.adapters import adapter_named
 from llmc.server.body import read_body
 from llmc.server.errors import dump_json, json_response, ollama_error
-from llmc.server.models import model_name
+from llmc.server.models import all_names, model_name
 from llmc.server.ollama_protocol import (
     NAMES,
     EmbedBody,
@@ -133,13 +133,13 @@ async def _embedded(
 
 async def tags(request: Request) -> Response:
     state = request.app.state
-    cards = [card(name, state.created, state.llm.info) for name in state.names]
+    cards = [card(name, state.created, state.llm.info) for name in all_names(state)]
     return json_response({"models": cards})
 
 
 async def ps(request: Request) -> Response:
     state = request.app.state
-    cards = [running_card(name, state.created, state.llm.info) for name in state.names]
+    cards = [running_card(name, state.created, state.llm.info) for name in all_names(state)]
     return json_response({"models": [] if state.sleeper.level else cards})
 
 

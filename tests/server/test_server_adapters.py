@@ -54,6 +54,12 @@ def test_an_adapter_is_a_model(live: Live) -> None:
     assert "available: scripted, poems" in wrong.json()["error"]["message"]
 
 
+def test_ollamas_clients_find_the_adapters(live: Live) -> None:
+    for path in ("/api/tags", "/api/ps"):
+        cards = live.client.get(path).json()["models"]
+        assert [card["name"] for card in cards] == ["scripted", "poems"] == names(live)
+
+
 def test_raw_prompts_of_ollamas_clients_use_the_adapter_too(live: Live) -> None:
     adapters = live.scripted.engine.scheduler.adapters
     body = {"prompt": "count", "raw": True, "stream": False, "options": {"num_predict": 2}}
