@@ -131,7 +131,7 @@ class ResponseCall:
 
     def last_chunks(self, stream: Stream) -> Iterable[dict[str, Any]]:
         [one] = stream.requests[0].output().outputs
-        yield from self._close(_status(one))
+        yield from self._close(_item_status(one))
         response = self._ended(stream, self._items)
         yield self._event(f"response.{response['status']}", response=response)
 
@@ -142,7 +142,7 @@ class ResponseCall:
             if item["type"] == "message":
                 item["content"][0]["logprobs"] = self._logprobs_of(one)
         if items:  # only the last one can be cut
-            items[-1]["status"] = _status(one)
+            items[-1]["status"] = _item_status(one)
         return self._ended(stream, items)
 
     def _ended(self, stream: Stream, items: list[dict[str, Any]]) -> dict[str, Any]:
@@ -150,6 +150,8 @@ class ResponseCall:
         response = self._response(_status(one), items)
         if one.finish_reason == "length":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
+        elif one.finish_reason == "abort":
+            response["error"] = {"code": "server_error", "message": _ABORTED}
         usage = answer.usage(stream)
         response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
@@ -278,8 +280,16 @@ class ResponseCall:
 _NAMES = {"reasoning": "response.reasoning_text", "message": "response.output_text"}
 
 
+_ABORTED = "the server's operator aborted this call"
+
+
 def _status(one: CompletionOutput) -> str:
-    return "incomplete" if one.finish_reason == "length" else "completed"
+    """OpenAI's status for how an answer ended; "incomplete" can't give an abort as its reason."""
+    return {"length": "incomplete", "abort": "failed"}.get(one.finish_reason or "", "completed")
+
+
+def _item_status(one: CompletionOutput) -> str:
+    return "completed" if _status(one) == "completed" else "incomplete"
 
 
 def _items(read: Answer) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from live_server import Live, live_server
@@ -121,6 +122,35 @@ def test_calls_are_aborted_by_their_id(governed: Live) -> None:
     governed.wait_idle()
     assert abort(all=True) == []
     assert governed.client.post("/abort_requests", json={}, headers=ADMIN).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_aborted_response_has_failed(governed: Live, stream: bool) -> None:
+    governed.scripted.runner.delay_s = 0.03
+    body = {"input": "x", "stream": stream}
+    headers = {"x-request-id": "doomed"}
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(governed.client.post, "/v1/responses", json=body, headers=headers)
+        while governed.llm.num_active == 0 and not asked.done():
+            time.sleep(0.005)
+        time.sleep(0.3)
+        fields = {"request_ids": ["doomed"]}
+        governed.client.post("/abort_requests", json=fields, headers=ADMIN)
+        answer = asked.result()
+    governed.scripted.runner.delay_s = 0.0
+    if stream:
+        last = json.loads(answer.text.strip().rpartition("data: ")[2])
+        assert last["type"] == "response.failed"
+        response = last["response"]
+    else:
+        response = answer.json()
+    assert (response["status"], response["incomplete_details"]) == ("failed", None)
+    assert response["error"]["code"] == "server_error"
+    assert "aborted" in response["error"]["message"]
+    [item] = response["output"]
+    assert item["status"] == "incomplete"
+    assert item["content"][0]["text"], "what was said until then is kept"
+    governed.wait_idle()
 
 
 def test_a_request_id_goes_through(live: Live, caplog: pytest.LogCaptureFixture) -> None:
