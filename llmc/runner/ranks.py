@@ -15,6 +15,8 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -70,18 +72,45 @@ class Ranks:
         return self.group.size
 
 
+class _StepHead(NamedTuple):
+    """The first numbers of a step's order. Behind them are the slots to swap out to, those to swap
+    in from, and the lengths of the prompts."""
+
+    shape_tokens: int
+    shape_requests: int
+    shape_samples: int
+    num_segments: int
+    num_requests: int
+    num_tokens: int
+    num_samples: int
+    copies: int
+    num_copies: int
+    swaps: int
+    states: int
+    num_loads: int
+    num_saves: int
+    first_request: int  # of the prompts
+    first_token: int
+    num_out: int
+    num_back: int
+
+
+_OF_DELTA = _StepHead._fields[3:13]  # fields that `Delta` has too
+
+
 def step_order(plan: StepPlan, shape: StepShape, delta: Delta) -> Order:
     """The plan's delta, and the other parts of the plan that a runner acts on."""
-    prompts = delta.prompts
     out = [copy.target for copy in plan.swap_out]
     back = [copy.source for copy in plan.swap_in]
-    numbers = (
-        *shape, delta.num_segments, delta.num_requests, delta.num_tokens,
-        delta.num_samples, delta.copies, delta.num_copies, delta.swaps,
-        delta.states, delta.num_loads, delta.num_saves,
-        prompts.first_request, prompts.first_token, len(out), len(back),
-        *out, *back, *prompts.lengths,
-    )  # fmt: skip
+    head = _StepHead(
+        *shape,
+        **{name: getattr(delta, name) for name in _OF_DELTA},
+        first_request=delta.prompts.first_request,
+        first_token=delta.prompts.first_token,
+        num_out=len(out),
+        num_back=len(back),
+    )
+    numbers = (*head, *out, *back, *delta.prompts.lengths)
     return Order(kind=Kind.STEP, numbers=numbers, words=delta.words)
 
 
@@ -96,34 +125,25 @@ class ReceivedStep:
 
     @staticmethod
     def of(order: Order) -> ReceivedStep:
-        n = [int(number) for number in order.numbers]
-        rest = n[17:]
-        out, back, lengths = (
-            rest[: n[15]], rest[n[15] : n[15] + n[16]], rest[n[15] + n[16] :]
-        )  # fmt: skip
+        numbers = iter(map(int, order.numbers))
+        head = _StepHead(*islice(numbers, len(_StepHead._fields)))
+        out, back = list(islice(numbers, head.num_out)), list(islice(numbers, head.num_back))
+        prompts = Prompts(
+            first_request=head.first_request, first_token=head.first_token, lengths=tuple(numbers)
+        )
         delta = Delta(
+            **{name: getattr(head, name) for name in _OF_DELTA},
             words=order.words,
-            num_segments=n[3],
-            num_requests=n[4],
-            num_tokens=n[5],
-            num_samples=n[6],
-            num_sampled=n[6],
+            num_sampled=head.num_samples,
             picks=0,
             picked=(),
             wanted=(),
             scored=frozenset(),
-            copies=n[7],
-            num_copies=n[8],
-            swaps=n[9],
-            states=n[10],
-            num_loads=n[11],
-            num_saves=n[12],
-            prompts=Prompts(first_request=n[13], first_token=n[14], lengths=tuple(lengths)),
+            prompts=prompts,
             long_prompts=Prompts(),  # for attention over latents, which several ranks don't use
         )
-        return ReceivedStep(
-            shape=StepShape(n[0], n[1], n[2]), delta=delta, out_slots=out, back_slots=back
-        )
+        shape = StepShape(head.shape_tokens, head.shape_requests, head.shape_samples)
+        return ReceivedStep(shape=shape, delta=delta, out_slots=out, back_slots=back)
 
 
 def receive(channel: socket.socket) -> Order | None:
