@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 StepOutputs = tuple[Tensor, Tensor]  # next_token, logits
 
 MAX_MIXED = 64  # graphs of steps that are not pure decodes
+_MAX_SEEN = 1024  # shapes of which steps are counted
 _WANTED_AFTER = 2  # steps of one shape, after which a graph for it is worth its memory
 
 
@@ -259,6 +261,9 @@ class StepGraphs:
     def want(self, step: StepFunction, shape: StepShape) -> bool:
         """Count a step that could use a graph of this shape. -> whether there is one."""
         self._seen[shape] += 1
+        if len(self._seen) > _MAX_SEEN:  # forget the rarest half, and of those the oldest
+            by_count = sorted(self._seen.items(), key=itemgetter(1))
+            self._seen = Counter(dict(by_count[len(by_count) // 2 :]))
         return self._graph(step, shape) is not None
 
     def _graph(self, step: StepFunction, shape: StepShape) -> CapturedStep | None:

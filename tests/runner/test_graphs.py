@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +27,9 @@ from llmc.engine.plan import NewRow, RowWork, StepPlan
 from llmc.kernels.prompts import Prompts
 from llmc.passes import pipeline
 from llmc.passes.split_prompts import split_prompts
+from llmc.runner import graphs
 from llmc.runner.device import HostDevice
-from llmc.runner.graphs import MAX_MIXED, CudaGraphs, StepShape
+from llmc.runner.graphs import MAX_MIXED, CudaGraphs, StepGraphs, StepShape
 from llmc.runner.model_runner import ModelRunner
 from llmc.sampling_params import SamplingParams
 from llmc.startup.profile import graphs_to_come
@@ -558,3 +560,19 @@ def test_a_step_with_prompts_that_cannot_be_captured_leaves_decodes_their_graphs
         pass
     assert runner.step.level == 1
     assert backend.captured[3:] == [StepShape(16, 2, 2), *sizes(4, 2, 1)]
+
+
+def test_of_many_shapes_the_frequent_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixed steps have any number of shapes, and each would be kept and sorted forever."""
+    monkeypatch.setattr(graphs, "_MAX_SEEN", 8)
+    step: Any = SimpleNamespace(references=(), uncompiled=None, min_size=1)
+    seen = StepGraphs(FakeGraphs())
+    frequent, rare = StepShape(100, 3, 3), StepShape(200, 3, 3)
+    for shape in (frequent, frequent, frequent, rare):
+        seen.want(step, shape)
+    for tokens in range(300, 350):
+        seen.want(step, StepShape(tokens, 3, 3))
+    seen.want(step, rare)
+    assert seen.next_shape(step, ()) == frequent
+    seen.capture(step, frequent, lambda: (torch.zeros(1), torch.zeros(1)), {})
+    assert seen.next_shape(step, ()) is None, "the first time that the rare one came is forgotten"
