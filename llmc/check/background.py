@@ -44,6 +44,7 @@ class BackgroundCheck:
         self._config, self._key, self._on_end = config, info.certificate_key, on_end
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
+        self._lock = threading.Lock()  # held to start the process, and to close
 
     def __enter__(self) -> BackgroundCheck:
         if not self._key:
@@ -61,16 +62,25 @@ class BackgroundCheck:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._is_closed = True
-        if self._process is not None:
-            self._process.kill()
+        with self._lock:
+            self._is_closed = True
+            if self._process is not None:
+                self._process.kill()
 
     def _run(self) -> None:
         """Start the process and wait for it in the same thread: on Linux it would die with the
         thread that started it."""
-        process = self._process = subprocess.Popen(
-            python_module(_MODULE), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        try:
+            with self._lock:
+                if self._is_closed:
+                    return
+                process = self._process = subprocess.Popen(
+                    python_module(_MODULE), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                )
+        except OSError as error:
+            failed = f"the checking process did not start: {error}"
+            self._on_end(ArchitectureCertificate.not_checked(failed))
+            return
         given = json.dumps({"config": _as_json(self._config), "key": self._key})
         answer, _ = process.communicate(given.encode())
         if self._is_closed:
