@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-import llmc
+from llmc import __version__
 from llmc.async_llm import AsyncLLM
 from llmc.errors import InvalidRequestError
 from llmc.server.body import read_body
@@ -56,7 +56,7 @@ async def server_info(request: Request) -> Response:
     """What is running: version, model, engine options and server settings; no keys."""
     state = request.app.state
     settings = public_settings(state.settings)
-    return json_response({"version": llmc.__version__, **describe(state.llm), "server": settings})
+    return json_response({"version": __version__, **describe(state.llm), "server": settings})
 
 
 def describe(llm: AsyncLLM) -> dict[str, Any]:

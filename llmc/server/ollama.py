@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-import llmc
+from llmc import __version__
 from llmc.async_llm import AsyncLLM, Stream
 from llmc.frontend.completion import PositionLogprobs
 from llmc.frontend.inputs import Input, Prompt
@@ -180,7 +180,7 @@ def _capabilities(llm: AsyncLLM) -> list[str]:
 
 
 async def version(request: Request) -> Response:
-    return json_response({"version": llmc.__version__})
+    return json_response({"version": __version__})
 
 
 async def _raw_turn(request: Request, body: ChatBody) -> Turn:

@@ -9,7 +9,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
-import llmc
+from llmc import __version__
 from llmc.server.admin import AbortBody
 from llmc.server.anthropic_protocol import CountTokensBody, MessagesBody
 from llmc.server.batches import BatchBody
@@ -188,7 +188,7 @@ def describe(routes: list[Any], served: Served) -> dict[str, Any]:
         paths.setdefault(path, {}).update(made)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "llmc", "version": llmc.__version__},
+        "info": {"title": "llmc", "version": __version__},
         "paths": paths,
         "components": {
             "schemas": {**defined, "Error": ERROR, **dict(ERRORS.values())},

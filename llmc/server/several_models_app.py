@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-import llmc
+from llmc import __version__
 from llmc.server import admin, app, engine_events, models, ollama, responses, sleep, status
 from llmc.server.admin import AbortBody, abort_calls
 from llmc.server.body import parse_object, read_body, read_bytes
@@ -220,7 +220,7 @@ async def server_info(request: Request) -> Response:
         for model in manager.models.values()
     }
     settings = admin.public_settings(request.app.state.settings)
-    return json_response({"version": llmc.__version__, "models": each, "server": settings})
+    return json_response({"version": __version__, "models": each, "server": settings})
 
 
 async def operate(request: Request) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-import llmc
+from llmc import __version__
 from llmc.async_llm import AsyncLLM
 from llmc.errors import EngineAsleepError, EngineDeadError
 from llmc.server.errors import ApiError, json_response
@@ -34,7 +34,7 @@ async def ready(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    return json_response({"version": llmc.__version__})
+    return json_response({"version": __version__})
 
 
 async def metrics(request: Request) -> Response:
