@@ -573,13 +573,8 @@ class ModelRunner:
         return self._graphs is not None
 
     @property
-    def num_eager_steps(self) -> int:
-        """Steps that ran without a graph although the runner uses graphs."""
-        return sum(self.eager_steps.values())
-
-    @property
     def eager_steps(self) -> Mapping[EagerReason, int]:
-        """These steps by the reason; empty if the runner uses no graphs."""
+        """Steps that ran without a graph, by the reason; empty if the runner uses no graphs."""
         return self._graphs.num_eager if self._graphs is not None else {}
 
     @property

@@ -82,9 +82,9 @@ def check(running: tiny_engine.Running, runner: CountingRunner, **options: Any) 
         while runner.use_idle_time():
             pass
         engine = running.engine(**TIGHT, **options, runner=runner)
-        before = runner.num_prepared, runner.num_eager_steps
+        before = runner.num_prepared, sum(runner.eager_steps.values())
         same(generate(engine), want)
-    eager = runner.num_eager_steps - before[1]
+    eager = sum(runner.eager_steps.values()) - before[1]
     assert runner.num_prepared - before[0] == eager, "a replay launches nothing before it"
     backend = runner._device.graphs
     assert isinstance(backend, FakeGraphs) and backend.num_replays > 4 * eager
@@ -190,7 +190,7 @@ def test_steps_that_read_images_are_counted(running: tiny_engine.Running) -> Non
     engine = running.engine(max_num_seqs=4, runner=runner)
     same(generate(engine), generate(running.engine(max_num_seqs=4)))
     stats = engine.stats()
-    assert stats.num_eager_images == stats.num_steps == runner.num_eager_steps > 10
+    assert stats.num_eager_images == stats.num_steps == sum(runner.eager_steps.values()) > 10
 
 
 class Events:
