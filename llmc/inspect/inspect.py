@@ -38,6 +38,7 @@ class PassFacts:
 
     name: str
     title: str
+    is_users: bool
     enabled: bool
     removed: int
     added: int
@@ -109,7 +110,7 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
         num_captured=shortened.num_captured,
         capture_seconds=seconds,
         layers=facts,
-        passes=_pass_facts(stages, shortened),
+        passes=_pass_facts(stages, shortened, {p.name for p in options.extra}),
         kernels=kernels,
         sizes=sizes,
         tensor_parallel_size=config.tensor_parallel_size,
@@ -127,7 +128,9 @@ def _kept(source: ModelSource, built: BuiltModel) -> KeptWeights:
     return kept_parameters(built.module, source.open_tensors())
 
 
-def _pass_facts(stages: Sequence[Stage], shortened: Shortened) -> tuple[PassFacts, ...]:
+def _pass_facts(
+    stages: Sequence[Stage], shortened: Shortened, users: set[str]
+) -> tuple[PassFacts, ...]:
     found = []
     for before, after in zip(stages, stages[1:], strict=False):
         assert after.rewrite is not None and after.report is not None, "it follows a pass"
@@ -137,6 +140,7 @@ def _pass_facts(stages: Sequence[Stage], shortened: Shortened) -> tuple[PassFact
             PassFacts(
                 name=report.name,
                 title=title_of(after.rewrite.doc),
+                is_users=report.name in users,
                 enabled=report.enabled,
                 removed=made.removed,
                 added=made.added,
