@@ -254,3 +254,20 @@ def test_sigterm_unwinds_the_command_and_then_ends_it() -> None:
         out, err = process.communicate(timeout=30)
     assert (out, err) == (b"restored\nhandler\n", b"")
     assert process.returncode == -signal.SIGTERM
+
+
+def test_ctrl_c_during_the_imports_is_no_traceback() -> None:
+    script = (
+        "import builtins, os, signal\n"
+        "given = builtins.__import__\n"
+        "def interrupted(name, *more):\n"
+        "    if name == 'llmc.cli.main':\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return given(name, *more)\n"
+        "from llmc.cli.__main__ import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "builtins.__import__ = interrupted\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
