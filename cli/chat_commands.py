@@ -20,6 +20,7 @@ from llmc.cli.conversation import (
     BLOCK,
     SETTINGS,
     Conversation,
+    check_settings,
     message_text,
     read_setting,
     stats_line,
@@ -164,17 +165,28 @@ def _load(chat: Conversation, argument: str) -> Reply:
         return Reply(text="Write /load FILE, with a file written by /save.")
     path = Path(argument).expanduser()
     try:
-        messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
-        turns = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        turns = [{"role": str(m["role"]), "content": str(m["content"])} for m in saved["messages"]]
+        settings = dict(saved.get("settings", chat.settings))
+        if not settings.keys() <= SETTINGS.keys():
+            raise ValueError(settings)
+        check_settings(settings)
     except OSError as error:
         return Reply(text=f"Not loaded: {path}: {error.strerror}.")
-    except (ValueError, KeyError, TypeError):
+    except InvalidRequestError as error:
+        return Reply(text=f"Not loaded: {path}: {error}.")
+    except (ValueError, KeyError, TypeError, AttributeError):
         return Reply(text=f"Not loaded: {path} was not written by /save.")
+    chat.settings = settings
     system = [turn["content"] for turn in turns if turn["role"] == "system"]
     chat.system = system[0] if system else None
     chat.turns = [turn for turn in turns if turn["role"] != "system"]
     chat.context_tokens = 0
-    return Reply(text=f"Loaded {len(chat.turns)} messages from {path}.")
+    shown = ", ".join(f"{name} = {value}" for name, value in settings.items())
+    return Reply(
+        text=f"Loaded {len(chat.turns)} messages from {path}."
+        + (f" Settings: {shown}." if shown else "")
+    )
 
 
 def _undo(chat: Conversation, argument: str) -> Reply:
@@ -276,7 +288,7 @@ _HELP = (
     ("/model [NAME]", "show the model; with --url, switch to another one of the server"),
     ("/tokens [on|off]", "show the last answer's tokens with their probabilities"),
     ("/save [FILE]", "save the conversation as JSON"),
-    ("/load FILE", "continue a saved conversation"),
+    ("/load FILE", "continue a saved conversation, with its settings"),
     ("/exit", "exit (also /bye, Ctrl-D)"),
     (BLOCK, "begins and ends a multi-line message; Alt-Enter inserts a line break"),
     ("Ctrl-C", "stops the answer, not the program"),

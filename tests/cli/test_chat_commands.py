@@ -138,6 +138,24 @@ def test_save_and_load(chat: Conversation, tmp_path: Path) -> None:
     assert fresh.messages == chat.messages
 
 
+def test_load_restores_the_saved_settings(chat: Conversation, tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    chat.settings = {"temperature": 0.5}
+    run_command(chat, f"/save {path}")
+    fresh = Conversation(model="tiny", settings={"seed": 3})
+    assert "temperature = 0.5" in run_command(fresh, f"/load {path}").text
+    assert fresh.settings == {"temperature": 0.5}
+
+    saved = json.loads(path.read_text())
+    for wrong in ({"temperature": -1}, {"n": 2}, {"no": 2}, [1]):
+        path.write_text(json.dumps({**saved, "settings": wrong}))
+        assert "Not loaded" in run_command(fresh, f"/load {path}").text
+    assert fresh.settings == {"temperature": 0.5}
+    path.write_text(json.dumps({"messages": saved["messages"]}))
+    run_command(fresh, f"/load {path}")
+    assert fresh.settings == {"temperature": 0.5}
+
+
 def test_save_and_load_report_what_is_wrong(chat: Conversation, tmp_path: Path) -> None:
     assert "Not saved" in run_command(chat, f"/save {tmp_path / 'no' / 'x.json'}").text
     assert "Nothing to save" in run_command(Conversation(model="m"), "/save").text
