@@ -96,7 +96,17 @@ def check_certificates(settings: ServerSettings) -> None:
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         files = [settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs]
         named = ", ".join(file for file in files if file)
-        raise ConfigError(f"can't serve HTTPS with {named}: {error}") from None
+        raise ConfigError(f"can't serve HTTPS with {named}: {_tls_reason(error)}") from None
+
+
+def _tls_reason(error: OSError | ValueError) -> str:
+    if not isinstance(error, ssl.SSLError):
+        return str(error)
+    if error.reason in (None, "NO_START_LINE"):  # OpenSSL does not say which file, or what is in it
+        return "a PEM file lacks the certificate or the private key that it must contain"
+    if error.reason == "KEY_VALUES_MISMATCH":
+        return "the key is not the certificate's"
+    return str(error)
 
 
 class Companions(Protocol):

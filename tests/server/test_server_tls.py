@@ -62,6 +62,8 @@ def test_files_that_serve_no_https_are_told_before_the_model_is_loaded(
     for certificate, key in ((str(broken), pem[1]), (pem[0], None), (str(tmp_path / "no"), None)):
         with pytest.raises(ConfigError, match="can't serve HTTPS with"):
             check_certificates(ServerSettings(ssl_certfile=certificate, ssl_keyfile=key))
+    with pytest.raises(ConfigError, match="lacks the certificate or the private key"):
+        check_certificates(ServerSettings(ssl_certfile=pem[1], ssl_keyfile=pem[0]))
     locked = tmp_path / "locked.pem"
     subprocess.run(
         ["openssl", "ec", "-aes256", "-passout", "pass:x", "-in", pem[1], "-out", str(locked)],
