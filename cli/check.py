@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from llmc.check.tokens import MAX_ADAPTERS
-from llmc.cli.options import engine_options, option
+from llmc.cli.options import engine_options, name_flags, option
 from llmc.config import EngineConfig
 from llmc.errors import CompileError, ConfigError
 from llmc.lora_request import LoRARequest
@@ -82,7 +82,7 @@ def command(
                 on_phase=on_phase,
             )
     except CompileError as error:
-        note(console, f"not certified: {error}", style="red")
+        note(console, f"not certified: {name_flags(str(error))}", style="red")
         return 1
     if json:
         print(certificate.to_json(), end="")

@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
 from llmc.cli import ported_flags
-from llmc.cli.options import name_flag
-from llmc.errors import ConfigError, EngineDeadError, LlmcError
+from llmc.cli.options import name_flags
+from llmc.errors import EngineDeadError, LlmcError
 from llmc.frontend.ported_options import say_left_out
 
+_EXPECTED = {"int": "an integer", "float": "a number", "bool": "1 or 0"}  # by pydantic's kinds
 _MISSING_OPTION = re.compile(r"[Nn]o such option:? *'?(-[-\w]*)'?")
 
 
@@ -50,14 +51,11 @@ def describe(error: BaseException, argv: Sequence[str] = ()) -> tuple[str, str |
     if hasattr(error, "format_message"):  # typer's errors, whose classes moved between versions
         return _describe_usage(error, argv)
     hint = getattr(error, "hint", None)
-    if isinstance(error, ConfigError):
-        return name_flag(_one_line(str(error))), hint, 2
-    if isinstance(error, EngineDeadError):
-        return _one_line(str(error)), hint, 1
-    if isinstance(error, LlmcError | ValueError):
-        if hint is None and not isinstance(error, LlmcError):
-            hint = "run again with --debug to see the traceback"
-        return _one_line(str(error)), hint, 2
+    if isinstance(error, LlmcError):
+        code = 1 if isinstance(error, EngineDeadError) else 2
+        return name_flags(_one_line(str(error))), hint and name_flags(hint), code
+    if isinstance(error, ValueError):
+        return _one_line(str(error)), hint or "run again with --debug to see the traceback", 2
     if isinstance(error, OSError) and error.errno is not None:
         name = f": {error.filename}" if error.filename else ""
         hint = "choose another with --port" if error.errno == errno.EADDRINUSE else hint
@@ -82,6 +80,8 @@ def _describe_usage(error: BaseException, argv: Sequence[str]) -> tuple[str, str
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "llmc"
     hint = f"see `{path} --help`"
+    if (value := _rejected_value(error)) is not None:
+        return f"{_given_as(error)} must be {value}", hint, 2
     missing = _MISSING_OPTION.match(message)
     if missing is not None:
         name = _as_written(missing[1], argv)
@@ -93,6 +93,25 @@ def _describe_usage(error: BaseException, argv: Sequence[str]) -> tuple[str, str
         elif nearest:
             message += f"; did you mean {nearest[0]}?"
     return message, hint, int(getattr(error, "exit_code", 2))
+
+
+def _rejected_value(error: BaseException) -> str | None:
+    """The expected type and the value, of an error in which typer leaves out the value."""
+    reasons = getattr(error.__cause__, "errors", list)()  # pydantic's
+    if not reasons or not hasattr(error, "param"):
+        return None
+    kind = _EXPECTED.get(reasons[0]["type"].partition("_")[0], reasons[0]["msg"])
+    return f"{kind}, got {reasons[0]['input']!r:.80}"
+
+
+def _given_as(error: BaseException) -> str:
+    """The flag, or the environment variable that was read in its place."""
+    parameter, context = error.param, error.ctx  # type: ignore[attr-defined]
+    source = context.get_parameter_source(parameter.name)
+    names = [parameter.envvar] if isinstance(parameter.envvar, str) else parameter.envvar or ()
+    if source is not None and source.name == "ENVIRONMENT":
+        return next((name for name in names if os.environ.get(name)), parameter.opts[0])
+    return str(parameter.opts[0])
 
 
 def _as_written(name: str, argv: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -452,8 +452,32 @@ ENGINE_OPTIONS = (
 
 _FIELD_DEFAULTS = {f.name: f.default for f in fields(EngineConfig)}
 FLAG_OF_FIELD = {entry.field: entry.flag for entry in ENGINE_OPTIONS}
-_FIELD_NAME = re.compile(
-    r"\b(" + "|".join(sorted(FLAG_OF_FIELD, key=len, reverse=True)) + r")(?![.\w])"
+# Fields of ServerSettings that its errors name; their flags are the same names.
+_SERVER_FIELDS = (
+    "admin_api_key",
+    "api_workers",
+    "model_idle_timeout",
+    "otlp_traces_endpoint",
+    "root_path",
+    "ssl_ca_certs",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "stream_interval",
+)
+_NAMED_FLAGS = FLAG_OF_FIELD | {name: "--" + name.replace("_", "-") for name in _SERVER_FIELDS}
+
+
+def _any_of(names: Iterable[str]) -> str:
+    return "(?:" + "|".join(sorted(names, key=len, reverse=True)) + ")"
+
+
+# A quotation, or a field and possibly its flag in parentheses. A path and the name of a file or
+# key (model.safetensors, tokenizer.chat_template) are no fields.
+_FIELD = re.compile(
+    rf"""(?<!\w)(?:'[^']*'|"[^"]*"|`[^`]*`)"""
+    rf"""|(?P<field>^{_any_of(_NAMED_FLAGS)}|(?<![\w./-])"""
+    rf"""{_any_of(name for name in _NAMED_FLAGS if "_" in name)})(?!\.?[\w/-])"""
+    r"(?: \((?P<flag>--[^()]*)\))?"
 )
 
 
@@ -485,14 +509,18 @@ def build_config(given: Mapping[str, Any]) -> EngineConfig:
     return EngineConfig(**values)
 
 
-def name_flag(message: str) -> str:
-    """Replace a field name at the start of the message with its flag.
+def name_flags(message: str) -> str:
+    """Replace the names of fields in an error's message with their flags.
 
-    Only at the start: later in the message, a user's value could look like a field name. A file's
-    name (model.safetensors) is none.
+    Not in quotations, which are the user's values. A field whose name is also an ordinary word
+    (model, seed) is replaced only at the start.
     """
-    name = _FIELD_NAME.match(message)
-    return message if name is None else FLAG_OF_FIELD[name[1]] + message[name.end() :]
+    return _FIELD.sub(
+        lambda found: (
+            found[0] if not found["field"] else found["flag"] or _NAMED_FLAGS[found["field"]]
+        ),
+        message,
+    )
 
 
 def changed(config: EngineConfig, options: Mapping[str, Any]) -> EngineConfig:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from llmc.cli.console import banner, note, stderr_console
+from llmc.cli.options import name_flags
 from llmc.cli.serve_run import listening, warn_if_open, where
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError, LlmcError
@@ -56,5 +57,5 @@ def _error(config: EngineConfig) -> str:
     try:
         check_paths(config)
     except LlmcError as error:
-        return str(error)
+        return name_flags(str(error))
     return ""

@@ -205,8 +205,8 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
         if "AutoConfig" in (fields.get("auto_map") or ()) and not config.trust_remote_code:
             reason = (
                 f"transformers has no model_type {fields.get('model_type')!r}, and the model comes "
-                "with its own Python code, which runs only with --trust-remote-code "
-                "(trust_remote_code=True); read that code first"
+                "with its own Python code, which runs only with trust_remote_code "
+                "(--trust-remote-code); read that code first"
             )
         raise CheckpointError(f"config.json of {wanted!r} can't be used: {reason}") from e
     if not config.trust_remote_code:

@@ -352,7 +352,7 @@ def _size_pool(
     if state_bytes and not pool.num_snapshots:
         log.info(
             "prefix caching is off: one state of this model's recurrent layers takes %.0f MiB, "
-            "more than an eighth of the cache memory; raise kv_cache_memory",
+            "more than an eighth of the cache memory; raise kv_cache_memory (--kv-cache-memory)",
             state_bytes / 2**20,
         )
     return pool

@@ -98,6 +98,9 @@ MISTAKES = {
     "eager": (["check", "--enforce-eager"], "hint: write -O0"),
     "unknown command": (["server"], "Did you mean 'serve'?"),
     "not a number": (["serve", "--max-model-len", "many"], "--max-model-len"),
+    "port": (["serve", "--port", "abc"], "--port must be an integer, got 'abc'"),
+    "timeout": (["serve", "--shutdown-timeout", "x"], "must be a number, got 'x'"),
+    "mid-sentence": (["serve", "--ssl-keyfile", "x"], "certificate: --ssl-certfile"),
     "out of range": (["serve", "--max-num-seqs", "-1"], "--max-num-seqs must be a positive"),
     "unknown dtype": (["chat", "--dtype", "int3", "hi"], "unknown dtype 'int3'"),
     "temperature": (["chat", "--temperature", "-1", "hi"], "temperature must be"),
@@ -112,6 +115,25 @@ MISTAKES = {
     "bench json": (["bench", "throughput", "--output-json", "/nowhere/x.json"], "/nowhere"),
     "bench batch": (["bench", "latency", "--batch-size", "99"], "exceeds --max-num-seqs 64"),
 }
+
+
+@pytest.mark.parametrize(
+    "variable, value, expected",
+    [("LLMC_PORT", "abc", "an integer"), ("LLMC_VERIFY", "maybe", "1 or 0")],
+)
+def test_a_wrong_environment_variable_is_named(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    expected: str,
+) -> None:
+    monkeypatch.setenv(variable, value)
+    code, _, err = run_main(capsys, "serve")
+    assert (code, err.splitlines()[0]) == (
+        2,
+        f"error: {variable} must be {expected}, got {value!r}",
+    )
 
 
 @pytest.mark.parametrize("name", sorted(MISTAKES))

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from llmc.cli.help import HelpCommand
-from llmc.cli.options import ENGINE_OPTIONS, FLAG_OF_FIELD, engine_options, name_flag, parse_size
+from llmc.cli.options import ENGINE_OPTIONS, FLAG_OF_FIELD, engine_options, name_flags, parse_size
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
 from llmc.speculative_config import SpeculativeConfig
@@ -152,14 +152,48 @@ def test_optimization_level_spellings(spelling: list[str]) -> None:
 def test_bad_values_are_reported_by_flag(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(*words)
-    assert name_flag(str(caught.value)).startswith(message)
+    assert name_flags(str(caught.value)).startswith(message)
 
 
-def test_only_the_beginning_of_a_message_is_a_field() -> None:
-    assert name_flag("block_size must be even") == "--block-size must be even"
-    assert name_flag("no model in dtype/seed") == "no model in dtype/seed"
-    assert name_flag("models are many") == "models are many"
-    assert name_flag("model.safetensors is cut off") == "model.safetensors is cut off"
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("block_size must be even", "--block-size must be even"),
+        ("seed must be an integer", "--seed must be an integer"),
+        (
+            "this machine's memory is full; lower max_model_len or raise kv_cache_memory",
+            "this machine's memory is full; lower --max-model-len or raise --kv-cache-memory",
+        ),
+        ("start it with enable_lora (--enable-lora)", "start it with --enable-lora"),
+        (
+            "the limit is limit_mm_per_prompt (--limit-mm-per-prompt '{\"image\": N}')",
+            "the limit is --limit-mm-per-prompt '{\"image\": N}'",
+        ),
+        (
+            "ssl_keyfile and ssl_ca_certs need a certificate: ssl_certfile",
+            "--ssl-keyfile and --ssl-ca-certs need a certificate: --ssl-certfile",
+        ),
+        ("so max_model_len=64 works", "so --max-model-len=64 works"),
+    ],
+)
+def test_fields_in_messages_become_flags(message: str, shown: str) -> None:
+    assert name_flags(message) == shown
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "no model in dtype/seed",
+        "models are many",
+        "model.safetensors is cut off",
+        "tokenizer.chat_template is not a string",
+        "unknown key 'block_size'; set it in \"block_size\"",
+        "can't read /data/block_size/block_size.json",
+        "my_block_size and --block_size",
+    ],
+)
+def test_other_words_in_messages_stay(message: str) -> None:
+    assert name_flags(message) == message
 
 
 @pytest.mark.parametrize(
