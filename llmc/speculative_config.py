@@ -53,6 +53,12 @@ class SpeculativeConfig:
             )
         _check("num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFT)
         self._check_keys()
+        if self.method == "ngram":
+            self._set_lookup_lengths()
+
+    def _set_lookup_lengths(self) -> None:
+        """Fill in what is not given. Other methods keep None, which `_check_keys` accepts again
+        when another process builds the same configuration from these fields."""
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), MAX_NGRAM)

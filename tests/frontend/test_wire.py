@@ -192,6 +192,22 @@ def test_the_configuration_arrives() -> None:
         assert got == (list(sent) if isinstance(sent, tuple) else sent), name
 
 
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        {"method": "ngram"},
+        {"method": "ngram", "prompt_lookup_max": 1},
+        {"method": "draft_model", "model": "small"},
+        {"method": "eagle3", "model": "head", "quantization": "int8"},
+        {"method": "mtp", "num_speculative_tokens": 2},
+    ],
+)
+def test_every_kind_of_speculation_arrives(speculation: dict[str, Any]) -> None:
+    config = EngineConfig(model="m", speculative_config=speculation)
+    arrived = wire.from_line(wire.to_line(config), EngineConfig)
+    assert arrived.speculative_config == config.speculative_config is not None
+
+
 def test_code_does_not_cross_the_border() -> None:
     with pytest.raises(ConfigError, match="can't be sent to the engine process"):
         wire.to_line(EngineConfig(extra_passes=(lambda graph: None,)))
