@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import logging
 import os
 import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from llmc.garbage import keep_forever
 from llmc.logs import set_up_logging
-from llmc.processes.parent_watch import die_with_parent, leave_signals_to_parent
+from llmc.processes.parent_watch import die_with_parent, leave, leave_signals_to_parent
 
 if TYPE_CHECKING:
     from llmc.config import EngineConfig
@@ -99,17 +98,6 @@ def _watch_parent(folder: str, stopped: threading.Event) -> None:
     stopped.set()
     threading.Event().wait(GRACE_S)
     os._exit(0)
-
-
-def leave(code: int) -> NoReturn:
-    """Exit without interpreter shutdown, which takes about a second with torch loaded.
-
-    It is not needed: sockets are closed, and children exit when their pipes are closed.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from llmc.engine.plan import NewRow
 from llmc.errors import CheckpointError, EngineDeadError
 from llmc.model_info import ModelInfo, Phase, PhaseBegins
 from llmc.processes import engine_main, wire
+from llmc.processes.parent_watch import leave
 
 HANG_IN_C, HANG, DIE = 397, 398, 399
 VOCAB_WIDTH = 400
@@ -132,4 +133,4 @@ if __name__ == "__main__":
         wire.VERSION = "0.0.1-other"
     if reason == "exit":
         sys.exit(7)
-    engine_main.leave(engine_main.main(ScriptedStart(delay, reason)))
+    leave(engine_main.main(ScriptedStart(delay, reason)))
