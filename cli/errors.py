@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 from llmc.cli import ported_flags
 from llmc.cli.options import name_flags
@@ -97,7 +98,7 @@ def _describe_usage(error: BaseException, argv: Sequence[str]) -> tuple[str, str
 
 def _rejected_value(error: BaseException) -> str | None:
     """The expected type and the value, of an error in which typer leaves out the value."""
-    reasons = getattr(error.__cause__, "errors", list)()  # pydantic's
+    reasons: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()  # pydantic's
     if not reasons or not hasattr(error, "param"):
         return None
     kind = _EXPECTED.get(reasons[0]["type"].partition("_")[0], reasons[0]["msg"])
