@@ -62,7 +62,7 @@ def run_pytest(
         command += ["-k", "dry_run"]
     process = subprocess.Popen(
         command, cwd=tempfile.gettempdir(), env=environment, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
+        stderr=subprocess.STDOUT, text=True, preexec_fn=_heed_interrupts,
     )  # fmt: skip
     late = threading.Timer(seconds, process.send_signal, [signal.SIGINT])
     late.daemon = True
@@ -74,6 +74,11 @@ def run_pytest(
     if process.returncode != 0 or not counts.get("passed"):
         raise RuntimeError(f"pytest: {counts}, status {process.returncode}\n{output[-6000:]}")
     return {**counts, "last": output.strip().splitlines()[-1]}
+
+
+def _heed_interrupts() -> None:
+    """A job that a shell runs in the background ignores SIGINT, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_warm(settings: Settings, record: Record) -> None:

@@ -22,7 +22,7 @@ from bench.gpu.timed_runner import TimedRunner
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
 from llmc.engine.options import EngineFeatures, EngineLimits
-from llmc.model_info import ModelInfo
+from llmc.model_info import ModelInfo, Phase, PhaseBegins
 from llmc.runner.model_runner import ModelRunner
 from llmc.startup.start import start_engine
 
@@ -107,7 +107,7 @@ def start(settings: Settings, model: Model, folder: Path, **options: Any) -> Sub
         }
     )
     begun = time.perf_counter()
-    started = start_engine(config, lambda p: print(f"  {p.name}: {p.seconds:.1f} s {p.detail}"))
+    started = start_engine(config, _print_phase)
     usable = time.perf_counter() - begun
     missing = None
     if started.upgrade is not None and not started.upgrade.wait(_COMPILE_S):
@@ -165,3 +165,8 @@ def release() -> None:
         torch.cuda.synchronize()
         with contextlib.suppress(RuntimeError):  # a graph's pool may still be in use
             torch.cuda.empty_cache()
+
+
+def _print_phase(phase: PhaseBegins | Phase) -> None:
+    if isinstance(phase, Phase):
+        print(f"  {phase.name}: {phase.seconds:.1f} s {phase.detail}")
