@@ -69,6 +69,16 @@ def graphed(running: tiny_engine.Running, **options: Any) -> tuple[ModelRunner, 
     return runner, backend
 
 
+def offered(running: tiny_engine.Running, **fields: Any) -> tuple[ModelRunner, FakeGraphs]:
+    """The same after its first step and all captures, with another step to swap in."""
+    runner, backend = graphed(running)
+    runner.execute(enter(0))
+    while runner.capture_next():
+        pass
+    runner.swap_step(dataclasses.replace(runner.step, level=1, **fields))
+    return runner, backend
+
+
 def enter(row: int, num_tokens: int = 3, **params: Any) -> StepPlan:
     """A prefill of one request in blocks of its own."""
     new = NewRow(
@@ -432,11 +442,7 @@ def test_a_batch_is_padded_to_the_captured_size_above_it(running: tiny_engine.Ru
 
 
 def test_a_swapped_step_is_captured_anew_when_idle(running: tiny_engine.Running) -> None:
-    runner, backend = graphed(running)
-    runner.execute(enter(0))
-    while runner.capture_next():
-        pass
-    runner.swap_step(dataclasses.replace(runner.step, level=1, min_size=2))
+    runner, backend = offered(running, min_size=2)
     first = runner.execute(decode(range(1), 3))
     assert runner.step.level == 0 and backend.num_replays == 1, "graphs serve until it is idle"
     while runner.use_idle_time():
@@ -451,11 +457,7 @@ def test_graphs_serve_until_the_swapped_step_has_all_of_its_own(
     running: tiny_engine.Running,
 ) -> None:
     """Requests that come while they are captured would run without graphs otherwise."""
-    runner, backend = graphed(running)
-    runner.execute(enter(0))
-    while runner.capture_next():
-        pass
-    runner.swap_step(dataclasses.replace(runner.step, level=1))
+    runner, backend = offered(running)
     for replays, level in enumerate((0, 0, 0, 1), 1):
         runner.use_idle_time()
         assert runner.step.level == level
@@ -466,11 +468,7 @@ def test_graphs_serve_until_the_swapped_step_has_all_of_its_own(
 def test_a_swapped_step_that_cannot_be_captured_does_not_replace_graphs(
     running: tiny_engine.Running, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner, backend = graphed(running)
-    runner.execute(enter(0))
-    while runner.capture_next():
-        pass
-    runner.swap_step(dataclasses.replace(runner.step, level=1))
+    runner, backend = offered(running)
     assert runner.use_idle_time()
     backend.error = RuntimeError("out of memory")
     while runner.use_idle_time():

@@ -382,11 +382,8 @@ class _Finder:
 
     def _in_words(self, module: str, name: str, scheme: WeightScheme) -> QuantizedTensor:
         """A gptq or awq weight: gptq packs inputs of a channel into a word, awq packs channels."""
-        weight = self._take(name, for_=name)
-        scale = self._take(f"{module}.scales", for_=name)
-        zero = self._take(f"{module}.qzeros", for_=name)
+        weight, scale, zero = self._words(module, name)
         groups = self._pop(f"{module}.g_idx")
-        check_kind(weight, 2, torch.int32)
         depth, channels = weight.shape
         if scheme.layout == "gptq":
             if depth * 32 % scheme.bits:
@@ -418,13 +415,18 @@ class _Finder:
             group_of=groups,
         )
 
-    def _gemv(self, module: str, name: str, scheme: WeightScheme) -> QuantizedTensor:
-        """Inputs of a channel in a word. Scales and zero points are padded to the width that the
-        tool's kernels read."""
+    def _words(self, module: str, name: str) -> tuple[StoredTensor, StoredTensor, StoredTensor]:
+        """A weight in words of 32 bits, its scales and its zero points."""
         weight = self._take(name, for_=name)
         scale = self._take(f"{module}.scales", for_=name)
         zero = self._take(f"{module}.qzeros", for_=name)
         check_kind(weight, 2, torch.int32)
+        return weight, scale, zero
+
+    def _gemv(self, module: str, name: str, scheme: WeightScheme) -> QuantizedTensor:
+        """Inputs of a channel in a word. Scales and zero points are padded to the width that the
+        tool's kernels read."""
+        weight, scale, zero = self._words(module, name)
         channels, depth = weight.shape[0], weight.shape[1] * 8
         assert scheme.block is not None
         group = scheme.block[1] or depth
