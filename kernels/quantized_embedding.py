@@ -9,9 +9,11 @@ from torch import Tensor
 
 from llmc.kernels.quantized_linear import (
     CHANNELS,
+    LINE,
     SUPERBLOCK_DRAWS,
     Format,
     Quantization,
+    inputs_of,
     mxfp4_draw,
     numbers,
     quantization_of,
@@ -24,8 +26,7 @@ from llmc.kernels.torch_impl import torch_impl
 def _shape(
     *, ids: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype, **others: object
 ) -> Tensor:
-    depth = weight.shape[1] * (8 if weight.dtype == torch.uint8 else 4)
-    return scale.new_empty(*ids.shape, depth, dtype=dtype)
+    return scale.new_empty(*ids.shape, inputs_of(weight), dtype=dtype)
 
 
 @op(shape=_shape)
@@ -46,13 +47,14 @@ def quantized_embedding(
     ids = torch.where(known, ids, 0)
     block, lane = ids // CHANNELS, ids % CHANNELS
 
-    def rows(blocks: Tensor) -> Tensor:
-        """[N / 16, lines, 16 * width] -> [..., lines * width]"""
-        found: Tensor = blocks.unflatten(2, (CHANNELS, -1))[block, :, lane]
+    def rows(blocks: Tensor, bytes: int = 1) -> Tensor:
+        """[N / 16, n, 16 * width] -> [..., n * width], where `bytes` of a channel are adjacent."""
+        found: Tensor = blocks.view(len(blocks), -1, CHANNELS, bytes)[block, :, lane]
         return found.flatten(-2)
 
     parts = (None if part is None else rows(part) for part in (zero, minimum))
-    values = numbers(rows(weight), rows(scale), *parts)
+    stored = rows(weight, LINE).unflatten(-1, (weight.shape[1], -1))
+    values = numbers(stored, rows(scale), *parts)
     return torch.where(known[..., None], values, 0).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""`quantized_expert_linear`: routed experts with weights of 4 or 8 bits, in the format of
+"""`quantized_expert_linear`: routed experts with weights of 4 to 8 bits, in the format of
 `quantized_linear`.
 """
 

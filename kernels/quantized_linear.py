@@ -1,4 +1,4 @@
-"""`quantized_linear`: a linear over a weight of 4 or 8 bits, which is dequantized as it is read.
+"""`quantized_linear`: a linear over a weight of 4 to 8 bits, which is dequantized as it is read.
 
 A weight is divided into blocks of 16 channels. A line of a block holds four bytes of each channel,
 so that one thread or program reads a block as one stream, and a vector register holds a line.
@@ -7,6 +7,12 @@ Formats: int8, fp8 (e4m3) and int4 (two values per byte, low half first), with s
 16 bits; and mxfp4, which packs e2m1 values like int4, with power-of-two scales of one byte each
 (OCP microscaling formats). A scale is for a whole channel or for a group of its inputs, as the
 shapes imply. `quantize` uses one scale per channel for 8 bits; checkpoints can also have groups.
+
+int5 and int6 have several lines for 32 or 16 inputs, so that they are unpacked with few operations.
+Each line has the low bits of four inputs per channel; the last inputs are in what its bytes have
+left. int6: three lines, and bits 0-1, 2-3 and 4-5 of the last four inputs. int5: five lines; then
+bits 0-2 and 3-4 of inputs 20-23 (first and second line), 24-27 (third and fourth), and of 28-31
+bits 0-2 (fifth line), 3 and 4 (last bit of the second and fourth).
 
 Scales of GGUF's K-quants are in superblocks of 256 inputs: a float16 factor, times 8-bit steps of
 16 or 32 inputs each. So are minimums, if there are any. Per channel, a superblock is int16 words:
@@ -26,7 +32,7 @@ from torch import Tensor
 
 from llmc.kernels.registry import Case, op
 
-Format = Literal["int8", "int4", "fp8", "mxfp4"]
+Format = Literal["int8", "int4", "int5", "int6", "fp8", "mxfp4"]
 Scale = Literal["float32", "float16", "bfloat16", "exponent", "superblock"]
 Part = Literal["weight", "scale", "zero", "minimum"]
 FORMATS: tuple[Format, ...] = ("int8", "int4", "fp8")  # formats that `quantize` supports
@@ -35,11 +41,14 @@ INPUTS = 32  # the depth is a multiple of this
 EXACT_BITS = 24  # bits of x in float32: it is not rounded
 GROUPS = (128, 64, 32)  # group sizes for int4
 SUPERBLOCK = 256  # inputs
-_LINE = 4  # bytes per channel
-_ZERO = 8  # the int4 value that stands for 0 if there are no zero points
+LINE = 4  # bytes per channel
+# the values that stand for 0 without zero points and minimums
+MIDDLES: dict[Format, int] = {"int4": 8, "int5": 16, "int6": 32}
 _DTYPES = {
     "int8": torch.int8,
     "int4": torch.uint8,
+    "int5": torch.uint8,
+    "int6": torch.uint8,
     "fp8": torch.float8_e4m3fn,
     "mxfp4": torch.uint8,
 }
@@ -50,6 +59,9 @@ _SCALES = {
     "exponent": torch.uint8,
     "superblock": torch.int16,
 }
+# (inputs, lines) that are stored together, if they are not a line of four or eight inputs
+_UNITS: dict[Format, tuple[int, int]] = {"int5": (32, 5), "int6": (16, 3)}
+_WIDE = {lines * LINE * CHANNELS: form for form, (_, lines) in _UNITS.items()}  # by their bytes
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0 to 7; 8 to 15 are their negatives
 _FP8_MAX = 448.0
 
@@ -71,16 +83,17 @@ def quantized_linear(
     """x [..., K] -> x w^T + bias [..., N] in x's dtype, with w[n, k] = (q[n, k] - zero) * scale.
 
     weight [N / 16, lines, 64] is q in blocks: int8 and float8_e4m3fn have K / 4 lines, uint8 (two
-    values per byte) K / 8. scale [N / 16, K / group, 16]: float32, float16 or bfloat16; group sizes
-    are multiples of 16. zero: uint8 with the shape of scale, for uint8 weights only; None means 8.
-    bias [N]. minimum: float32 or float16 with the shape of scale, for int8 and uint8 without zero;
-    then w = q * scale + minimum.
+    values per byte) K / 8. Or it is uint8 [N / 16, K / 32, 320] for int5 and [N / 16, K / 16, 192]
+    for int6. scale [N / 16, K / group, 16]: float32, float16 or bfloat16; group sizes are multiples
+    of 16, or of 32 for int5. zero: uint8 with the shape of scale, for int4 only; None means 8 (16
+    for int5, 32 for int6). bias [N]. minimum: float32 or float16 with the shape of scale, for
+    integers without zero; then w = q * scale + minimum.
     A uint8 scale is an exponent: 2 ** (scale - 127), 255 is NaN. Then q are e2m1 codes in uint8,
     and there is neither zero nor minimum. An int16 scale [N / 16, K / 256 * words, 16] has scales
-    and minimums in superblocks, for int8 and uint8; then zero and minimum are None.
+    and minimums in superblocks, for integers; then zero and minimum are None.
     Summed in float32 and rounded once.
-    x_bits: EXACT_BITS; or 16 if q are not float8, or 8 if they are uint8 and no e2m1 codes: x is
-    rounded with `round_inputs`. Or 8 if q are float8 and groups multiples of 32: with
+    x_bits: EXACT_BITS; or 16 if q are not float8, or 8 if they are int4: x is rounded with
+    `round_inputs`. Or 8 if q are float8 and groups multiples of 32: with
     `round_to_fp8`.
     """
     w = dequantize(weight, scale, zero, minimum)
@@ -96,18 +109,36 @@ def take_channels(blocks: Tensor, channels: Tensor) -> Tensor:
     """`channels` [M] of a weight, or of its scales, zeros or minimums, in blocks [N / 16, n, 16 k]
     -> [M / 16, n, 16 k]."""
     num, lines, width = blocks.shape
-    rows = blocks.view(num, lines, CHANNELS, -1).transpose(1, 2).flatten(0, 1)[channels]
+    flat = blocks.view(num, -1, CHANNELS, LINE if width % (CHANNELS * LINE) == 0 else 1)
+    rows = flat.transpose(1, 2).flatten(0, 1)[channels]
     back = rows.view(-1, CHANNELS, *rows.shape[1:]).transpose(1, 2)
     return back.reshape(-1, lines, width)
+
+
+def inputs_of(weight: Tensor) -> int:
+    """K, from the shape of a weight [.., N / 16, lines, bytes]."""
+    return weight.shape[-2] * _per_line(weight)
+
+
+def packed_format(weight: Tensor) -> Format | None:
+    """int5 or int6 if the values of a weight [.., N / 16, lines, bytes] have 5 or 6 bits."""
+    return _WIDE.get(weight.shape[-1]) if weight.dtype == torch.uint8 else None
+
+
+def _per_line(weight: Tensor) -> int:
+    if (form := packed_format(weight)) is not None:
+        return _UNITS[form][0]
+    return 8 if weight.dtype == torch.uint8 else 4
 
 
 def supports_bits(weight: Tensor, scale: Tensor, bits: int) -> int:
     """The smallest `x_bits`, at least `bits`, that a weight of `quantized_linear` (or experts)
     supports."""
     if weight.dtype == torch.float8_e4m3fn:
-        group = 4 * weight.shape[-2] // scale.shape[-2]
+        group = inputs_of(weight) // scale.shape[-2]
         return bits if bits == 8 and group % INPUTS == 0 else EXACT_BITS
-    is_int4 = weight.dtype == torch.uint8 and scale.dtype != torch.uint8
+    is_4_bit = weight.dtype == torch.uint8 and packed_format(weight) is None
+    is_int4 = is_4_bit and scale.dtype != torch.uint8
     return bits if is_int4 else max(bits, 16)
 
 
@@ -152,30 +183,49 @@ def dequantize(
     weight: Tensor, scale: Tensor, zero: Tensor | None = None, minimum: Tensor | None = None
 ) -> Tensor:
     """The weight [N, K] in float32."""
+    rows = _from_blocks(weight, LINE).unflatten(1, (-1, weight.shape[2] // CHANNELS))
     parts = (None if part is None else _from_blocks(part, 1) for part in (zero, minimum))
-    return numbers(_from_blocks(weight, _LINE), _from_blocks(scale, 1), *parts)
+    return numbers(rows, _from_blocks(scale, 1), *parts)
 
 
 def numbers(
     stored: Tensor, scale: Tensor, zero: Tensor | None = None, minimum: Tensor | None = None
 ) -> Tensor:
-    """Dequantize rows [..., bytes] with per-group scales, zeros or minimums [..., G]: [..., K]."""
+    """Dequantize rows [..., lines, bytes] with per-group scales, zeros or minimums [..., G]:
+    [..., K]."""
+    codes, middle = _codes(stored)
     if scale.dtype == torch.int16:
-        per_byte = 2 if stored.dtype == torch.uint8 else 1
-        scale, minimum = read_superblocks(scale, stored.shape[-1] * per_byte)
-    if stored.dtype == torch.uint8:
-        codes = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)
-        if scale.dtype == torch.uint8:
-            known = torch.tensor(_E2M1 + tuple(-v for v in _E2M1), device=stored.device)
-            return known[codes.int()] * _spread(powers_of_two(scale), codes)
-        values = codes.float()
-    else:
-        values = stored.float()
+        scale, minimum = read_superblocks(scale, codes.shape[-1])
+    if scale.dtype == torch.uint8:
+        known = torch.tensor(_E2M1 + tuple(-v for v in _E2M1), device=stored.device)
+        return known[codes.int()] * _spread(powers_of_two(scale), codes)
+    values = codes.float()
     if minimum is not None:
         return values * _spread(scale, values) + _spread(minimum, values)
-    if stored.dtype == torch.uint8:
-        values = values - (_ZERO if zero is None else _spread(zero, values))
+    values = values - (middle if zero is None else _spread(zero, values))
     return values * _spread(scale, values)
+
+
+def _codes(stored: Tensor) -> tuple[Tensor, int]:
+    """[..., lines, bytes] -> q [..., K], and the value that stands for 0."""
+    if stored.dtype != torch.uint8:
+        return stored.flatten(-2), 0
+    if stored.shape[-1] == LINE:
+        return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-3), MIDDLES["int4"]
+    unit = stored.unflatten(-1, (-1, LINE))
+    if unit.shape[-2] == 3:
+        a, b, c = unit.unbind(-2)
+        last = [a >> 6 | b >> 6 << 2 | c >> 6 << 4]
+        return _in_order(unit & 63, last), MIDDLES["int6"]
+    a, b, c, d, e = unit.unbind(-2)
+    last = [a >> 5 | (b >> 5 & 3) << 3, c >> 5 | (d >> 5 & 3) << 3]
+    last.append(e >> 5 | b >> 7 << 3 | d >> 7 << 4)
+    return _in_order(unit & 31, last), MIDDLES["int5"]
+
+
+def _in_order(first: Tensor, last: Sequence[Tensor]) -> Tensor:
+    """[..., units, lines, 4] and more lines [..., units, 4] of each -> [..., K]."""
+    return torch.cat((first, torch.stack(list(last), -2)), -2).flatten(-3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +275,7 @@ def _spread(groups: Tensor, like: Tensor) -> Tensor:
 
 def _to_blocks(rows: Tensor, width: int) -> Tensor:
     """[N, W] -> [N / 16, W / width, 16 * width]."""
-    if width == _LINE and rows.dtype.itemsize == 1:  # moving words is faster than moving bytes
+    if width == LINE and rows.dtype.itemsize == 1:  # moving words is faster than moving bytes
         words = _to_blocks(rows.contiguous().view(torch.int32), 1)
         return words.view(rows.dtype)
     n, columns = rows.shape
@@ -235,9 +285,9 @@ def _to_blocks(rows: Tensor, width: int) -> Tensor:
 
 def _from_blocks(blocks: Tensor, width: int) -> Tensor:
     """The inverse of `_to_blocks`."""
-    count, lines, _ = blocks.shape
-    rows = blocks.view(count, lines, CHANNELS, width).transpose(1, 2)
-    return rows.reshape(count * CHANNELS, lines * width)
+    count = blocks.shape[0]
+    rows = blocks.view(count, -1, CHANNELS, width).transpose(1, 2)
+    return rows.reshape(count * CHANNELS, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +324,11 @@ class Quantization:
         low: dict[Part, torch.dtype] = {"minimum": least} if is_apart else {}
         return {"weight": self.dtype, "scale": self.scale_dtype, **zero, **low}
 
+    @property
+    def _unit(self) -> tuple[int, int]:
+        """Inputs that are stored together in a number of lines."""
+        return _UNITS.get(self.format, (8 if self.dtype == torch.uint8 else 4, 1))
+
     def shape(self, part: Part, *size: int) -> tuple[int, ...]:
         """The shape of the quantized weight, or of its scales, zero points or minimums.
 
@@ -282,8 +337,8 @@ class Quantization:
         *experts, channels, depth = size
         blocks = channels // CHANNELS
         if part == "weight":
-            values = 8 if self.dtype == torch.uint8 else 4  # per channel in a line
-            return *experts, blocks, depth // values, CHANNELS * _LINE
+            inputs, lines = self._unit
+            return *experts, blocks, depth // inputs, lines * CHANNELS * LINE
         if self.scale == "superblock":
             words = Groups(self.group, self.minimum).words
             return *experts, blocks, depth // SUPERBLOCK * words, CHANNELS
@@ -309,7 +364,7 @@ def quantize(rows: Tensor, to: Quantization) -> tuple[Tensor, Tensor]:
     values = rows.float().unflatten(1, (-1, to.group or rows.shape[1]))
     if to.format == "int4":
         extreme = values.gather(2, values.abs().argmax(2, keepdim=True))
-        scale = extreme / -_ZERO
+        scale = extreme / -MIDDLES["int4"]
     else:
         largest = values.abs().amax(2, keepdim=True)
         scale = largest / (_FP8_MAX if to.format == "fp8" else 127)
@@ -320,21 +375,38 @@ def quantize(rows: Tensor, to: Quantization) -> tuple[Tensor, Tensor]:
     elif to.format == "int8":
         stored = q.round().clamp(-127, 127).to(torch.int8)
     else:
-        stored = (q.round() + _ZERO).clamp(0, 15).to(torch.uint8)
+        stored = (q.round() + MIDDLES["int4"]).clamp(0, 15).to(torch.uint8)
     return pack_weight(stored, to), pack_groups(scale[..., 0])
 
 
 def pack_weight(q: Tensor, to: Quantization) -> Tensor:
-    """Quantized values [N, K], with 4-bit ones as 0 to 15 in uint8 -> the op's weight."""
+    """Quantized values [N, K], with those of fewer than 8 bits as 0, 1, ... in uint8 -> the op's
+    weight."""
+    if to.format in _UNITS:
+        units = _pack_units(q, to.format)
+        return pack_bytes(units.flatten(1)).view(to.shape("weight", *q.shape))
     if to.dtype == torch.uint8:
         pairs = q.contiguous().view(torch.int16)  # little-endian, as on all platforms of torch
         q = (pairs & 15 | pairs >> 4).to(torch.uint8)
     return pack_bytes(q)
 
 
+def _pack_units(q: Tensor, format: Format) -> Tensor:
+    """q [N, K] -> [N, units, lines, 4], as `_codes` reads them."""
+    inputs, lines = _UNITS[format]
+    values = q.unflatten(1, (-1, inputs // LINE, LINE))
+    own, last = values[:, :, :lines], values[:, :, lines:].unbind(2)
+    if format == "int6":
+        spare = [last[0] << 6, last[0] >> 2 << 6, last[0] >> 4 << 6]
+    else:
+        x, y, z = last
+        spare = [x << 5, x >> 3 << 5 | z >> 3 << 7, y << 5, y >> 3 << 5 | z >> 4 << 7, z << 5]
+    return own | torch.stack(spare, 2)
+
+
 def pack_bytes(stored: Tensor) -> Tensor:
     """The same for bytes [N, W] that hold one value each, or two with the low half first."""
-    return _to_blocks(stored, _LINE)
+    return _to_blocks(stored, LINE)
 
 
 def pack_groups(groups: Tensor) -> Tensor:
@@ -356,7 +428,7 @@ def some_inputs(
     own: dict[Part, Tensor] = {}
     for part, blocks in parts.items():
         if part == "weight":
-            inputs = 8 if of.dtype == torch.uint8 else 4  # per line
+            inputs = _per_line(blocks)
         elif of.scale == "superblock":
             supers = blocks.unflatten(1, (-1, Groups(of.group, of.minimum).words))
             pieces = [supers.narrow(1, start // SUPERBLOCK, n // SUPERBLOCK) for start, n in ranges]
@@ -409,6 +481,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield from _rounded_cases(gen, device, dtype)
     yield from _float8_cases(gen, device, dtype)
     yield from _superblock_cases(gen, device, dtype)
+    yield from _packed_cases(gen, device, dtype)
     for count in (1, 3, 7, 20, 40):
         codes, exponents = mxfp4_draw(gen, 48, 96)
         bias = torch.randn(48, generator=gen).to(device, dtype)
@@ -475,13 +548,31 @@ def _superblock_cases(
                 yield x, weight.to(device), scale.to(device), None, bias, None, bits
 
 
-# (format, group, minimum, K) of Q4_K, Q2_K, Q3_K, Q5_K and Q6_K
+def _packed_cases(gen: torch.Generator, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """Q5_0, Q5_1, and Q6_K whose superblocks are cut apart."""
+    for format, group, scale_dtype in (
+        ("int5", 32, torch.float16), ("int5", 96, torch.float32), ("int6", 16, torch.float32),
+    ):  # fmt: skip
+        to = Quantization(format=format, group=group)  # type: ignore[arg-type]
+        weight = packed_draw(gen, to, 48, 288).to(device)
+        fine = (0.5 + torch.rand(to.shape("scale", 48, 288), generator=gen)) / 250
+        scale = fine.to(device, scale_dtype)
+        minimum = scale * -15.5 if format == "int5" else None
+        for rows in _ROUNDED_ROWS:
+            x = _uneven(gen, rows, 288).to(device, dtype)
+            for bits in (EXACT_BITS, 16):
+                yield x, weight, scale, None, None, None, bits
+                yield x, weight, scale, None, None, minimum, bits
+
+
+# (format, group, minimum, K) of Q4_K, Q2_K, Q3_K, Q5_K, Q6_K and IQ4_XS
 SUPERBLOCK_DRAWS: tuple[tuple[Format, int, bool, int], ...] = (
     ("int4", 32, True, 512),
     ("int4", 16, True, 256),
     ("int4", 16, False, 256),
-    ("int8", 32, True, 256),
-    ("int8", 16, False, 512),
+    ("int5", 32, True, 256),
+    ("int6", 16, False, 512),
+    ("int8", 32, False, 256),
 )
 
 
@@ -491,21 +582,27 @@ def superblock_draw(
     """(weight, scale) of a random weight [..., N, K] with superblocks, for tests and benchmarks.
     Minimums center the values on about zero, as quantizers choose them."""
     to = Quantization(format=format, group=group, scale="superblock", minimum=minimum)
-    codes = torch.randint(-32, 32, to.shape("weight", *size), generator=gen, dtype=torch.int8)
-    if format == "int4":
-        codes = torch.randint(0, 256, codes.shape, generator=gen, dtype=torch.uint8)
+    codes = packed_draw(gen, to, *size)
+    if format == "int8":
+        codes = codes.view(torch.int8) >> 2
     *blocks, words, lanes = to.shape("scale", *size)
     parts, shape = 2 if minimum else 1, (*blocks, size[-1] // SUPERBLOCK, lanes)
+    middle = 0.0 if format == "int8" else MIDDLES[format] - 0.5
     factors = 0.5 + torch.rand(*shape, parts, generator=gen)
-    factors /= 1000 if format == "int4" else 4000
+    factors /= 125 * (middle + 0.5) if format != "int8" else 4000
     groups = *shape, SUPERBLOCK // group, parts
     steps = torch.randint(5, 16, groups, generator=gen, dtype=torch.int8)
     if minimum:
-        factors[..., 1] *= -7.5 if format == "int4" else -1
+        factors[..., 1] *= -middle
     else:
         steps *= torch.randint(0, 2, groups, generator=gen, dtype=torch.int8) * 2 - 1
     bits = factors.half().view(torch.int16), steps.flatten(-2).view(torch.int16)
     return codes, torch.cat(bits, -1).mT.reshape(*blocks, words, lanes).contiguous()
+
+
+def packed_draw(gen: torch.Generator, to: Quantization, *size: int) -> Tensor:
+    """A random weight [..., N, K] whose codes are all possible ones of fewer than 8 bits."""
+    return torch.randint(0, 256, to.shape("weight", *size), generator=gen, dtype=torch.uint8)
 
 
 def mxfp4_draw(gen: torch.Generator, *size: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""`quantize_linears`: linears and routed experts read weights of 4 or 8 bits, quantized while they
+"""`quantize_linears`: linears and routed experts read weights of 4 to 8 bits, quantized while they
 are loaded or stored that way in the checkpoint.
 """
 
@@ -64,10 +64,10 @@ def quantize_linears(
         y = aten.linear(x, w, b)
         e = aten.embedding(w, ids);  e = llmc.embed_shard(ids, w)
     After:
-        y = llmc.quantized_linear(x, w in 4 or 8 bits, its scales, its zeros or None, b,
+        y = llmc.quantized_linear(x, w in 4 to 8 bits, its scales, its zeros or None, b,
                                   its minimums)
-        e = llmc.quantized_embedding(ids, w in 4 or 8 bits, ...)
-        e = llmc.quantized_embedding(llmc.shard_ids(ids, rows), w in 4 or 8 bits, ...)
+        e = llmc.quantized_embedding(ids, w in 4 to 8 bits, ...)
+        e = llmc.quantized_embedding(llmc.shard_ids(ids, rows), w in 4 to 8 bits, ...)
     and llmc.expert_linear becomes llmc.quantized_expert_linear as linears do.
     """
     formats = dict(kept)

@@ -10,6 +10,8 @@ constexpr int64_t kWidened = 1 << 20;   // bytes of bf16 weight at a time: they 
 
 Format format_of(const Tensor& weight, const Tensor& scale) {
   if (weight.scalar_type() == at::kChar) return Format::int8;
+  if (weight.scalar_type() == at::kByte && weight.size(2) != kLineBytes)
+    return weight.size(2) == lines_of(Format::int5, 32) * kLineBytes ? Format::int5 : Format::int6;
   if (weight.scalar_type() == at::kByte)
     return scale.scalar_type() == at::kByte ? Format::mxfp4 : Format::int4;
   if (weight.scalar_type() == at::kFloat8_e4m3fn) return Format::fp8;
@@ -35,7 +37,7 @@ void set_superblocks(const Tensor& weight, const Tensor& scale, const optional<T
   const bool is_integers = a.format == Format::int8 || a.format == Format::int4;
   for (int64_t group : {16, 32})
     for (int parts : {1, 2})
-      if (is_whole && scale.size(1) / count == (1 + kSuperblock / group / 2) * parts)
+      if (is_whole && (a.stored != Format::int5 || group == kDepthStep) && scale.size(1) / count == (1 + kSuperblock / group / 2) * parts)
         a.group = group, a.superblock_parts = parts;
   TORCH_CHECK(a.superblock_parts && is_integers && !zero && !minimum, "scale ", scale.sizes(),
               " of int16 is not dense, does not fit weight ", weight.sizes(), " of ",
@@ -48,7 +50,8 @@ void check_groups(const Tensor& weight, const Tensor& scale, const optional<Tens
   const bool is_int4 = a.format == Format::int4;
   TORCH_CHECK(scale.dim() == 3 && scale.is_contiguous() && scale.size(0) == weight.size(0) &&
                   scale.size(2) == kChannels && scale.size(1) > 0 &&
-                  a.depth % (scale.size(1) * kMinGroup) == 0 && a.depth % kDepthStep == 0,
+                  a.depth % (scale.size(1) * (a.stored == Format::int5 ? kDepthStep : kMinGroup)) == 0 &&
+                  a.depth % kDepthStep == 0,
               "scale ", scale.sizes(), " does not fit weight ", weight.sizes());
   TORCH_CHECK(scale.scalar_type() == at::kFloat || scale.scalar_type() == at::kHalf ||
                   scale.scalar_type() == at::kBFloat16 || a.format == Format::mxfp4,
@@ -67,11 +70,19 @@ void check_groups(const Tensor& weight, const Tensor& scale, const optional<Tens
 // The arguments for the weight only.
 LowBitArgs weight_args(const Tensor& weight, const Tensor& scale, const optional<Tensor>& zero,
                        const optional<Tensor>& minimum) {
-  TORCH_CHECK(weight.dim() == 3 && weight.size(2) == kLineBytes && weight.is_contiguous(),
-              "weight must be a dense [N / 16, lines, 64], got ", weight.sizes());
+  const bool is_known = weight.dim() == 3 && weight.is_contiguous() &&
+                        (weight.size(2) == kLineBytes ||
+                         (weight.scalar_type() == at::kByte &&
+                          (weight.size(2) == 3 * kLineBytes || weight.size(2) == 5 * kLineBytes)));
+  TORCH_CHECK(is_known, "weight must be a dense [N / 16, lines, 64], or of 5 or 6 bits [.., 320] or "
+              "[.., 192] of uint8, got ", weight.sizes(), " of ", weight.scalar_type());
   LowBitArgs a{};
-  a.format = format_of(weight, scale);
-  a.depth = weight.size(1) * (is_4_bit(a.format) ? 8 : 4);
+  a.stored = format_of(weight, scale);
+  a.format = is_packed(a.stored) ? Format::int8 : a.stored;
+  a.depth = weight.size(1) * (a.stored == Format::int5   ? 32
+                              : a.stored == Format::int6 ? 16
+                              : is_4_bit(a.stored)       ? 8
+                                                         : 4);
   a.channels = weight.size(0) * kChannels;
   a.weight = static_cast<const uint8_t*>(weight.data_ptr());
   a.threads = at::num_threads();

@@ -3,6 +3,7 @@
 #include "low_bit.h"
 #include "low_bit_bytes.h"
 #include "low_bit_integers.h"
+#include "low_bit_packed.h"
 #include "parallel.h"
 
 #include <vector>
@@ -84,44 +85,62 @@ LLMC_INLINE void set_part(All& all, int part, const Lanes& lanes) {
 
 // Multiplies kParts parts of a stretch's lines, from `first` on, in kAdjacent adjacent blocks by M
 // rows of x. `apart`: bytes between blocks. `left`: bytes from `line` to the end of its block.
+template <class Reader>
+constexpr int lines_together() {  // of a weight, that hold kInputs inputs
+  if constexpr (requires { Reader::kLines; }) return Reader::kLines;
+  return 1;
+}
+
+template <class Reader>
+LLMC_INLINE auto load_lines(const uint8_t* at) {
+  if constexpr (requires { Reader::load(at); })
+    return Reader::load(at);
+  else
+    return load_as<typename Reader::Line>(at);
+}
+
 template <class Reader, int M, int kParts, int kAdjacent>
 LLMC_INLINE void multiply_parts(const uint8_t* line, int64_t apart, int64_t left,
                                 const typename Reader::X* words, int64_t lines,
                                 int first, v16f (&all)[M][kAdjacent]) {
   // few rows keep several sums each, if a product depends on the previous one
   constexpr int kSums = Reader::kSums == 1 || M > 2 ? 1 : Reader::kSums / M;
-  constexpr int kUnrolled = kMinGroup / Reader::kInputs;  // lines: every stretch has a multiple
+  constexpr int kLines = lines_together<Reader>();
+  // every stretch has a multiple of these inputs
+  constexpr int kUnrolled = std::max<int>(1, kMinGroup / Reader::kInputs);
   using Line = typename Reader::Line;
   typename Reader::Sum sum[M][kParts * kAdjacent][kSums];
-  for (int64_t l = 0; l < lines; l += kUnrolled) {
+  for (int64_t l = 0; l < lines; l += kUnrolled * kLines) {
     // after the end of these blocks, the next ones are read
     const int64_t ahead = kAhead + (left > kAhead ? 0 : (kAdjacent - 1) * apart);
-    left -= kUnrolled * kLineBytes;
+    left -= kUnrolled * kLines * kLineBytes;
 #pragma GCC unroll 4
     for (int i = 0; i < kUnrolled; ++i) {
-      const uint8_t* const from = line + i * kLineBytes;
-#pragma GCC unroll 2
-      for (int b = 0; b < kAdjacent; ++b)
-        if (first == 0) __builtin_prefetch(from + b * apart + ahead, 0, 3);
+      const uint8_t* const from = line + i * kLines * kLineBytes;
+#pragma GCC unroll 10
+      for (int b = 0; b < kAdjacent * kLines; ++b)
+        if (first == 0)
+          __builtin_prefetch(from + b / kLines * apart + b % kLines * kLineBytes + ahead, 0, 3);
 #pragma GCC unroll 8
       for (int step = 0; step < Reader::kSteps; ++step) {
         const int word = i * Reader::kSteps + step;
 #pragma GCC unroll 2
         for (int p = 0; p < kParts * kAdjacent; ++p) {
           const int64_t at = p / kParts * apart + (first + p % kParts) * sizeof(Line);
-          const auto values = Reader::get(load_as<Line>(from + at), step);
+          const auto values = Reader::get(load_lines<Reader>(from + at), step);
 #pragma GCC unroll 8
           for (int m = 0; m < M; ++m)
             Reader::add(sum[m][p][word % kSums], values, words[word * M + m]);
         }
+        if constexpr (requires { Reader::kWidenedSteps; })
+          if ((word + 1) % Reader::kWidenedSteps == 0)
+#pragma GCC unroll 8
+            for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+              for (int p = 0; p < kParts * kAdjacent; ++p) Reader::widen(sum[m][p][0]);
       }
     }
-    if constexpr (requires { Reader::widen(sum[0][0][0]); })
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m)
-#pragma GCC unroll 2
-        for (int p = 0; p < kParts * kAdjacent; ++p) Reader::widen(sum[m][p][0]);
-    line += kUnrolled * kLineBytes;
+    line += kUnrolled * kLines * kLineBytes;
     words += kUnrolled * Reader::kSteps * M;
   }
 #pragma GCC unroll 8
@@ -151,9 +170,12 @@ LLMC_INLINE void multiply_lines(const uint8_t* line, int64_t apart, int64_t left
 template <class Reader, int64_t kMost, int M, int kAdjacent>
 void multiply(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t row, int64_t block,
               int64_t end) {
-  const int64_t lines = a.lines() / x.stretches, words_of = x.row_words / x.stretches;
+  const int64_t lines = lines_of(a.format, x.stretch), words_of = x.row_words / x.stretches;
   const int64_t of_group = a.group / x.stretch, block_bytes = a.lines() * kLineBytes;
   const int64_t next = block + kAdjacent <= end;
+  const bool unpacks = a.format != a.stored;
+  alignas(64) uint8_t room[kAdjacent][Reader::kMaxStretch * kChannels];
+  const int64_t apart = unpacks ? sizeof room[0] : next * block_bytes;
   int64_t left = block_bytes;
   const uint8_t* line = a.weight + block * block_bytes;
   const typename Reader::X* words = x.words.data() + row * x.row_words;
@@ -167,14 +189,19 @@ void multiply(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t row, i
       scales[b].read(a, block + b * next, group);
       scale[b] = scales[b].scale;
       offset[b] = scales[b].minimum;
-      if (a.format == Format::int4)
+      if (middle_of(a.format))
         offset[b] -= scale[b] * zero_of(a, block + b * next, group);
       else if (Reader::kOffset != 0)
         offset[b] -= scale[b] * Reader::kOffset;
     }
     for (int64_t i = 0; i < of_group; ++i, part += M) {
       v16f all[M][kAdjacent];
-      multiply_lines<Reader, M, kAdjacent>(line, next * block_bytes, left, words, lines, all);
+      if (unpacks) {
+        const int64_t k = group * a.group + i * x.stretch;
+        for (int b = 0; b < kAdjacent; ++b) int8_lines(a, block + b * next, k, x.stretch, room[b]);
+        line = room[0];
+      }
+      multiply_lines<Reader, M, kAdjacent>(line, apart, left, words, lines, all);
       line += lines * kLineBytes;
       left -= lines * kLineBytes;
       words += words_of * M;
@@ -228,13 +255,13 @@ void run(const LowBitArgs& a) {
   // integers cost less per value of the weight and more per row of x
   [[maybe_unused]] const bool is_narrow = a.dtype != Dtype::f32;
   if constexpr (kFormat == Format::int4)
-    if (a.x_bits == 8) return by_blocks<NibbleReader<kFormat, 1>, kMaxByteRows>(a);
+    if (a.x_bits == 8) return by_blocks<ShortReader<kFormat, 1>, kMaxByteRows>(a);
   if constexpr (kFormat != Format::fp8)
     if (a.x_bits == 16) {
 #ifdef LLMC_BYTE_PRODUCTS
       if (a.rows > 1 || kFormat == Format::mxfp4) return by_blocks<ByteReader<kFormat>>(a, kRounded);
 #endif
-      if constexpr (kIsNibbles) return by_blocks<NibbleReader<kFormat, 2>, 2>(a);
+      if constexpr (kIsNibbles) return by_blocks<ShortReader<kFormat, 2>, 2>(a);
       if constexpr (kIsBytes) return by_blocks<WordReader<1>, 2>(a);
     }
 #ifdef LLMC_BYTE_PRODUCTS
@@ -242,11 +269,11 @@ void run(const LowBitArgs& a) {
     if (is_narrow) return by_blocks<ByteReader<kFormat>>(a);
 #endif
   if constexpr (!kMultipliesBytes && kIsNibbles)
-    if (is_narrow && a.rows <= 2) return by_blocks<NibbleReader<kFormat, 2>, 2>(a);
+    if (is_narrow && a.rows <= 2) return by_blocks<ShortReader<kFormat, 2>, 2>(a);
   if constexpr (!kMultipliesBytes && kIsBytes)
     if (is_narrow && a.rows <= 2) return by_blocks<WordReader<1>, 2>(a);
   if constexpr (kIsNibbles)
-    if (a.rows == 1) return by_blocks<NibbleReader<kFormat, 3>, 1>(a);
+    if (a.rows == 1) return by_blocks<ShortReader<kFormat, 3>, 1>(a);
   if constexpr (kIsBytes)
     if (a.rows == 1) return by_blocks<WordReader<2>, 1>(a);
 #endif
@@ -263,6 +290,24 @@ void run(const LowBitArgs& a) {
   if constexpr (!kReadsFours) by_blocks<FloatReader<kFormat>>(a);
 }
 
+#ifdef __AVX2__
+// int5 and int6 as they are stored, with x in 16 bits.
+#ifdef LLMC_BYTE_PRODUCTS
+constexpr int64_t kMaxPackedRows = kMaxBlockRows;
+#else
+constexpr int64_t kMaxPackedRows = 2;
+#endif
+template <Format kFormat>
+void run_packed(LowBitArgs a) {
+  a.format = kFormat;
+#ifdef LLMC_BYTE_PRODUCTS
+  by_blocks<ByteReader<kFormat>>(a, a.x_bits == 16 ? kRounded : ByteReader<kFormat>::kMaxStretch);
+#else
+  by_blocks<ShortReader<kFormat, 2>, 2>(a);
+#endif
+}
+#endif
+
 }  // namespace
 
 void quantized_linear(const LowBitArgs& a) {
@@ -271,11 +316,16 @@ void quantized_linear(const LowBitArgs& a) {
   if (a.x_bits < kExactBits && a.rows > most) return quantized_integer_rows(a);
   const bool is_widened = a.dtype == Dtype::bf16 && widens_weights();
   if (a.rows > kMaxBlockRows && !is_widened) return quantized_many_rows(a);
+#ifdef __AVX2__
+  if (a.stored != a.format && (a.x_bits == 16 || a.dtype != Dtype::f32) && a.rows <= kMaxPackedRows)
+    return a.stored == Format::int6 ? run_packed<Format::int6>(a) : run_packed<Format::int5>(a);
+#endif
   switch (a.format) {
     case Format::int8: return run<Format::int8>(a);
     case Format::int4: return run<Format::int4>(a);
     case Format::fp8: return run<Format::fp8>(a);
     case Format::mxfp4: return run<Format::mxfp4>(a);
+    case Format::int5: case Format::int6: break;  // read as int8
   }
 }
 

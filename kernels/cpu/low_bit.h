@@ -18,13 +18,23 @@ constexpr int kExactBits = 24;  // bits of x without rounding
 constexpr int64_t kMinGroup = 16, kDepthStep = 32;  // inputs; groups and depths are multiples
 constexpr int64_t kSuperblock = 256;                // inputs
 
-enum class Format { int8, int4, fp8, mxfp4 };
+enum class Format { int8, int4, fp8, mxfp4, int5, int6 };
 
 constexpr bool is_4_bit(Format format) { return format == Format::int4 || format == Format::mxfp4; }
+constexpr bool is_packed(Format format) { return format == Format::int5 || format == Format::int6; }
+// The value that stands for zero without zero points and minimums.
+constexpr int middle_of(Format format) {
+  return format == Format::int4 ? 8 : format == Format::int5 ? 16 : format == Format::int6 ? 32 : 0;
+}
+// Lines of so many inputs.
+constexpr int64_t lines_of(Format format, int64_t inputs) {
+  if (is_packed(format)) return format == Format::int5 ? inputs / 32 * 5 : inputs / 16 * 3;
+  return inputs / (is_4_bit(format) ? 8 : 4);
+}
 
 struct LowBitArgs {
-  Dtype dtype;  // of x, bias and out
-  Format format;
+  Dtype dtype;            // of x, bias and out
+  Format format, stored;  // int5 and int6 are read as int8, but by kernels that take them as stored
   const void* x;
   const uint8_t *weight, *zero;  // zero may be null, and so may bias
   const void *scale, *bias;     // scales of mxfp4 are exponents of two, one byte each
@@ -36,7 +46,7 @@ struct LowBitArgs {
   int threads;
   int x_bits;  // bits that x is rounded to, relative to the largest of a stretch: 8, 16, kExactBits
 
-  int64_t lines() const { return depth / (is_4_bit(format) ? 8 : 4); }  // per block
+  int64_t lines() const { return lines_of(stored, depth); }  // per block
   int64_t groups() const { return depth / group; }
   bool has_minimum() const { return minimum || superblock_parts == 2; }
 };
@@ -116,9 +126,9 @@ LLMC_INLINE v16f scale_of(const LowBitArgs& a, int64_t block, int64_t group) {
   return load(static_cast<const float*>(a.scale) + at);
 }
 
-// The int4 value that stands for zero.
+// The value that stands for zero.
 LLMC_INLINE v16f zero_of(const LowBitArgs& a, int64_t block, int64_t group) {
-  if (!a.zero) return splat(a.has_minimum() ? 0.0f : 8.0f);
+  if (!a.zero) return splat(a.has_minimum() ? 0.0f : float(middle_of(a.format)));
   const uint8_t* from = a.zero + (block * a.groups() + group) * kChannels;
   return convert<v16f>((v16i)widen_from<v16u, uint8_t>(from));
 }

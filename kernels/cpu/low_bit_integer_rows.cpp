@@ -5,6 +5,7 @@
 #include "arena.h"
 #include "low_bit.h"
 #include "low_bit_integers.h"
+#include "low_bit_packed.h"
 #include "parallel.h"
 
 namespace llmc {
@@ -28,8 +29,9 @@ constexpr int64_t kMaxRows = 6, kRowStep = 1;
 
 template <Format kFormat>
 struct Words {  // inputs j and j + kSteps of a line are a pair of 16-bit values
-  static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs / 2;
+  static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs / 2, kLines = 1;
   static constexpr bool kFoldsZero = false;
+  LLMC_INLINE Register load(const uint8_t* at) { return load_as<Register>(at); }
   LLMC_INLINE Register get(Register line, int step, Register zero) {
     if constexpr (kFormat == Format::int8) return shift_down(step ? line : shift_up(line));
     const vu words = (vu)line;
@@ -57,9 +59,22 @@ struct Words {  // inputs j and j + kSteps of a line are a pair of 16-bit values
   }
 };
 
+template <Format kFormat>
+  requires(is_packed(kFormat))
+struct Words<kFormat> : Words<Format::int8> {
+  using Lines = Unit<kFormat, vu>;
+  static constexpr int kInputs = Lines::kInputs, kSteps = kInputs / 2, kLines = Lines::kLines;
+  LLMC_INLINE Lines load(const uint8_t* at) { return UnsignedBytes<kFormat>::load(at); }
+  LLMC_INLINE Register get(const Lines& unit, int step, Register zero) {
+    const vu bytes = unit.get(step / 2);
+    return subtract_words((Register)((step % 2 ? bytes >> 8 : bytes) & 0x00ff00ffu), zero);
+  }
+};
+
 struct Nibbles {  // low nibbles of a line's bytes, for even inputs, then high ones
-  static constexpr int kInputs = 8, kSteps = 2;
+  static constexpr int kInputs = 8, kSteps = 2, kLines = 1;
   static constexpr bool kFoldsZero = true;  // the zero point is folded into the minimums
+  LLMC_INLINE Register load(const uint8_t* at) { return load_as<Register>(at); }
   LLMC_INLINE Register get(Register line, int step, Register) {
     return (Register)((vu)line >> (4 * step) & 0x0f0f0f0fu);
   }
@@ -94,7 +109,7 @@ struct Stretches {
       const v16f factor = scale_of(a, block, group);
       v16f least = minimum_of(a, block, group);
       store(scale[s], factor);
-      if (a.format == Format::int4) {
+      if (middle_of(a.format)) {
         const v16f nought = zero_of(a, block, group);
         if (folds_zero)
           least -= nought * factor;
@@ -137,15 +152,17 @@ void multiply(const uint8_t* line, Register* piece, const Stretches& weight, con
   const int32_t* x = rows.words;
   for (int64_t s = 0; s < count; ++s) {
     Register acc[M][kParts] = {};
-    for (int64_t k = 0; k < stretch; k += Reader::kInputs, line += kLineBytes) {
-      if (kFirst) __builtin_prefetch(line + 2048, 0, 3);
-#pragma GCC unroll 4
+    for (int64_t k = 0; k < stretch; k += Reader::kInputs, line += Reader::kLines * kLineBytes) {
+#pragma GCC unroll 5
+      for (int i = 0; i < Reader::kLines; ++i)
+        if (kFirst) __builtin_prefetch(line + i * kLineBytes + 2048, 0, 3);
+#pragma GCC unroll 16
       for (int step = 0; step < Reader::kSteps; ++step, piece += kParts, x += M) {
         Register w[kParts];
 #pragma GCC unroll 2
         for (int p = 0; p < kParts; ++p) {
           if constexpr (kFirst)
-            piece[p] = Reader::get(load_as<Register>(line + p * sizeof(Register)), step,
+            piece[p] = Reader::get(Reader::load(line + p * sizeof(Register)), step,
                                    load_as<Register>(weight.zero[s] + p * kNative));
           w[p] = piece[p];
         }
@@ -234,9 +251,9 @@ void block_rows(const LowBitArgs& a, const Pass& x, int64_t block) {
   const int64_t groups = x.groups();
   const bool has_minimum = a.has_minimum() || (Reader::kFoldsZero && a.format == Format::int4);
   std::memset(sums, 0, x.first(groups) * kChannels * sizeof(float));
-  const uint8_t* line = a.weight + block * a.lines() * kLineBytes;
   for (int64_t k = 0; k < a.depth; k += kPiece) {
     const int64_t inputs = std::min(kPiece, a.depth - k), count = inputs / x.stretch;
+    const uint8_t* const line = a.weight + (block * a.lines() + lines_of(a.format, k)) * kLineBytes;
     weight.read(a, block, k, x.stretch, count, Reader::kFoldsZero);
     for (int64_t g = 0; g < groups; ++g) {
       const auto run =
@@ -244,7 +261,6 @@ void block_rows(const LowBitArgs& a, const Pass& x, int64_t block) {
       run(line, piece, weight, x.packed(g, k / x.stretch), x.stretch, count, has_minimum,
           sums + x.first(g) * kChannels);
     }
-    line += inputs / Reader::kInputs * kLineBytes;
   }
   for (int64_t m = 0; m < x.rows; ++m)
     write_block(a, x.row + m, block, load(sums + m * kChannels));
@@ -278,8 +294,12 @@ bool rounds_x() {
   return true;
 }
 
-void quantized_integer_rows(const LowBitArgs& a) {
+void quantized_integer_rows(const LowBitArgs& given) {
+  LowBitArgs a = given;
+  a.format = a.stored;
   if (a.format == Format::int8) return by_passes<Words<Format::int8>>(a);
+  if (a.format == Format::int6) return by_passes<Words<Format::int6>>(a);
+  if (a.format == Format::int5) return by_passes<Words<Format::int5>>(a);
   if (a.format == Format::mxfp4) return by_passes<Words<Format::mxfp4>>(a);
   a.x_bits > 8 ? by_passes<Words<Format::int4>>(a) : by_passes<Nibbles>(a);
 }

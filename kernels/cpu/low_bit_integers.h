@@ -4,6 +4,7 @@
 #pragma once
 
 #include "low_bit.h"
+#include "low_bit_packed.h"
 
 #include <array>
 #include <limits>
@@ -185,13 +186,15 @@ LLMC_INLINE Register add_pairs(Register sum, Register w, Register x) {
 }
 #endif
 
-// The nibbles of a step as unsigned bytes: int4 as stored, mxfp4 as twice the value, which is an
-// integer, plus kOffset.
+// Values as unsigned bytes, four inputs a step, from the lines that are stored together: int4 as
+// stored, mxfp4 as twice the value, which is an integer, plus kOffset.
 template <Format kFormat>
-struct NibbleBytes {
+struct UnsignedBytes {
+  static constexpr int kInputs = 8, kLines = 1;
   static constexpr float kOffset = kFormat == Format::mxfp4 ? 12 : 0;
   static constexpr int kMost = kFormat == Format::mxfp4 ? 24 : 15;
 
+  LLMC_INLINE Register load(const uint8_t* at) { return load_as<Register>(at); }
   LLMC_INLINE Register get(Register line, int step) {
     const Register codes = (Register)((vu)line >> (step ? 4 : 0) & 0x0f0f0f0fu);
     if (kFormat == Format::int4) return codes;
@@ -206,31 +209,67 @@ struct NibbleBytes {
   }
 };
 
-// int4 and mxfp4 with one-byte digits. Products of two inputs are added to each 16-bit sum: at most
-// 8 * 2 * 15 * 128 = 30720 of a stretch, or 4 * 2 * 24 * 128 = 24576 of kMinGroup inputs of mxfp4.
+// int8 plus 128.
+template <>
+struct UnsignedBytes<Format::int8> {
+  static constexpr int kInputs = 4, kLines = 1;
+  static constexpr float kOffset = 128;
+
+  LLMC_INLINE Register load(const uint8_t* at) { return load_as<Register>(at); }
+  LLMC_INLINE Register get(Register line, int) { return (Register)((vu)line ^ 0x80808080u); }
+  template <int kDigits>
+  static Packed pack(const float* x, int64_t count, DigitWords<kDigits>* to) {
+    const FixedPoint<int8_t, kDigits> fixed(x, count);
+    for (int d = 0; d < kDigits; ++d)
+      for (int64_t k = 0; k < count; k += 4)
+        std::memcpy(&to[k / 4].digit[d], fixed.digit[d].data() + k, 4);
+    return fixed.packed;
+  }
+};
+
+// int5 and int6 as stored.
+template <Format kFormat>
+  requires(is_packed(kFormat))
+struct UnsignedBytes<kFormat> : UnsignedBytes<Format::int8> {
+  using Lines = Unit<kFormat, vu>;
+  static constexpr int kInputs = Lines::kInputs, kLines = Lines::kLines;
+  static constexpr float kOffset = 0;
+  static constexpr int kMost = 2 * middle_of(kFormat) - 1;
+
+  LLMC_INLINE Lines load(const uint8_t* at) {
+    Lines unit;
+#pragma GCC unroll 5
+    for (int i = 0; i < kLines; ++i) unit.line[i] = load_as<vu>(at + i * kLineBytes);
+    return unit;
+  }
+  LLMC_INLINE Register get(const Lines& unit, int step) { return (Register)unit.get(step); }
+};
+
+// Inputs whose products by digits of one byte, two of them in each 16-bit sum, can't overflow it.
+constexpr int64_t inputs_per_sum(int most, int64_t stretch) {
+  return stretch / 2 * most * 128 < 1 << 15 ? stretch : inputs_per_sum(most, stretch / 2);
+}
+
+// Fewer than 8 bits with one-byte digits, whose products are added up in 16 bits.
 template <Format kFormat, int kDigits>
-struct NibbleReader {
-  static constexpr int kInputs = 8, kSteps = 2, kSums = 1;
+struct ShortReader : UnsignedBytes<kFormat> {
+  using Bytes = UnsignedBytes<kFormat>;
+  static constexpr int kSteps = Bytes::kInputs / 4, kSums = 1;
   static constexpr int64_t kMaxStretch = 32;
-  static constexpr bool kWidens = kFormat == Format::mxfp4;
-  static constexpr int64_t kAdded = kWidens ? kMinGroup : kMaxStretch;
-  static_assert(kAdded / 2 * NibbleBytes<kFormat>::kMost * 128 < 1 << 15);
+  static constexpr int64_t kAdded = inputs_per_sum(Bytes::kMost, kMaxStretch);
+  static constexpr bool kWidens = kAdded < kMaxStretch;
+  static constexpr int kWidenedSteps = kAdded / 4;
   using X = DigitWords<kDigits>;
   using Line = Register;
-  using V = Register;
   struct Sum {
     Register digit[kDigits] = {}, wide[kWidens ? kDigits : 1] = {};  // of 16 and 32 bits
   };
-  static Packed pack(const float* x, int64_t count, X* to) {
-    return NibbleBytes<kFormat>::pack(x, count, to);
-  }
-  LLMC_INLINE V get(Line line, int step) { return NibbleBytes<kFormat>::get(line, step); }
-  LLMC_INLINE void add(Sum& sum, V w, const X& x) {
+  LLMC_INLINE void add(Sum& sum, Register w, const X& x) {
 #pragma GCC unroll 3
     for (int d = 0; d < kDigits; ++d)
       sum.digit[d] = add_words(sum.digit[d], multiply_bytes(w, every_pair(x.digit[d])));
   }
-  // After kMinGroup inputs.
+  // After kWidenedSteps.
   LLMC_INLINE void widen(Sum& sum) {
 #pragma GCC unroll 3
     for (int d = 0; kWidens && d < kDigits; ++d) {
@@ -248,7 +287,6 @@ struct NibbleReader {
     for (int d = kDigits - 2; d >= 0; --d) all = 256.0f * all + as_floats(sum, d);
     return all;
   }
-  static constexpr float kOffset = NibbleBytes<kFormat>::kOffset;
 };
 
 // int8 with one digit of 16 bits, or two of 12: inputs 0 and 2 of a line, then 1 and 3.
@@ -288,36 +326,20 @@ struct WordReader {
 };
 
 #ifdef LLMC_BYTE_PRODUCTS
-// int4, mxfp4 and int8 with x in 16 bits, four byte products per lane and instruction.
+// Integers and mxfp4 with x in 16 bits, four byte products per lane and instruction.
 template <Format kFormat>
-struct ByteReader {
-  static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs / 4, kSums = 4;
+struct ByteReader : UnsignedBytes<kFormat> {
+  static constexpr int kSteps = UnsignedBytes<kFormat>::kInputs / 4, kSums = 4;
   static constexpr int64_t kMaxStretch = 128;
   using X = DigitWords<2>;
   using Line = Register;
-  using V = Register;
   struct Sum {
     Register digit[2] = {};
     void operator+=(const Sum& other) {
       for (int d = 0; d < 2; ++d) digit[d] = (Register)((vi)digit[d] + (vi)other.digit[d]);
     }
   };
-  static Packed pack(const float* x, int64_t count, X* to) {
-    if constexpr (is_4_bit(kFormat)) {
-      return NibbleBytes<kFormat>::pack(x, count, to);
-    } else {
-      const FixedPoint<int8_t, 2> fixed(x, count);
-      for (int d = 0; d < 2; ++d)
-        for (int64_t k = 0; k < count; k += 4)
-          std::memcpy(&to[k / 4].digit[d], fixed.digit[d].data() + k, 4);
-      return fixed.packed;
-    }
-  }
-  LLMC_INLINE V get(Line line, int step) {
-    if (kFormat == Format::int8) return (Register)((vu)line ^ 0x80808080u);
-    return NibbleBytes<kFormat>::get(line, step);
-  }
-  LLMC_INLINE void add(Sum& sum, V w, const X& x) {
+  LLMC_INLINE void add(Sum& sum, Register w, const X& x) {
 #pragma GCC unroll 2
     for (int d = 0; d < 2; ++d)
       sum.digit[d] = add_bytes(sum.digit[d], w, every_pair(x.digit[d]));
@@ -325,7 +347,6 @@ struct ByteReader {
   LLMC_INLINE vf total(const Sum& sum) {
     return 256.0f * convert<vf>((vi)sum.digit[1]) + convert<vf>((vi)sum.digit[0]);
   }
-  static constexpr float kOffset = kFormat == Format::int8 ? 128 : NibbleBytes<kFormat>::kOffset;
 };
 #endif
 

@@ -2,6 +2,7 @@
 // bf16, and for x of other dtypes: a part of the weight is dequantized and multiplied.
 #include "low_bit.h"
 #include "low_bit_bytes.h"
+#include "low_bit_packed.h"
 #include "matmul.h"
 
 namespace llmc {
@@ -20,16 +21,20 @@ struct LowBit {
   LLMC_METHOD void fetch(int64_t n, int64_t k, int64_t m, int several) const {
     constexpr int64_t kBlocks = matmul::kBlock / kChannels;
     constexpr int64_t kLines = kBlocks * matmul::kFetchStep / Reader::kInputs;
-    const uint8_t* line = a.weight + (n / kChannels * a.lines() + k / Reader::kInputs) * kLineBytes;
+    const uint8_t* line =
+        a.weight + (n / kChannels * a.lines() + lines_of(a.stored, k)) * kLineBytes;
     for (int64_t i = kLines * m / matmul::kBlock; i < kLines * (m + several) / matmul::kBlock; ++i)
       __builtin_prefetch(line + (i % kBlocks * a.lines() + i / kBlocks) * kLineBytes, 0, 2);
   }
 
   void widen_block(int64_t block, int64_t k, int64_t depth, float* to) const {
-    const uint8_t* line =
-        a.weight + (block * a.lines() + k / Reader::kInputs) * kLineBytes;
+    constexpr int64_t kUnpacked = 64;  // inputs
+    alignas(64) uint8_t room[kUnpacked * kChannels];
+    const uint8_t* line = nullptr;
     v16f scale = {}, offset = {}, minimum = {};
     for (int64_t i = 0; i < depth; i += Reader::kInputs, line += kLineBytes) {
+      if (i % kUnpacked == 0)
+        line = int8_lines(a, block, k + i, std::min(kUnpacked, depth - i), room);
       if (i == 0 || (k + i) % a.group == 0) {
         scale = scale_of(a, block, (k + i) / a.group);
         if (kFormat == Format::int4) offset = zero_of(a, block, (k + i) / a.group);
@@ -87,6 +92,7 @@ void quantized_many_rows(const LowBitArgs& a) {
     case Format::int4: return run<Format::int4>(a);
     case Format::fp8: return run<Format::fp8>(a);
     case Format::mxfp4: return run<Format::mxfp4>(a);
+    case Format::int5: case Format::int6: break;  // read as int8
   }
 }
 

@@ -3,7 +3,7 @@
 // values stay in the L1 cache for the other rows. They are exact in bf16; scales are applied to the
 // sums of a piece.
 #include "attention.h"
-#include "low_bit.h"
+#include "low_bit_packed.h"
 #include "parallel.h"
 
 namespace llmc {
@@ -134,10 +134,11 @@ template <Format kFormat>
 void block_rows(const LowBitArgs& a, const Pass& x, int64_t block) {
   alignas(64) uint32_t piece[kPiece / 2 * kChannels];
   alignas(64) float sums[(kMaxPass + kMaxRows) * kChannels];
+  alignas(64) uint8_t room[kPiece * kChannels];
   std::memset(sums, 0, (x.rows + kMaxRows) * kChannels * sizeof(float));
-  const uint8_t* line = a.weight + block * a.lines() * kLineBytes;
   for (int64_t k = 0; k < a.depth;) {
     const int64_t group = k / a.group, inputs = std::min(kPiece, (group + 1) * a.group - k);
+    const uint8_t* const line = int8_lines(a, block, k, inputs, room);
     const v16f zero = kFormat == Format::int4 ? zero_of(a, block, group) : v16f{};
     const v16f scale = scale_of(a, block, group);
     int64_t done = x.first();
@@ -149,7 +150,6 @@ void block_rows(const LowBitArgs& a, const Pass& x, int64_t block) {
                                scale, sums + done * kChannels);
       done += width;
     }
-    line += inputs / PairReader<kFormat>::kInputs * kLineBytes;
     k += inputs;
   }
   for (int64_t m = 0; m < x.rows; ++m) {
@@ -196,6 +196,7 @@ void quantized_pair_rows(const LowBitArgs& a) {
     case Format::int4: return by_passes<Format::int4>(a);
     case Format::fp8: return by_passes<Format::fp8>(a);
     case Format::mxfp4: return by_passes<Format::mxfp4>(a);
+    case Format::int5: case Format::int6: break;  // read as int8
   }
 }
 

@@ -2,7 +2,7 @@
 // bf16 rows, for a product with tiles. Their inputs are in the order in which a line is unpacked,
 // and x is reordered once to match.
 #include "attention.h"
-#include "low_bit.h"
+#include "low_bit_packed.h"
 #include "parallel.h"
 #include "transpose.h"
 
@@ -23,10 +23,11 @@ template <Format kFormat>
 void widen_block(const LowBitArgs& a, int64_t block, bf16* to) {
   using Reader = PairReader<kFormat>;
   constexpr int kLines = 16 / Reader::kSteps;  // 32 inputs
-  const uint8_t* line = a.weight + block * a.lines() * kLineBytes;
+  alignas(64) uint8_t room[32 * kChannels];
   v16f scale = {}, offset = {};
   int64_t group = 0;
   for (int64_t k = 0; k < a.depth; k += 32) {
+    const uint8_t* const line = int8_lines(a, block, k, 32, room);
     __m512i tile[16];
 #pragma GCC unroll 8
     for (int i = 0; i < kLines; ++i) {
@@ -46,7 +47,6 @@ void widen_block(const LowBitArgs& a, int64_t block, bf16* to) {
         tile[i * Reader::kSteps + step] = scaled(even, odd, scale, offset);
       }
     }
-    line += kLines * kLineBytes;
     transpose(tile);
     for (int64_t c = 0; c < kChannels; ++c) _mm512_storeu_si512(to + c * a.depth + k, tile[c]);
   }

@@ -17,10 +17,10 @@ from llmc.kernels.quantized_linear import CHANNELS
 from llmc.kernels.triton.launch import Launch, Plan, cdiv
 from llmc.kernels.triton.linear_configs import WIDE_BLOCK, WIDE_BYTES
 from llmc.kernels.triton.quantized_linear import (
-    format_of,
+    load_block,
     load_minimum,
     load_scale,
-    scale_constants,
+    weight_constants,
     widen,
 )
 
@@ -30,8 +30,9 @@ def dequantize_kernel(
     words, scale, zero, minimum, out,
     K: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, PARTS: tl.constexpr,
+    WORDS: tl.constexpr, MIDDLE: tl.constexpr,
 ):  # fmt: skip
-    """words [.., K / PER, 16] int32; scale, zero, minimum [.., K / GROUP, 16] -> out [.. * 16, K].
+    """words [.., WORDS] int32; scale, zero, minimum [.., K / GROUP, 16] -> out [.. * 16, K].
     PARTS: as in `load_scale`.
 
     A program reads words of one block of 16 channels, which are contiguous, and writes a segment of
@@ -40,9 +41,11 @@ def dequantize_kernel(
     PER: tl.constexpr = 8 if FORMAT == "int4" or FORMAT == "mxfp4" else 4
     block = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, 16)[:, None]
-    w = tl.program_id(1) * (BLOCK_K // PER) + tl.arange(0, BLOCK_K // PER)[None, :]
+    first = tl.program_id(1) * (BLOCK_K // PER)
+    at = words + block * WORDS + tl.arange(0, 16)[None, :]
+    q = tl.trans(load_block(at, first, True, K, BLOCK_K // PER, FORMAT))
+    w = first + tl.arange(0, BLOCK_K // PER)[None, :]
     known = w < K // PER
-    q = tl.load(words + block * (K // PER * 16) + w * 16 + lane, mask=known, other=0)
     shift = tl.arange(0, PER)[None, None, :] * (32 // PER)
     values = widen(q[:, :, None], shift, FORMAT)
     if FORMAT == "fp8":
@@ -51,8 +54,8 @@ def dequantize_kernel(
     if ZERO:
         at = zero + block * (K // GROUP * 16) + group * 16 + lane
         values -= tl.load(at, mask=known, other=0).to(tl.float32)[:, :, None]
-    elif FORMAT == "int4" and not MINIMUM:
-        values -= 8.0
+    else:
+        values -= MIDDLE
     factor = load_scale(scale, block, group, lane, known, K, GROUP, FORMAT, PARTS)
     values *= factor[:, :, None]
     if MINIMUM:
@@ -76,7 +79,7 @@ def plan(
             "out": out,
         },
         constants={
-            "K": depth, **scale_constants(scale, minimum, depth, format_of(weight, scale)),
+            "K": depth, **weight_constants(weight, scale, minimum, depth),
             "BLOCK_K": WIDE_BLOCK, "ZERO": zero is not None,
         },
     )  # fmt: skip

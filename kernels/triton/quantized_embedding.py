@@ -12,14 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from llmc.kernels.quantized_embedding import quantized_embedding
-from llmc.kernels.quantized_linear import CHANNELS
+from llmc.kernels.quantized_linear import CHANNELS, inputs_of
 from llmc.kernels.triton.define import DTYPES, define, on_device
 from llmc.kernels.triton.launch import Launch, Plan, cdiv
 from llmc.kernels.triton.quantized_linear import (
     format_of,
     load_minimum,
     load_scale,
-    scale_constants,
+    load_word,
+    weight_constants,
     widen,
 )
 
@@ -31,8 +32,9 @@ def embedding_kernel(
     ids, words, scale, zero, minimum, out,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, PARTS: tl.constexpr,
+    WORDS: tl.constexpr, MIDDLE: tl.constexpr,
 ):  # fmt: skip
-    """words [N / 16, K / PER, 16] int32; scale, zero, minimum [N / 16, K / GROUP, 16]. PARTS: as in
+    """words [N / 16, WORDS] int32; scale, zero, minimum [N / 16, K / GROUP, 16]. PARTS: as in
     `load_scale`."""
     PER: tl.constexpr = 8 if FORMAT == "int4" or FORMAT == "mxfp4" else 4
     row = tl.program_id(0).to(tl.int64)
@@ -40,7 +42,7 @@ def embedding_kernel(
     channel = tl.load(ids + row).to(tl.int64)
     known = (k < K) & (channel >= 0) & (channel < N)
     block, lane = channel // 16, channel % 16
-    q = tl.load(words + (block * (K // PER) + k // PER) * 16 + lane, mask=known, other=0)
+    q = load_word(words + block * WORDS + lane, k // PER, known, FORMAT)
     shift = k % PER * (32 // PER)
     values = widen(q, shift, FORMAT)
     if FORMAT == "fp8":
@@ -49,8 +51,8 @@ def embedding_kernel(
     if ZERO:
         at = zero + block * (K // GROUP * 16) + group * 16 + lane
         values -= tl.load(at, mask=known, other=0).to(tl.float32)
-    elif FORMAT == "int4" and not MINIMUM:
-        values -= 8.0
+    else:
+        values -= MIDDLE
     values *= load_scale(scale, block, group, lane, known, K, GROUP, FORMAT, PARTS)
     if MINIMUM:
         values += load_minimum(scale, minimum, block, group, lane, known, K, GROUP, PARTS)
@@ -65,8 +67,7 @@ def plan(
     minimum: Tensor | None,
     dtype: torch.dtype,
 ) -> Plan[Tensor]:
-    kind = format_of(weight, scale)
-    depth = weight.shape[1] * (8 if weight.dtype == torch.uint8 else 4)
+    depth = inputs_of(weight)
     out = scale.new_empty(*ids.shape, depth, dtype=dtype)
     launch = Launch(
         kernel=embedding_kernel,
@@ -77,7 +78,7 @@ def plan(
         },
         constants={
             "N": weight.shape[0] * CHANNELS, "K": depth, "BLOCK": _BLOCK,
-            **scale_constants(scale, minimum, depth, kind), "ZERO": zero is not None,
+            **weight_constants(weight, scale, minimum, depth), "ZERO": zero is not None,
         },
     )  # fmt: skip
     return Plan(out=out, launches=(launch,))

@@ -19,11 +19,11 @@ from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.expert_linear import plan_tiles, rows_of_tile, store_sums, store_zeros
 from llmc.kernels.triton.launch import Launch, Plan
 from llmc.kernels.triton.quantized_linear import (
-    format_of,
+    load_block,
     load_minimum,
     load_scale,
-    scale_constants,
     supports,
+    weight_constants,
     widen,
 )
 from llmc.kernels.triton.scaled_linear import multiplies_codes, plan_rounded
@@ -35,10 +35,11 @@ def low_bit_expert_kernel(
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, PARTS: tl.constexpr,
-    BIAS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    FORMAT: tl.constexpr, WORDS: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr,
+    MINIMUM: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """words [EXPERTS, N / 16, K / PER, 16] int32; scale, zero, minimum [.., K / GROUP, 16].
+    """words [EXPERTS, N / 16, WORDS] int32; scale, zero, minimum [.., K / GROUP, 16].
 
     chosen, offsets: as in `rows_of_tile`. PARTS: as in `load_scale`. x has a row for CHOICES
     consecutive results.
@@ -57,13 +58,13 @@ def low_bit_expert_kernel(
         store_zeros(out, row, n, mine, N)
         return
     block, lane = expert.to(tl.int64) * (N // 16) + n // 16, n % 16
-    word = words + block * (K // PER * 16) + lane
+    word = words + block * WORDS + lane
     j = tl.arange(0, PER)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k0 in tl.range(0, K, BLOCK_K):
         w = k0 // PER + tl.arange(0, BLOCK_W)
         known = (w < K // PER)[:, None] & inside[None, :]
-        q = tl.load(word[None, :] + w[:, None] * 16, mask=known, other=0)
+        q = load_block(word[None, :], k0 // PER, inside[None, :], K, BLOCK_W, FORMAT)
         group = (w * PER // GROUP)[:, None]
         factor = load_scale(
             scale, block[None, :], group, lane[None, :], known, K, GROUP, FORMAT, PARTS
@@ -72,8 +73,8 @@ def low_bit_expert_kernel(
         if ZERO:
             at = zero + block[None, :] * (K // GROUP * 16) + group * 16 + lane[None, :]
             values -= tl.load(at, mask=known, other=0).to(tl.float32)[:, None, :]
-        elif FORMAT == "int4" and not MINIMUM:
-            values -= 8.0
+        else:
+            values -= MIDDLE
         values *= factor[:, None, :]
         if MINIMUM:
             least = load_minimum(
@@ -122,7 +123,7 @@ def plan(
             "minimum": minimum, "x_row": x.stride(0),
         },
         constants={
-            **scale_constants(scale, minimum, x.shape[1], format_of(weight, scale)),
+            **weight_constants(weight, scale, minimum, x.shape[1]),
             "ZERO": zero is not None,
             "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
             "UPCAST": needs_upcast(x.dtype),

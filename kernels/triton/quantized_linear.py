@@ -1,4 +1,4 @@
-"""`quantized_linear` in Triton: words of 4- or 8-bit values are dequantized in registers.
+"""`quantized_linear` in Triton: words of 4- to 8-bit values are dequantized in registers.
 
 A program reads blocks of 16 channels as contiguous 32-bit words. One row is multiplied lane by
 lane; more rows are multiplied by tensor cores, for which dequantized weights are rounded to x's
@@ -13,7 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.quantized_linear import CHANNELS, EXACT_BITS, groups_of
+from llmc.kernels.quantized_linear import (
+    CHANNELS,
+    EXACT_BITS,
+    LINE,
+    MIDDLES,
+    Format,
+    groups_of,
+    inputs_of,
+    packed_format,
+)
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.counters import counters, is_last, sum_of_parts
 from llmc.kernels.triton.define import (
@@ -26,18 +35,99 @@ from llmc.kernels.triton.dependent_launch import prefetch, wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors
 from llmc.kernels.triton.linear_configs import LinearConfig, low_bit_config
 
-_FORMATS = {torch.uint8: "int4", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+_FORMATS: dict[torch.dtype, Format] = {
+    torch.uint8: "int4",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8",
+}
 
 
-def format_of(weight: Tensor, scale: Tensor) -> str | None:
+def format_of(weight: Tensor, scale: Tensor) -> Format | None:
     """The format's name in the kernels; None for a weight that they do not support."""
-    return "mxfp4" if scale.dtype == torch.uint8 else _FORMATS.get(weight.dtype)
+    if scale.dtype == torch.uint8:
+        return "mxfp4"
+    return packed_format(weight) or _FORMATS.get(weight.dtype)
+
+
+@triton.jit
+def load_block(at, first, known, K: tl.constexpr, BLOCK_W: tl.constexpr, FORMAT: tl.constexpr):
+    """Words [BLOCK_W, N] of PER inputs each, from word `first` on. at [1, N]: the first word of
+    each channel in its block. Values of int5 and int6 become bytes."""
+    if FORMAT == "int6":
+        unit = (first // 4 + tl.arange(0, BLOCK_W // 4))[:, None]
+        here = (unit < K // 16) & known
+        a = tl.load(at + unit * 48, mask=here, other=0)
+        b = tl.load(at + unit * 48 + 16, mask=here, other=0)
+        c = tl.load(at + unit * 48 + 32, mask=here, other=0)
+        four = tl.join(
+            tl.join(a & 0x3F3F3F3F, b & 0x3F3F3F3F), tl.join(c & 0x3F3F3F3F, _last_of_6(a, b, c))
+        )
+        return tl.reshape(tl.permute(four, (0, 3, 2, 1)), [BLOCK_W, at.shape[1]])
+    elif FORMAT == "int5":
+        unit = (first // 8 + tl.arange(0, BLOCK_W // 8))[:, None]
+        here = (unit < K // 32) & known
+        a = tl.load(at + unit * 80, mask=here, other=0)
+        b = tl.load(at + unit * 80 + 16, mask=here, other=0)
+        c = tl.load(at + unit * 80 + 32, mask=here, other=0)
+        d = tl.load(at + unit * 80 + 48, mask=here, other=0)
+        e = tl.load(at + unit * 80 + 64, mask=here, other=0)
+        low = tl.join(
+            tl.join(a & 0x1F1F1F1F, b & 0x1F1F1F1F), tl.join(c & 0x1F1F1F1F, d & 0x1F1F1F1F)
+        )
+        high = tl.join(
+            tl.join(e & 0x1F1F1F1F, _both_of_5(a, b)),
+            tl.join(_both_of_5(c, d), _last_of_5(b, d, e)),
+        )
+        eight = tl.permute(tl.join(low, high), (0, 4, 3, 2, 1))
+        return tl.reshape(eight, [BLOCK_W, at.shape[1]])
+    else:
+        PER: tl.constexpr = 8 if FORMAT == "int4" or FORMAT == "mxfp4" else 4
+        w = (first + tl.arange(0, BLOCK_W))[:, None]
+        return tl.load(at + w * 16, mask=(w < K // PER) & known, other=0)
+
+
+@triton.jit
+def load_word(at, w, known, FORMAT: tl.constexpr):
+    """The word `w` of PER inputs, for tensors of any shape."""
+    if FORMAT == "int6":
+        unit, i = at + w // 4 * 48, w % 4
+        own = tl.load(unit + tl.minimum(i, 2) * 16, mask=known, other=0)
+        a = tl.load(unit, mask=known & (i == 3), other=0)
+        b = tl.load(unit + 16, mask=known & (i == 3), other=0)
+        return tl.where(i == 3, _last_of_6(a, b, own), own & 0x3F3F3F3F)
+    elif FORMAT == "int5":
+        unit, i = at + w // 8 * 80, w % 8
+        # for the last three: lines 0 and 1, 2 and 3, or 4 and both of the others
+        own = tl.load(unit + tl.where(i < 5, i, (i - 5) * 2) * 16, mask=known, other=0)
+        b = tl.load(unit + tl.where(i == 6, 3, 1) * 16, mask=known & (i >= 5), other=0)
+        d = tl.load(unit + 48, mask=known & (i == 7), other=0)
+        pair = tl.where(i == 7, _last_of_5(b, d, own), _both_of_5(own, b))
+        return tl.where(i < 5, own & 0x1F1F1F1F, pair)
+    else:
+        return tl.load(at + w * 16, mask=known, other=0)
+
+
+@triton.jit
+def _last_of_6(a, b, c):
+    return ((a >> 6) & 0x03030303) | ((b >> 4) & 0x0C0C0C0C) | ((c >> 2) & 0x30303030)
+
+
+@triton.jit
+def _both_of_5(a, b):
+    return ((a >> 5) & 0x07070707) | ((b >> 2) & 0x18181818)
+
+
+@triton.jit
+def _last_of_5(b, d, e):
+    return ((e >> 5) & 0x07070707) | ((b >> 4) & 0x08080808) | ((d >> 3) & 0x10101010)
 
 
 @triton.jit
 def widen(words, shift, FORMAT: tl.constexpr):
-    """The value at `shift` bits of each word, float32; int4 as it is stored, 0 to 15."""
-    if FORMAT == "int4":
+    """The value at `shift` bits of each word, float32; with fewer than 8 bits as it is stored."""
+    if FORMAT == "int5" or FORMAT == "int6":
+        return ((words >> shift) & 63).to(tl.float32)
+    elif FORMAT == "int4":
         return ((words >> shift) & 15).to(tl.float32)
     elif FORMAT == "mxfp4":
         bits = words >> shift  # e2m1 is float16 with fewer bits and an exponent 14 lower
@@ -99,14 +189,17 @@ def _of_superblock(
     return factor.to(tl.float32) * (pair << (24 - step % 2 * 8) >> 24).to(tl.float32)
 
 
-def scale_constants(
-    scale: Tensor, minimum: Tensor | None, depth: int, kind: str | None
+def weight_constants(
+    weight: Tensor, scale: Tensor, minimum: Tensor | None, depth: int
 ) -> dict[str, object]:
-    """The constants with which kernels read the scales and minimums of a weight."""
+    """The constants with which kernels read a weight, its scales and minimums."""
+    kind = format_of(weight, scale)
     groups, is_super = groups_of(scale, depth), scale.dtype == torch.int16
+    has_minimum = groups.minimum if is_super else minimum is not None
     return {
         "GROUP": groups.size, "FORMAT": kind, "PARTS": 1 + groups.minimum if is_super else 0,
-        "MINIMUM": groups.minimum if is_super else minimum is not None,
+        "MINIMUM": has_minimum, "WORDS": weight.shape[-2] * weight.shape[-1] // LINE,
+        "MIDDLE": 0.0 if has_minimum else float(MIDDLES.get(kind, 0)),
     }  # fmt: skip
 
 
@@ -115,11 +208,11 @@ def low_bit_kernel(
     x, words, scale, zero, minimum, bias, out, partial, counter, rows, x_row,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
     SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, PARTS: tl.constexpr,
-    BIAS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
+    FORMAT: tl.constexpr, WORDS: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr,
+    MINIMUM: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """words [N / 16, K / PER, 16] int32; scale, zero, minimum [N / 16, K / GROUP, 16]. PARTS: as in
+    """words [N / 16, WORDS] int32; scale, zero, minimum [N / 16, K / GROUP, 16]. PARTS: as in
     `load_scale`."""
     PER: tl.constexpr = 8 if FORMAT == "int4" or FORMAT == "mxfp4" else 4
     BITS: tl.constexpr = 32 // PER
@@ -129,13 +222,13 @@ def low_bit_kernel(
     inside = n < N
     block, lane = (n // 16).to(tl.int64), n % 16
     first = tl.program_id(2) * SPLIT_K
-    word = words + block * (K // PER * 16) + lane
+    word = words + block * WORDS + lane
     if PDL:
         # a block of 16 channels is contiguous: one prefetch per 32 bytes
-        ahead = first // PER * 16 + tl.arange(0, BLOCK_W * 2) * 8
+        ahead = first // 32 * (WORDS // (K // 32)) + tl.arange(0, BLOCK_W * 2) * 8
         blocks = tl.program_id(1) * (BLOCK_N // 16) + tl.arange(0, BLOCK_N // 16)
-        blocks = tl.minimum(blocks, N // 16 - 1).to(tl.int64) * (K // PER * 16)
-        prefetch(words + blocks[None, :] + tl.minimum(ahead, K // PER * 16 - 1)[:, None])
+        blocks = tl.minimum(blocks, N // 16 - 1).to(tl.int64) * WORDS
+        prefetch(words + blocks[None, :] + tl.minimum(ahead, WORDS - 1)[:, None])
         wait_for_previous()
     j = tl.arange(0, PER)
     if DOT:
@@ -145,7 +238,7 @@ def low_bit_kernel(
     for k0 in tl.range(first, min(first + SPLIT_K, K), BLOCK_K):
         w = k0 // PER + tl.arange(0, BLOCK_W)
         known = (w < K // PER)[:, None] & inside[None, :]
-        q = tl.load(word[None, :] + w[:, None] * 16, mask=known, other=0)
+        q = load_block(word[None, :], k0 // PER, inside[None, :], K, BLOCK_W, FORMAT)
         group = (w * PER // GROUP)[:, None]
         factor = load_scale(
             scale, block[None, :], group, lane[None, :], known, K, GROUP, FORMAT, PARTS
@@ -154,8 +247,7 @@ def low_bit_kernel(
             at = zero + block[None, :] * (K // GROUP * 16) + group * 16 + lane[None, :]
             offset = tl.load(at, mask=known, other=0).to(tl.float32)
         else:
-            middle: tl.constexpr = 8.0 if FORMAT == "int4" and not MINIMUM else 0.0
-            offset = tl.full([BLOCK_W, BLOCK_N], middle, tl.float32)
+            offset = tl.full([BLOCK_W, BLOCK_N], MIDDLE, tl.float32)
         if MINIMUM:
             least = load_minimum(
                 scale, minimum, block[None, :], group, lane[None, :], known, K, GROUP, PARTS
@@ -208,9 +300,8 @@ def plan(
     bias: Tensor | None,
     minimum: Tensor | None = None,
 ) -> Plan[Tensor]:
-    kind = format_of(weight, scale)
-    per_word = 8 if weight.dtype == torch.uint8 else 4
-    depth, channels = weight.shape[1] * per_word, weight.shape[0] * CHANNELS
+    per_word = 8 if weight.dtype == torch.uint8 and packed_format(weight) is None else 4
+    depth, channels = inputs_of(weight), weight.shape[0] * CHANNELS
     flat = x.reshape(-1, depth)
     rows = flat.shape[0]
     processors = 3 if interpreted() else multiprocessors(x.device)
@@ -230,7 +321,7 @@ def plan(
             "x_row": flat.stride(0),
         },
         constants={
-            "N": channels, "K": depth, **scale_constants(scale, minimum, depth, kind),
+            "N": channels, "K": depth, **weight_constants(weight, scale, minimum, depth),
             **_tiles(config), "ZERO": zero is not None, "BIAS": bias is not None,
             "DOT": rows > 1, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
             "UPCAST": needs_upcast(x.dtype), "PDL": pdl,

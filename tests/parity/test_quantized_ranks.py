@@ -170,6 +170,8 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
             ("qwen2moe", Type.Q4_1, 2, 7),  # shared experts beside the routed ones
             ("qwen3moe", Type.MXFP4, 4, 5),
             ("llama", Type.Q4_K, 2, 5),  # one cut between superblocks, one through them
+            ("llama", Type.Q5_K, 2, 5),
+            ("llama", Type.Q6_K, 4, 5),
             ("qwen3moe", Type.Q6_K, 2, 5),
         ],
         ("llama", Type.Q4_0, 2, 5),

@@ -157,6 +157,7 @@ def write_gguf(
 # which random bits are about 0.1.
 FACTORS = {
     GGMLQuantizationType.Q4_K: ((0, 4e-4), (2, 3e-3)),
+    GGMLQuantizationType.Q5_K: ((0, 2e-4), (2, 3e-3)),
     GGMLQuantizationType.Q6_K: ((208, 1e-4),),
 }
 

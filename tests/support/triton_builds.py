@@ -284,7 +284,8 @@ def step_inputs() -> Plan[None]:
 
 
 Q4_K = Quantization(format="int4", group=32, scale="superblock", minimum=True)
-Q6_K = Quantization(format="int8", group=16, scale="superblock")
+Q5_K = Quantization(format="int5", group=32, scale="superblock", minimum=True)
+Q6_K = Quantization(format="int6", group=16, scale="superblock")
 
 
 def low_bit(
@@ -611,13 +612,23 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_linear fp8 many": lambda: low_bit(255, "fp8"),
     "quantized_linear Q4_K row": lambda: low_bit(1, "int4", stored=Q4_K),
     "quantized_linear Q4_K few": lambda: low_bit(8, "int4", stored=Q4_K),
-    "quantized_linear Q6_K many": lambda: low_bit(255, "int8", stored=Q6_K),
+    "quantized_linear Q5_K row": lambda: low_bit(1, "int5", stored=Q5_K),
+    "quantized_linear Q5_K many": lambda: low_bit(255, "int5", stored=Q5_K),
+    "quantized_linear Q6_K row": lambda: low_bit(1, "int6", stored=Q6_K),
+    "quantized_linear Q6_K few": lambda: low_bit(8, "int6", stored=Q6_K),
+    "quantized_linear Q6_K many": lambda: low_bit(255, "int6", stored=Q6_K),
+    "quantized_linear Q5_K dequantized": lambda: dequantized(
+        "int5", 32, "superblock", minimum=True
+    ),
+    "quantized_linear Q6_K dequantized": lambda: dequantized("int6", 16, "superblock"),
     "quantized_linear Q4_K dequantized": lambda: dequantized(
         "int4", 32, "superblock", minimum=True
     ),
     "quantized_expert_linear Q4_K few": lambda: low_bit_experts(64, "int4", stored=Q4_K),
-    "quantized_expert_linear Q6_K many": lambda: low_bit_experts(32768, "int8", stored=Q6_K),
-    "quantized_embedding Q6_K": lambda: embedding(64, "int8", stored=Q6_K),
+    "quantized_expert_linear Q5_K few": lambda: low_bit_experts(64, "int5", stored=Q5_K),
+    "quantized_expert_linear Q6_K many": lambda: low_bit_experts(32768, "int6", stored=Q6_K),
+    "quantized_embedding Q5_K": lambda: embedding(64, "int5", stored=Q5_K),
+    "quantized_embedding Q6_K": lambda: embedding(64, "int6", stored=Q6_K),
     "quantized_linear int4 dequantized": lambda: dequantized("int4", 128, "bfloat16", zero=True),
     "quantized_linear int8 dequantized": lambda: dequantized("int8", 0, "float32"),
     "quantized_linear fp8 dequantized": lambda: dequantized("fp8", 128, "float32"),

@@ -86,12 +86,12 @@ def _q4_1(blocks: Array) -> Integers:
 
 def _q5_0(blocks: Array) -> Integers:
     q = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
-    return Integers(q=q.astype(np.int8) - np.int8(16), scale=_half(blocks, 0))
+    return Integers(q=q, scale=_half(blocks, 0))
 
 
 def _q5_1(blocks: Array) -> Integers:
     q = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
-    return Integers(q=q.astype(np.int8), scale=_half(blocks, 0), minimum=_half(blocks, 2))
+    return Integers(q=q, scale=_half(blocks, 0), minimum=_half(blocks, 2))
 
 
 def _q8_0(blocks: Array) -> Integers:
@@ -117,7 +117,7 @@ def _q5_k(blocks: Array) -> Integers:
     low = _nibbles(blocks[:, 48:].reshape(-1, 32)).reshape(-1, 8, 32)
     fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
     q = (low | fifth << 4).reshape(-1, 256)
-    return Integers(q=q.astype(np.int8), scale=scale, minimum=minimum)
+    return Integers(q=q, scale=scale, minimum=minimum)
 
 
 def _two_bits(packed: Array) -> Array:
@@ -151,7 +151,7 @@ def _q6_k(blocks: Array) -> Integers:
     high = _two_bits(blocks[:, 128:192])
     q = low.reshape(-1, 2, 4, 32) | high << 4
     return Integers(
-        q=q.reshape(-1, 256).astype(np.int8) - np.int8(32),
+        q=q.reshape(-1, 256),
         scale=Steps(_factor(blocks, 208), blocks[:, 192:208].view(np.int8)),
     )
 
@@ -188,14 +188,14 @@ class _Kind:
 _KINDS = {
     Type.Q4_0: _Kind("int4", _q4_0, scale="float16"),
     Type.Q4_1: _Kind("int4", _q4_1, minimum=True, scale="float16"),
-    Type.Q5_0: _Kind("int8", _q5_0, scale="float16"),
-    Type.Q5_1: _Kind("int8", _q5_1, minimum=True, scale="float16"),
+    Type.Q5_0: _Kind("int5", _q5_0, scale="float16"),
+    Type.Q5_1: _Kind("int5", _q5_1, minimum=True, scale="float16"),
     Type.Q8_0: _Kind("int8", _q8_0, scale="float16"),
     Type.Q2_K: _Kind("int4", _q2_k, minimum=True, group=16, scale="superblock"),
     Type.Q3_K: _Kind("int4", _q3_k, group=16, scale="superblock"),
     Type.Q4_K: _Kind("int4", _q4_k, minimum=True, scale="superblock"),
-    Type.Q5_K: _Kind("int8", _q5_k, minimum=True, scale="superblock"),
-    Type.Q6_K: _Kind("int8", _q6_k, group=16, scale="superblock"),
+    Type.Q5_K: _Kind("int5", _q5_k, minimum=True, scale="superblock"),
+    Type.Q6_K: _Kind("int6", _q6_k, group=16, scale="superblock"),
     Type.IQ4_NL: _Kind("int8", _iq4_nl, scale="float16"),
     Type.IQ4_XS: _Kind("int8", _iq4_xs, scale="superblock"),
     Type.MXFP4: _Kind("mxfp4", _mxfp4, scale="exponent"),
