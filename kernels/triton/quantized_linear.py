@@ -196,10 +196,11 @@ def weight_constants(
     kind = format_of(weight, scale)
     groups, is_super = groups_of(scale, depth), scale.dtype == torch.int16
     has_minimum = groups.minimum if is_super else minimum is not None
+    middle = MIDDLES.get(kind, 0) if kind and not has_minimum else 0
     return {
         "GROUP": groups.size, "FORMAT": kind, "PARTS": 1 + groups.minimum if is_super else 0,
         "MINIMUM": has_minimum, "WORDS": weight.shape[-2] * weight.shape[-1] // LINE,
-        "MIDDLE": 0.0 if has_minimum else float(MIDDLES.get(kind, 0)),
+        "MIDDLE": float(middle),
     }  # fmt: skip
 
 
