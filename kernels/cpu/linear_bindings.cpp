@@ -5,6 +5,7 @@ namespace llmc::ops {
 namespace {
 
 constexpr int64_t kFewRows = 16;        // more rows use tiles, if the CPU has them
+constexpr int64_t kFewFloatRows = 4;     // more rows are rounded, if others can't be pairs of bf16
 constexpr int64_t kFewPairRows = 12;    // more rows use pairs of bf16, if there are no tiles
 constexpr int64_t kWidened = 1 << 20;   // bytes of bf16 weight at a time: they fit in the caches
 
@@ -167,12 +168,17 @@ Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& sca
     a.x = input.data_ptr();
   }
   const bool is_bf16 = a.dtype == Dtype::bf16 && a.x_bits == kExactBits;
-  if (is_bf16 && a.rows > kFewRows && kernels->widens_weights())
+  const bool takes_pairs = !a.has_minimum() && a.group % kDepthStep == 0;
+  if (is_bf16 && a.rows > kFewRows && kernels->widens_weights()) {
     by_stretches(a, input, bias, out);
-  else if (is_bf16 && !a.has_minimum() && a.rows > kFewPairRows && kernels->has_pair_rows())
+  } else if (is_bf16 && takes_pairs && a.rows > kFewPairRows && kernels->has_pair_rows()) {
     kernels->quantized_pair_rows(a);
-  else
+  } else {
+    // 16 bits are finer than the rounding of bfloat16, and faster than short groups of pairs
+    const bool may_round = is_bf16 && a.format != Format::fp8 && kernels->has_pair_rows();
+    if (may_round && !takes_pairs && a.rows > kFewFloatRows) a.x_bits = 16;
     kernels->quantized_linear(a);
+  }
   return out;
 }
 
