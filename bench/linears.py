@@ -49,13 +49,23 @@ from llmc.load_test.report import context, write_json
 SHAPES = "1024x6144,4096x4096"
 ROWS = "1,2,4,8,16,32,64,256,1024"
 # weight and bits of x, if the CPU multiplies integers
-INTEGERS = ("int8/16", "int4/16", "int4/8", "mxfp4/16", "q4_k/16", "q5_k/16", "q6_k/16")
+INTEGERS = (
+    "int8/16",
+    "int4/16",
+    "int4/8",
+    "mxfp4/16",
+    "q4_k/16",
+    "q5_k/16",
+    "q6_k/16",
+    "iq4_xs/16",
+)
 ROUNDED = (*INTEGERS, "q4_k/8", "fp8/8")
 # types of GGUF files: how they are kept, the group and whether there are minimums
 SUPERBLOCKS: dict[str, tuple[Format, int, bool]] = {
     "q4_k": ("int4", 32, True),
     "q5_k": ("int5", 32, True),
     "q6_k": ("int6", 16, False),
+    "iq4_xs": ("iq4", 32, False),
 }
 STORED = (*FORMATS, "mxfp4", *SUPERBLOCKS)
 PLAIN = ("float32", "bfloat16", "float16")

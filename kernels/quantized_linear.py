@@ -8,6 +8,8 @@ Formats: int8, fp8 (e4m3) and int4 (two values per byte, low half first), with s
 (OCP microscaling formats). A scale is for a whole channel or for a group of its inputs, as the
 shapes imply. `quantize` uses one scale per channel for 8 bits; checkpoints can also have groups.
 
+iq4 has the sixteen values of GGUF's IQ4 types, in pairs of lines like those of int4.
+
 int5 and int6 have several lines for 32 or 16 inputs, so that they are unpacked with few operations.
 Each line has the low bits of four inputs per channel; the last inputs are in what its bytes have
 left. int6: three lines, and bits 0-1, 2-3 and 4-5 of the last four inputs. int5: five lines; then
@@ -32,7 +34,7 @@ from torch import Tensor
 
 from llmc.kernels.registry import Case, op
 
-Format = Literal["int8", "int4", "int5", "int6", "fp8", "mxfp4"]
+Format = Literal["int8", "int4", "int5", "int6", "fp8", "mxfp4", "iq4"]
 Scale = Literal["float32", "float16", "bfloat16", "exponent", "superblock"]
 Part = Literal["weight", "scale", "zero", "minimum"]
 FORMATS: tuple[Format, ...] = ("int8", "int4", "fp8")  # formats that `quantize` supports
@@ -51,6 +53,7 @@ _DTYPES = {
     "int6": torch.uint8,
     "fp8": torch.float8_e4m3fn,
     "mxfp4": torch.uint8,
+    "iq4": torch.uint8,
 }
 _SCALES = {
     "float32": torch.float32,
@@ -60,9 +63,10 @@ _SCALES = {
     "superblock": torch.int16,
 }
 # (inputs, lines) that are stored together, if they are not a line of four or eight inputs
-_UNITS: dict[Format, tuple[int, int]] = {"int5": (32, 5), "int6": (16, 3)}
+_UNITS: dict[Format, tuple[int, int]] = {"int5": (32, 5), "int6": (16, 3), "iq4": (16, 2)}
 _WIDE = {lines * LINE * CHANNELS: form for form, (_, lines) in _UNITS.items()}  # by their bytes
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0 to 7; 8 to 15 are their negatives
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP8_MAX = 448.0
 
 
@@ -83,11 +87,11 @@ def quantized_linear(
     """x [..., K] -> x w^T + bias [..., N] in x's dtype, with w[n, k] = (q[n, k] - zero) * scale.
 
     weight [N / 16, lines, 64] is q in blocks: int8 and float8_e4m3fn have K / 4 lines, uint8 (two
-    values per byte) K / 8. Or it is uint8 [N / 16, K / 32, 320] for int5 and [N / 16, K / 16, 192]
-    for int6. scale [N / 16, K / group, 16]: float32, float16 or bfloat16; group sizes are multiples
-    of 16, or of 32 for int5. zero: uint8 with the shape of scale, for int4 only; None means 8 (16
-    for int5, 32 for int6). bias [N]. minimum: float32 or float16 with the shape of scale, for
-    integers without zero; then w = q * scale + minimum.
+    values per byte) K / 8. Or it is uint8 [N / 16, K / 32, 320] for int5, [N / 16, K / 16, 192] for
+    int6 and [N / 16, K / 16, 128] for iq4. scale [N / 16, K / group, 16]: float32, float16 or
+    bfloat16; group sizes are multiples of 16, or of 32 for int5. zero: uint8 with the shape of
+    scale, for int4 only; None means 8 (16 for int5, 32 for int6). bias [N]. minimum: float32 or
+    float16 with the shape of scale, for integers without zero; then w = q * scale + minimum.
     A uint8 scale is an exponent: 2 ** (scale - 127), 255 is NaN. Then q are e2m1 codes in uint8,
     and there is neither zero nor minimum. An int16 scale [N / 16, K / 256 * words, 16] has scales
     and minimums in superblocks, for integers; then zero and minimum are None.
@@ -121,7 +125,7 @@ def inputs_of(weight: Tensor) -> int:
 
 
 def packed_format(weight: Tensor) -> Format | None:
-    """int5 or int6 if the values of a weight [.., N / 16, lines, bytes] have 5 or 6 bits."""
+    """int5, int6 or iq4, if the shape [.., N / 16, lines, bytes] of a weight says so."""
     return _WIDE.get(weight.shape[-1]) if weight.dtype == torch.uint8 else None
 
 
@@ -212,6 +216,9 @@ def _codes(stored: Tensor) -> tuple[Tensor, int]:
         return stored.flatten(-2), 0
     if stored.shape[-1] == LINE:
         return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-3), MIDDLES["int4"]
+    if stored.shape[-1] == 2 * LINE:
+        codes = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-3)
+        return torch.tensor(_IQ4, dtype=torch.int8, device=stored.device)[codes.int()], 0
     unit = stored.unflatten(-1, (-1, LINE))
     if unit.shape[-2] == 3:
         a, b, c = unit.unbind(-2)
@@ -382,13 +389,13 @@ def quantize(rows: Tensor, to: Quantization) -> tuple[Tensor, Tensor]:
 def pack_weight(q: Tensor, to: Quantization) -> Tensor:
     """Quantized values [N, K], with those of fewer than 8 bits as 0, 1, ... in uint8 -> the op's
     weight."""
-    if to.format in _UNITS:
-        units = _pack_units(q, to.format)
-        return pack_bytes(units.flatten(1)).view(to.shape("weight", *q.shape))
-    if to.dtype == torch.uint8:
+    shape = to.shape("weight", *q.shape)
+    if to.format in ("int5", "int6"):
+        q = _pack_units(q, to.format).flatten(1)
+    elif to.dtype == torch.uint8:
         pairs = q.contiguous().view(torch.int16)  # little-endian, as on all platforms of torch
         q = (pairs & 15 | pairs >> 4).to(torch.uint8)
-    return pack_bytes(q)
+    return pack_bytes(q).view(shape)
 
 
 def _pack_units(q: Tensor, format: Format) -> Tensor:
@@ -550,9 +557,10 @@ def _superblock_cases(
 
 
 def _packed_cases(gen: torch.Generator, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Q5_0, Q5_1, and Q6_K whose superblocks are cut apart."""
+    """Q5_0, Q5_1, IQ4_NL, and Q6_K whose superblocks are cut apart."""
     for format, group, scale_dtype in (
         ("int5", 32, torch.float16), ("int5", 96, torch.float32), ("int6", 16, torch.float32),
+        ("iq4", 32, torch.float16),
     ):  # fmt: skip
         to = Quantization(format=format, group=group)  # type: ignore[arg-type]
         weight = packed_draw(gen, to, 48, 288).to(device)
@@ -563,7 +571,8 @@ def _packed_cases(gen: torch.Generator, device: torch.device, dtype: torch.dtype
             x = _uneven(gen, rows, 288).to(device, dtype)
             for bits in (EXACT_BITS, 16):
                 yield x, weight, scale, None, None, None, bits
-                yield x, weight, scale, None, None, minimum, bits
+                if minimum is not None:
+                    yield x, weight, scale, None, None, minimum, bits
 
 
 # (format, group, minimum, K) of Q4_K, Q2_K, Q3_K, Q5_K, Q6_K and IQ4_XS
@@ -573,6 +582,7 @@ SUPERBLOCK_DRAWS: tuple[tuple[Format, int, bool, int], ...] = (
     ("int4", 16, False, 256),
     ("int5", 32, True, 256),
     ("int6", 16, False, 512),
+    ("iq4", 32, False, 512),
     ("int8", 32, False, 256),
 )
 
@@ -588,9 +598,9 @@ def superblock_draw(
         codes = codes.view(torch.int8) >> 2
     *blocks, words, lanes = to.shape("scale", *size)
     parts, shape = 2 if minimum else 1, (*blocks, size[-1] // SUPERBLOCK, lanes)
-    middle = 0.0 if format == "int8" else MIDDLES[format] - 0.5
+    middle = MIDDLES.get(format, 0.5) - 0.5
     factors = 0.5 + torch.rand(*shape, parts, generator=gen)
-    factors /= 125 * (middle + 0.5) if format != "int8" else 4000
+    factors /= 125 * MIDDLES.get(format, 64 if format == "iq4" else 32)
     groups = *shape, SUPERBLOCK // group, parts
     steps = torch.randint(5, 16, groups, generator=gen, dtype=torch.int8)
     if minimum:

@@ -11,8 +11,9 @@ constexpr int64_t kWidened = 1 << 20;   // bytes of bf16 weight at a time: they 
 
 Format format_of(const Tensor& weight, const Tensor& scale) {
   if (weight.scalar_type() == at::kChar) return Format::int8;
-  if (weight.scalar_type() == at::kByte && weight.size(2) != kLineBytes)
-    return weight.size(2) == lines_of(Format::int5, 32) * kLineBytes ? Format::int5 : Format::int6;
+  const int64_t lines = weight.size(2) / kLineBytes;  // that are stored together
+  if (weight.scalar_type() == at::kByte && lines > 1)
+    return lines == 2 ? Format::iq4 : lines == 3 ? Format::int6 : Format::int5;
   if (weight.scalar_type() == at::kByte)
     return scale.scalar_type() == at::kByte ? Format::mxfp4 : Format::int4;
   if (weight.scalar_type() == at::kFloat8_e4m3fn) return Format::fp8;
@@ -35,7 +36,9 @@ void set_superblocks(const Tensor& weight, const Tensor& scale, const optional<T
   const bool is_whole = scale.dim() == 3 && scale.is_contiguous() && count > 0 &&
                         scale.size(0) == weight.size(0) && scale.size(2) == kChannels &&
                         a.depth % kSuperblock == 0 && scale.size(1) % count == 0;
-  const bool is_integers = a.format == Format::int8 || a.format == Format::int4;
+  const bool is_integers = a.format == Format::int8 || a.format == Format::int4 ||
+                           (a.format == Format::iq4 && scale.dim() == 3 && count > 0 &&
+                            scale.size(1) / count % 2);  // an odd number of words: no minimums
   for (int64_t group : {16, 32})
     for (int parts : {1, 2})
       if (is_whole && (a.stored != Format::int5 || group == kDepthStep) && scale.size(1) / count == (1 + kSuperblock / group / 2) * parts)
@@ -74,16 +77,16 @@ LowBitArgs weight_args(const Tensor& weight, const Tensor& scale, const optional
   const bool is_known = weight.dim() == 3 && weight.is_contiguous() &&
                         (weight.size(2) == kLineBytes ||
                          (weight.scalar_type() == at::kByte &&
-                          (weight.size(2) == 3 * kLineBytes || weight.size(2) == 5 * kLineBytes)));
-  TORCH_CHECK(is_known, "weight must be a dense [N / 16, lines, 64], or of 5 or 6 bits [.., 320] or "
-              "[.., 192] of uint8, got ", weight.sizes(), " of ", weight.scalar_type());
+                          (weight.size(2) == 2 * kLineBytes || weight.size(2) == 3 * kLineBytes ||
+                           weight.size(2) == 5 * kLineBytes)));
+  TORCH_CHECK(is_known, "weight must be a dense [N / 16, lines, 64], or uint8 [.., 128] for iq4, "
+              "[.., 320] for int5 or [.., 192] for int6, got ", weight.sizes(), " of ",
+              weight.scalar_type());
   LowBitArgs a{};
   a.stored = format_of(weight, scale);
   a.format = is_packed(a.stored) ? Format::int8 : a.stored;
-  a.depth = weight.size(1) * (a.stored == Format::int5   ? 32
-                              : a.stored == Format::int6 ? 16
-                              : is_4_bit(a.stored)       ? 8
-                                                         : 4);
+  const bool is_pair = a.stored == Format::iq4 || a.stored == Format::int6;
+  a.depth = weight.size(1) * (a.stored == Format::int5 ? 32 : is_pair ? 16 : is_4_bit(a.stored) ? 8 : 4);
   a.channels = weight.size(0) * kChannels;
   a.weight = static_cast<const uint8_t*>(weight.data_ptr());
   a.threads = at::num_threads();

@@ -245,7 +245,9 @@ void by_blocks(const LowBitArgs& a, int64_t stretch = Reader::kMaxStretch) {
 // Branches that can't be reached are not compiled: each reader is a dozen unrolled loops.
 template <Format kFormat>
 void run(const LowBitArgs& a) {
-  constexpr bool kIsNibbles = is_4_bit(kFormat), kIsBytes = kFormat == Format::int8;
+  // whether products of bytes fit in 16 bits, or those of 16-bit values are used
+  constexpr bool kIsShort = kFormat == Format::int4 || kFormat == Format::mxfp4;
+  constexpr bool kIsWords = kFormat == Format::int8 || kFormat == Format::iq4;
 #ifdef LLMC_BYTE_PRODUCTS
   constexpr bool kMultipliesBytes = kFormat != Format::fp8;
 #else
@@ -259,30 +261,30 @@ void run(const LowBitArgs& a) {
   if constexpr (kFormat != Format::fp8)
     if (a.x_bits == 16) {
 #ifdef LLMC_BYTE_PRODUCTS
-      if (a.rows > 1 || kFormat == Format::mxfp4) return by_blocks<ByteReader<kFormat>>(a, kRounded);
+      if (a.rows > 1 || has_table(kFormat)) return by_blocks<ByteReader<kFormat>>(a, kRounded);
 #endif
-      if constexpr (kIsNibbles) return by_blocks<ShortReader<kFormat, 2>, 2>(a);
-      if constexpr (kIsBytes) return by_blocks<WordReader<1>, 2>(a);
+      if constexpr (kIsShort) return by_blocks<ShortReader<kFormat, 2>, 2>(a);
+      if constexpr (kIsWords) return by_blocks<WordReader<kFormat, 1>, 2>(a);
     }
 #ifdef LLMC_BYTE_PRODUCTS
   if constexpr (kMultipliesBytes)
     if (is_narrow) return by_blocks<ByteReader<kFormat>>(a);
 #endif
-  if constexpr (!kMultipliesBytes && kIsNibbles)
+  if constexpr (!kMultipliesBytes && kIsShort)
     if (is_narrow && a.rows <= 2) return by_blocks<ShortReader<kFormat, 2>, 2>(a);
-  if constexpr (!kMultipliesBytes && kIsBytes)
-    if (is_narrow && a.rows <= 2) return by_blocks<WordReader<1>, 2>(a);
-  if constexpr (kIsNibbles)
+  if constexpr (!kMultipliesBytes && kIsWords)
+    if (is_narrow && a.rows <= 2) return by_blocks<WordReader<kFormat, 1>, 2>(a);
+  if constexpr (kIsShort)
     if (a.rows == 1) return by_blocks<ShortReader<kFormat, 3>, 1>(a);
-  if constexpr (kIsBytes)
-    if (a.rows == 1) return by_blocks<WordReader<2>, 1>(a);
+  if constexpr (kIsWords)
+    if (a.rows == 1) return by_blocks<WordReader<kFormat, 2>, 1>(a);
 #endif
 #ifdef LLMC_AVX512_BF16
   if constexpr (!kMultipliesBytes)
     if (a.dtype == Dtype::bf16) return by_blocks<PairReader<kFormat>>(a);
 #endif
 #ifdef LLMC_FOUR_INPUTS
-  constexpr bool kReadsFours = kFormat == Format::fp8 || kFormat == Format::mxfp4;
+  constexpr bool kReadsFours = kFormat == Format::fp8 || has_table(kFormat);
   if constexpr (kReadsFours) return by_blocks<FourReader<kFormat>>(a);
 #else
   constexpr bool kReadsFours = false;
@@ -325,6 +327,7 @@ void quantized_linear(const LowBitArgs& a) {
     case Format::int4: return run<Format::int4>(a);
     case Format::fp8: return run<Format::fp8>(a);
     case Format::mxfp4: return run<Format::mxfp4>(a);
+    case Format::iq4: return run<Format::iq4>(a);
     case Format::int5: case Format::int6: break;  // read as int8
   }
 }

@@ -7,6 +7,7 @@
 #include "vec.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <numeric>
@@ -18,9 +19,15 @@ constexpr int kExactBits = 24;  // bits of x without rounding
 constexpr int64_t kMinGroup = 16, kDepthStep = 32;  // inputs; groups and depths are multiples
 constexpr int64_t kSuperblock = 256;                // inputs
 
-enum class Format { int8, int4, fp8, mxfp4, int5, int6 };
+enum class Format { int8, int4, fp8, mxfp4, iq4, int5, int6 };
 
-constexpr bool is_4_bit(Format format) { return format == Format::int4 || format == Format::mxfp4; }
+// The values of iq4's codes, which are those of GGUF's IQ4 types.
+inline constexpr int8_t kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                    1,    13,   25,  38,  53,  69,  89,  113};
+
+// The values of four bits are in a table.
+constexpr bool has_table(Format format) { return format == Format::mxfp4 || format == Format::iq4; }
+constexpr bool is_4_bit(Format format) { return format == Format::int4 || has_table(format); }
 constexpr bool is_packed(Format format) { return format == Format::int5 || format == Format::int6; }
 // The value that stands for zero without zero points and minimums.
 constexpr int middle_of(Format format) {
@@ -188,6 +195,24 @@ LLMC_INLINE Floats fp8_floats(const Lanes& bits) {
   return (Floats)((Lanes)value | nan | (bits << 24 & 0x80000000u));
 }
 
+// table[i] for the lanes i of 16 indices.
+LLMC_INLINE v16f look_up_floats(const float* table, v16u indices) {
+#ifdef LLMC_AVX512
+  return (v16f)_mm512_permutexvar_ps((__m512i)indices, _mm512_load_ps(table));
+#elif defined(__AVX2__)
+  const auto half = [table](vu i) __attribute__((always_inline)) {
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), (__m256i)i);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), (__m256i)i);
+    return (vf)_mm256_blendv_ps(low, high, (__m256)(i << 28));
+  };
+  return {half(indices.lo), half(indices.hi)};
+#else
+  alignas(64) float values[kLanes];
+  for (int i = 0; i < kLanes; ++i) values[i] = table[indices[i]];
+  return load_as<v16f>(values);
+#endif
+}
+
 // A reader unpacks a line, or each part of it that fits in a register, in kSteps steps; a step is
 // multiplied by one word of x. Values of int4 are used as stored: the zero point times the sum of x
 // is subtracted for a whole stretch at once. Stretches have at most kMaxStretch inputs. If a
@@ -214,6 +239,14 @@ struct FloatReader {  // any CPU
       return convert<v16f>((v16i)(line << (24 - 8 * step)) >> 24);
     // twice the normal value minus the smallest normal one is smaller only for subnormal codes,
     // and there it is their value
+    if (kFormat == Format::iq4) {
+      alignas(64) static constexpr auto kValues = [] {
+        std::array<float, 16> all{};
+        for (int i = 0; i < 16; ++i) all[i] = kIq4[i];
+        return all;
+      }();
+      return look_up_floats(kValues.data(), line >> (4 * step) & 15u);
+    }
     if (kFormat == Format::mxfp4) {
       const v16u code = line >> (4 * step);
       const v16f normal = (v16f)(((code & 7u) << 22) + (126u << 23));
@@ -242,6 +275,7 @@ inline constexpr Table kE2m1([](int i) {
   constexpr float kSizes[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
   return i % 16 < 8 ? kSizes[i % 8] : -kSizes[i % 8];
 });
+inline constexpr Table kIq4Pairs([](int i) { return kIq4[i % 16]; });
 inline constexpr Table kSigned([](int i) { return i - 16; });
 inline constexpr Table kTiny([](int i) { return i % 8 / 512.0f; });
 
@@ -313,7 +347,9 @@ struct PairReader {
   LLMC_INLINE V get(v16u words, int step) {
     const __m512i line = (__m512i)words;
     if (is_4_bit(kFormat)) {
-      const Table& values = kFormat == Format::int4 ? kNibbles : kE2m1;
+      const Table& values = kFormat == Format::int4    ? kNibbles
+                            : kFormat == Format::mxfp4 ? kE2m1
+                                                       : kIq4Pairs;
       return _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4 * step), values.load());
     }
 #ifdef __AVX512VBMI__

@@ -1,8 +1,9 @@
-// The reader of fp8 and mxfp4 for AVX2, which unpacks all bytes of a register together: four inputs
+// The reader of fp8, mxfp4 and iq4 for AVX2, which unpacks all bytes of a register together: four inputs
 // for eight channels.
 #pragma once
 
 #include "low_bit.h"
+#include "low_bit_integers.h"
 
 #if defined(__AVX2__) && !defined(LLMC_AVX512)
 #define LLMC_FOUR_INPUTS 1
@@ -31,7 +32,7 @@ struct FourReader {
 
   // For nibbles, the first step has the low ones: inputs 0, 2, 4 and 6.
   static constexpr int input(int step, int i) { return i * kSteps + step; }
-  static constexpr float kScale = kIsFp8 ? 1.0f : 0.5f;  // factor for the result of get()
+  static constexpr float kScale = kFormat == Format::mxfp4 ? 0.5f : 1.0f;  // of the result of get()
 
   static Packed pack(const float* x, int64_t count, X* to) {
     for (int64_t k = 0; k < count; k += kInputs)
@@ -50,11 +51,9 @@ struct FourReader {
   static constexpr float kOffset = 0;
 
  private:
-  // Twice the values of e2m1 nibbles are integers.
   LLMC_INLINE V integers(__m256i codes) {
-    const __m256i values = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
-    const vi four = (vi)_mm256_shuffle_epi8(values, _mm256_and_si256(codes, _mm256_set1_epi8(15)));
+    const auto four = (vi)look_up(values_of_codes<kFormat>(),
+                                  _mm256_and_si256(codes, _mm256_set1_epi8(15)));
     return {{convert<vf>(four << 24 >> 24), convert<vf>(four << 16 >> 24),
              convert<vf>(four << 8 >> 24), convert<vf>(four >> 24)}};
   }

@@ -91,6 +91,7 @@ void quantized_embedding(const LowBitArgs& a, const int64_t* ids) {
     case Format::int4: return run<Format::int4>(a, ids);
     case Format::fp8: return run<Format::fp8>(a, ids);
     case Format::mxfp4: return run<Format::mxfp4>(a, ids);
+    case Format::iq4: return run<Format::iq4>(a, ids);
   }
 }
 

@@ -33,13 +33,9 @@ struct Words {  // inputs j and j + kSteps of a line are a pair of 16-bit values
   static constexpr bool kFoldsZero = false;
   LLMC_INLINE Register load(const uint8_t* at) { return load_as<Register>(at); }
   LLMC_INLINE Register get(Register line, int step, Register zero) {
-    if constexpr (kFormat == Format::int8) return shift_down(step ? line : shift_up(line));
-    const vu words = (vu)line;
     if constexpr (kFormat == Format::int4)
-      return subtract_words((Register)(words >> (4 * step) & 0x000f000fu), zero);
-    // in the upper bytes, whose signs reach the lower ones; code 0 is 0
-    const vu codes = (step < 3 ? words << (8 - 4 * step) : words >> 4) & 0x0f000f00u;
-    return shift_down(look_up(twice_e2m1(), (Register)codes));
+      return subtract_words((Register)((vu)line >> (4 * step) & 0x000f000fu), zero);
+    return signed_words<kFormat>(line, step);
   }
   LLMC_INLINE Register add(Register sum, Register w, Register x) { return add_pairs(sum, w, x); }
   LLMC_INLINE vf total(Register sum) { return convert<vf>((vi)sum); }
@@ -301,6 +297,7 @@ void quantized_integer_rows(const LowBitArgs& given) {
   if (a.format == Format::int6) return by_passes<Words<Format::int6>>(a);
   if (a.format == Format::int5) return by_passes<Words<Format::int5>>(a);
   if (a.format == Format::mxfp4) return by_passes<Words<Format::mxfp4>>(a);
+  if (a.format == Format::iq4) return by_passes<Words<Format::iq4>>(a);
   a.x_bits > 8 ? by_passes<Words<Format::int4>>(a) : by_passes<Nibbles>(a);
 }
 

@@ -158,9 +158,23 @@ LLMC_INLINE Register look_up(__m128i table, Register i) {
 }
 #endif
 
-// Twice the values of e2m1 codes, in bytes.
-LLMC_INLINE __m128i twice_e2m1() {
-  return _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+// The integers that codes of four bits stand for, in bytes plus `offset`: for mxfp4 twice the values.
+template <Format kFormat>
+LLMC_INLINE __m128i values_of_codes(int offset = 0) {
+  alignas(16) static constexpr int8_t kE2m1[] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                                 0, -1, -2, -3, -4, -6, -8, -12};
+  const auto* values = kFormat == Format::iq4 ? kIq4 : kE2m1;
+  return _mm_add_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)),
+                      _mm_set1_epi8(char(offset)));
+}
+
+// Signed 16-bit values of a step; inputs j and j + kSteps of a line are a pair.
+template <Format kFormat>
+LLMC_INLINE Register signed_words(Register line, int step) {
+  if constexpr (kFormat == Format::int8) return shift_down(step ? line : shift_up(line));
+  const vu words = (vu)line;  // in the upper bytes, whose signs reach the lower ones
+  const vu codes = (step < 3 ? words << (8 - 4 * step) : words >> 4) & 0x0f000f00u;
+  return shift_down(look_up(values_of_codes<kFormat>(), (Register)codes));
 }
 
 // LLMC_BYTE_PRODUCTS: sum + w * x in 32 bits, of four unsigned by signed bytes or two words per lane.
@@ -187,19 +201,18 @@ LLMC_INLINE Register add_pairs(Register sum, Register w, Register x) {
 #endif
 
 // Values as unsigned bytes, four inputs a step, from the lines that are stored together: int4 as
-// stored, mxfp4 as twice the value, which is an integer, plus kOffset.
+// stored; iq4, and twice the values of mxfp4, which are integers, plus kOffset.
 template <Format kFormat>
 struct UnsignedBytes {
   static constexpr int kInputs = 8, kLines = 1;
-  static constexpr float kOffset = kFormat == Format::mxfp4 ? 12 : 0;
+  static constexpr float kOffset = kFormat == Format::mxfp4 ? 12 : kFormat == Format::iq4 ? 127 : 0;
   static constexpr int kMost = kFormat == Format::mxfp4 ? 24 : 15;
 
   LLMC_INLINE Register load(const uint8_t* at) { return load_as<Register>(at); }
   LLMC_INLINE Register get(Register line, int step) {
     const Register codes = (Register)((vu)line >> (step ? 4 : 0) & 0x0f0f0f0fu);
     if (kFormat == Format::int4) return codes;
-    const __m128i values = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
-    return look_up(values, codes);
+    return look_up(values_of_codes<kFormat>(int(kOffset)), codes);
   }
   template <int kDigits>
   static Packed pack(const float* x, int64_t count, DigitWords<kDigits>* to) {
@@ -289,11 +302,11 @@ struct ShortReader : UnsignedBytes<kFormat> {
   }
 };
 
-// int8 with one digit of 16 bits, or two of 12: inputs 0 and 2 of a line, then 1 and 3.
-template <int kDigits>
+// int8 or iq4 with one digit of 16 bits, or two of 12, of two inputs: see signed_words().
+template <Format kFormat, int kDigits>
 struct WordReader {
   static constexpr int kBits = kDigits == 1 ? 16 : 12;
-  static constexpr int kInputs = 4, kSteps = 2, kSums = 1;
+  static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs / 2, kSums = 1;
   static constexpr int64_t kMaxStretch = 32;  // products of 2^15 * 2^7: the sums fit in 32 bits
   using X = DigitWords<kDigits>;
   using Line = Register;
@@ -304,14 +317,14 @@ struct WordReader {
   static Packed pack(const float* x, int64_t count, X* to) {
     const FixedPoint<int16_t, kDigits, kBits> fixed(x, count);
     for (int d = 0; d < kDigits; ++d)
-      for (int64_t k = 0; k < count; k += 4) {
-        const int16_t* four = fixed.digit[d].data() + k;
-        for (int64_t i = 0; i < 2; ++i)
-          to[k / 2 + i].digit[d] = int32_t(uint32_t(four[i + 2]) << 16 | uint16_t(four[i]));
+      for (int64_t k = 0; k < count; k += kInputs) {
+        const int16_t* own = fixed.digit[d].data() + k;
+        for (int64_t i = 0; i < kSteps; ++i)
+          to[k / 2 + i].digit[d] = int32_t(uint32_t(own[i + kSteps]) << 16 | uint16_t(own[i]));
       }
     return fixed.packed;
   }
-  LLMC_INLINE V get(Line line, int step) { return shift_down(step ? line : shift_up(line)); }
+  LLMC_INLINE V get(Line line, int step) { return signed_words<kFormat>(line, step); }
   LLMC_INLINE void add(Sum& sum, V w, const X& x) {
 #pragma GCC unroll 2
     for (int d = 0; d < kDigits; ++d)

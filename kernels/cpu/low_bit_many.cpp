@@ -41,7 +41,7 @@ struct LowBit {
         minimum = minimum_of(a, block, (k + i) / a.group);
       }
 #ifdef LLMC_FOUR_INPUTS
-      if constexpr (kFormat == Format::fp8 || kFormat == Format::mxfp4) {
+      if constexpr (kFormat == Format::fp8 || has_table(kFormat)) {
         widen_fours(line, scale, to);
         to += Reader::kInputs * matmul::kBlock;
         continue;
@@ -92,6 +92,7 @@ void quantized_many_rows(const LowBitArgs& a) {
     case Format::int4: return run<Format::int4>(a);
     case Format::fp8: return run<Format::fp8>(a);
     case Format::mxfp4: return run<Format::mxfp4>(a);
+    case Format::iq4: return run<Format::iq4>(a);
     case Format::int5: case Format::int6: break;  // read as int8
   }
 }

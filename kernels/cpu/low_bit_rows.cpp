@@ -196,6 +196,7 @@ void quantized_pair_rows(const LowBitArgs& a) {
     case Format::int4: return by_passes<Format::int4>(a);
     case Format::fp8: return by_passes<Format::fp8>(a);
     case Format::mxfp4: return by_passes<Format::mxfp4>(a);
+    case Format::iq4: return by_passes<Format::iq4>(a);
     case Format::int5: case Format::int6: break;  // read as int8
   }
 }

@@ -30,7 +30,7 @@ def dequantize_kernel(
     words, scale, zero, minimum, out,
     K: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, PARTS: tl.constexpr,
-    WORDS: tl.constexpr, MIDDLE: tl.constexpr,
+    WORDS: tl.constexpr, MIDDLE: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """words [.., WORDS] int32; scale, zero, minimum [.., K / GROUP, 16] -> out [.. * 16, K].
     PARTS: as in `load_scale`.
@@ -38,12 +38,11 @@ def dequantize_kernel(
     A program reads words of one block of 16 channels, which are contiguous, and writes a segment of
     each channel, which is contiguous too.
     """
-    PER: tl.constexpr = 8 if FORMAT == "int4" or FORMAT == "mxfp4" else 4
     block = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, 16)[:, None]
     first = tl.program_id(1) * (BLOCK_K // PER)
     at = words + block * WORDS + tl.arange(0, 16)[None, :]
-    q = tl.trans(load_block(at, first, True, K, BLOCK_K // PER, FORMAT))
+    q = tl.trans(load_block(at, first, True, K, BLOCK_K // PER, FORMAT, PER))
     w = first + tl.arange(0, BLOCK_K // PER)[None, :]
     known = w < K // PER
     shift = tl.arange(0, PER)[None, None, :] * (32 // PER)

@@ -32,11 +32,10 @@ def embedding_kernel(
     ids, words, scale, zero, minimum, out,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, PARTS: tl.constexpr,
-    WORDS: tl.constexpr, MIDDLE: tl.constexpr,
+    WORDS: tl.constexpr, MIDDLE: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """words [N / 16, WORDS] int32; scale, zero, minimum [N / 16, K / GROUP, 16]. PARTS: as in
     `load_scale`."""
-    PER: tl.constexpr = 8 if FORMAT == "int4" or FORMAT == "mxfp4" else 4
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     channel = tl.load(ids + row).to(tl.int64)

@@ -35,16 +35,15 @@ def low_bit_expert_kernel(
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    FORMAT: tl.constexpr, WORDS: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr,
-    MINIMUM: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr, PDL: tl.constexpr,
+    FORMAT: tl.constexpr, WORDS: tl.constexpr, MIDDLE: tl.constexpr, PER: tl.constexpr,
+    ZERO: tl.constexpr, MINIMUM: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """words [EXPERTS, N / 16, WORDS] int32; scale, zero, minimum [.., K / GROUP, 16].
 
     chosen, offsets: as in `rows_of_tile`. PARTS: as in `load_scale`. x has a row for CHOICES
     consecutive results.
     """
-    PER: tl.constexpr = 8 if FORMAT == "int4" or FORMAT == "mxfp4" else 4
     BITS: tl.constexpr = 32 // PER
     BLOCK_W: tl.constexpr = BLOCK_K // PER
     if PDL:
@@ -64,7 +63,7 @@ def low_bit_expert_kernel(
     for k0 in tl.range(0, K, BLOCK_K):
         w = k0 // PER + tl.arange(0, BLOCK_W)
         known = (w < K // PER)[:, None] & inside[None, :]
-        q = load_block(word[None, :], k0 // PER, inside[None, :], K, BLOCK_W, FORMAT)
+        q = load_block(word[None, :], k0 // PER, inside[None, :], K, BLOCK_W, FORMAT, PER)
         group = (w * PER // GROUP)[:, None]
         factor = load_scale(
             scale, block[None, :], group, lane[None, :], known, K, GROUP, FORMAT, PARTS

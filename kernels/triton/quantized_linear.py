@@ -49,8 +49,16 @@ def format_of(weight: Tensor, scale: Tensor) -> Format | None:
     return packed_format(weight) or _FORMATS.get(weight.dtype)
 
 
+def per_word(kind: Format | None) -> int:
+    """Inputs in a word of `load_block`."""
+    return 8 if kind in ("int4", "mxfp4", "iq4") else 4
+
+
 @triton.jit
-def load_block(at, first, known, K: tl.constexpr, BLOCK_W: tl.constexpr, FORMAT: tl.constexpr):
+def load_block(
+    at, first, known,
+    K: tl.constexpr, BLOCK_W: tl.constexpr, FORMAT: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
     """Words [BLOCK_W, N] of PER inputs each, from word `first` on. at [1, N]: the first word of
     each channel in its block. Values of int5 and int6 become bytes."""
     if FORMAT == "int6":
@@ -81,7 +89,6 @@ def load_block(at, first, known, K: tl.constexpr, BLOCK_W: tl.constexpr, FORMAT:
         eight = tl.permute(tl.join(low, high), (0, 4, 3, 2, 1))
         return tl.reshape(eight, [BLOCK_W, at.shape[1]])
     else:
-        PER: tl.constexpr = 8 if FORMAT == "int4" or FORMAT == "mxfp4" else 4
         w = (first + tl.arange(0, BLOCK_W))[:, None]
         return tl.load(at + w * 16, mask=(w < K // PER) & known, other=0)
 
@@ -124,11 +131,16 @@ def _last_of_5(b, d, e):
 
 @triton.jit
 def widen(words, shift, FORMAT: tl.constexpr):
-    """The value at `shift` bits of each word, float32; with fewer than 8 bits as it is stored."""
+    """The value at `shift` bits of each word, float32; integers of less than 8 bits as stored."""
     if FORMAT == "int5" or FORMAT == "int6":
         return ((words >> shift) & 63).to(tl.float32)
     elif FORMAT == "int4":
         return ((words >> shift) & 15).to(tl.float32)
+    elif FORMAT == "iq4":
+        code = (words >> shift) & 15
+        # eight values in bytes, the first one lowest: 1, 13, 25, .., 113 and -127, -104, .., -10
+        eight = tl.where(code > 7, 0x7159453526190D01, -0x91522304052677F)
+        return (eight >> ((code & 7) * 8)).to(tl.int8).to(tl.float32)
     elif FORMAT == "mxfp4":
         bits = words >> shift  # e2m1 is float16 with fewer bits and an exponent 14 lower
         half = ((bits & 8) << 12) | ((bits & 7) << 9)
@@ -200,7 +212,7 @@ def weight_constants(
     return {
         "GROUP": groups.size, "FORMAT": kind, "PARTS": 1 + groups.minimum if is_super else 0,
         "MINIMUM": has_minimum, "WORDS": weight.shape[-2] * weight.shape[-1] // LINE,
-        "MIDDLE": float(middle),
+        "MIDDLE": float(middle), "PER": per_word(kind),
     }  # fmt: skip
 
 
@@ -209,13 +221,12 @@ def low_bit_kernel(
     x, words, scale, zero, minimum, bias, out, partial, counter, rows, x_row,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
     SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    FORMAT: tl.constexpr, WORDS: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr,
-    MINIMUM: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    FORMAT: tl.constexpr, PER: tl.constexpr, WORDS: tl.constexpr, MIDDLE: tl.constexpr,
+    ZERO: tl.constexpr, MINIMUM: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """words [N / 16, WORDS] int32; scale, zero, minimum [N / 16, K / GROUP, 16]. PARTS: as in
     `load_scale`."""
-    PER: tl.constexpr = 8 if FORMAT == "int4" or FORMAT == "mxfp4" else 4
     BITS: tl.constexpr = 32 // PER
     BLOCK_W: tl.constexpr = BLOCK_K // PER
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -239,7 +250,7 @@ def low_bit_kernel(
     for k0 in tl.range(first, min(first + SPLIT_K, K), BLOCK_K):
         w = k0 // PER + tl.arange(0, BLOCK_W)
         known = (w < K // PER)[:, None] & inside[None, :]
-        q = load_block(word[None, :], k0 // PER, inside[None, :], K, BLOCK_W, FORMAT)
+        q = load_block(word[None, :], k0 // PER, inside[None, :], K, BLOCK_W, FORMAT, PER)
         group = (w * PER // GROUP)[:, None]
         factor = load_scale(
             scale, block[None, :], group, lane[None, :], known, K, GROUP, FORMAT, PARTS
@@ -301,12 +312,13 @@ def plan(
     bias: Tensor | None,
     minimum: Tensor | None = None,
 ) -> Plan[Tensor]:
-    per_word = 8 if weight.dtype == torch.uint8 and packed_format(weight) is None else 4
     depth, channels = inputs_of(weight), weight.shape[0] * CHANNELS
     flat = x.reshape(-1, depth)
     rows = flat.shape[0]
     processors = 3 if interpreted() else multiprocessors(x.device)
-    config = low_bit_config(rows, channels, depth, per_word, processors, x.element_size())
+    config = low_bit_config(
+        rows, channels, depth, per_word(format_of(weight, scale)), processors, x.element_size()
+    )
     tiles = config.tiles
     out = x.new_empty(*x.shape[:-1], channels)
     pdl = dependent_launch.applies_to(x.device)

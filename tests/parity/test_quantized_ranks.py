@@ -172,6 +172,7 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
             ("llama", Type.Q4_K, 2, 5),  # one cut between superblocks, one through them
             ("llama", Type.Q5_K, 2, 5),
             ("llama", Type.Q6_K, 4, 5),
+            ("llama", Type.IQ4_XS, 2, 5),
             ("qwen3moe", Type.Q6_K, 2, 5),
         ],
         ("llama", Type.Q4_0, 2, 5),

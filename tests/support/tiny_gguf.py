@@ -153,11 +153,12 @@ def write_gguf(
     return path
 
 
-# K-quants, which the gguf package does not write: (place in the block, number) of the factors with
+# Types that the gguf package does not write: (place in the block, number) of the factors with
 # which random bits are about 0.1.
 FACTORS = {
     GGMLQuantizationType.Q4_K: ((0, 4e-4), (2, 3e-3)),
     GGMLQuantizationType.Q5_K: ((0, 2e-4), (2, 3e-3)),
+    GGMLQuantizationType.IQ4_XS: ((0, 3e-5),),
     GGMLQuantizationType.Q6_K: ((208, 1e-4),),
 }
 

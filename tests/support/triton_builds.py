@@ -286,6 +286,7 @@ def step_inputs() -> Plan[None]:
 Q4_K = Quantization(format="int4", group=32, scale="superblock", minimum=True)
 Q5_K = Quantization(format="int5", group=32, scale="superblock", minimum=True)
 Q6_K = Quantization(format="int6", group=16, scale="superblock")
+IQ4_XS = Quantization(format="iq4", group=32, scale="superblock")
 
 
 def low_bit(
@@ -617,6 +618,11 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_linear Q6_K row": lambda: low_bit(1, "int6", stored=Q6_K),
     "quantized_linear Q6_K few": lambda: low_bit(8, "int6", stored=Q6_K),
     "quantized_linear Q6_K many": lambda: low_bit(255, "int6", stored=Q6_K),
+    "quantized_linear IQ4_XS row": lambda: low_bit(1, "iq4", stored=IQ4_XS),
+    "quantized_linear IQ4_XS many": lambda: low_bit(255, "iq4", stored=IQ4_XS),
+    "quantized_linear IQ4_XS dequantized": lambda: dequantized("iq4", 32, "superblock"),
+    "quantized_expert_linear IQ4_XS few": lambda: low_bit_experts(64, "iq4", stored=IQ4_XS),
+    "quantized_embedding IQ4_XS": lambda: embedding(64, "iq4", stored=IQ4_XS),
     "quantized_linear Q5_K dequantized": lambda: dequantized(
         "int5", 32, "superblock", minimum=True
     ),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, quants
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
@@ -47,7 +47,8 @@ class Steps:
 class Integers:
     """The contents of B blocks: `q` [B, values], `scale` and `minimum` [B, groups] in float32.
 
-    For MXFP4: codes and exponents; an exponent of 255 means NaN, as in the format's specification.
+    q are codes for IQ4_NL and IQ4_XS. For MXFP4: codes and exponents; an exponent of 255 means NaN,
+    as in the format's specification.
     """
 
     q: Array
@@ -157,16 +158,14 @@ def _q6_k(blocks: Array) -> Integers:
 
 
 def _iq4_nl(blocks: Array) -> Integers:
-    values = np.array(quants.IQ4_NL.kvalues, np.int8)
-    return Integers(q=values[_nibbles(blocks[:, 2:])], scale=_half(blocks, 0))
+    return Integers(q=_nibbles(blocks[:, 2:]), scale=_half(blocks, 0))
 
 
 def _iq4_xs(blocks: Array) -> Integers:
-    values = np.array(quants.IQ4_NL.kvalues, np.int8)
     high = blocks[:, 2:4].copy().view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = (blocks[:, 4:8, None] >> np.array([0, 4], np.uint8) & 15).reshape(-1, 8)
     steps = (low | high.astype(np.uint8) << 4).astype(np.int8) - np.int8(32)
-    q = values[_nibbles(blocks[:, 8:].reshape(-1, 16))].reshape(-1, 256)
+    q = _nibbles(blocks[:, 8:].reshape(-1, 16)).reshape(-1, 256)
     return Integers(q=q, scale=Steps(_factor(blocks, 0), steps))
 
 
@@ -196,8 +195,8 @@ _KINDS = {
     Type.Q4_K: _Kind("int4", _q4_k, minimum=True, scale="superblock"),
     Type.Q5_K: _Kind("int5", _q5_k, minimum=True, scale="superblock"),
     Type.Q6_K: _Kind("int6", _q6_k, group=16, scale="superblock"),
-    Type.IQ4_NL: _Kind("int8", _iq4_nl, scale="float16"),
-    Type.IQ4_XS: _Kind("int8", _iq4_xs, scale="superblock"),
+    Type.IQ4_NL: _Kind("iq4", _iq4_nl, scale="float16"),
+    Type.IQ4_XS: _Kind("iq4", _iq4_xs, scale="superblock"),
     Type.MXFP4: _Kind("mxfp4", _mxfp4, scale="exponent"),
 }
 KEPT = tuple(_KINDS)
