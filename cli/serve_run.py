@@ -33,6 +33,7 @@ from llmc.startup.architecture_certificate import ArchitectureCertificate
 if TYPE_CHECKING:
     from llmc.async_llm import AsyncLLM
     from llmc.processes.engine_processes import EngineProcesses
+    from llmc.processes.shared_counts import SharedCounts
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ def run_server(
         engines: EngineProcesses | None = None
         if engine_process:
             llm, engines = _load_in_process(run, stack)
-            companions = _more_workers(run, engines, sock, stack)
+            if llm.shared is not None:
+                companions = _more_workers(run, engines, sock, stack, llm.shared)
         else:
             llm = load_async_llm(config, run.console)
         _serve(run, llm, engines, sock, companions)
@@ -152,34 +154,38 @@ def _load_in_process(run: _Run, stack: contextlib.ExitStack) -> tuple[AsyncLLM, 
 
     from llmc.async_llm import AsyncLLM
     from llmc.frontend.engine_options import load_tokenizer
+    from llmc.processes.shared_counts import SharedCounts
 
+    size = run.settings.api_workers
     llm = AsyncLLM.from_link(
         engines.link("api-0"),
         engine.info,
         engine.stats,
         run.config,
         load_tokenizer(run.config, engine.info),
-        is_shared=run.settings.api_workers > 1,
+        shared=SharedCounts(engines.folder, index=0, size=size) if size > 1 else None,
     )
     return llm, engines
 
 
 def _more_workers(
-    run: _Run, engines: EngineProcesses, sock: socket.socket, stack: contextlib.ExitStack
-) -> Companions | None:
-    if run.settings.api_workers == 1:
-        return None
+    run: _Run,
+    engines: EngineProcesses,
+    sock: socket.socket,
+    stack: contextlib.ExitStack,
+    counts: SharedCounts,
+) -> Companions:
     from llmc.server.workers import Workers, order_maker
 
     make_order = order_maker(
         sock,
         run.settings,
         run.config,
-        metrics_folder=engines.folder,
+        folder=engines.folder,
         log_level=run.log_level,
         log_format=run.log_format,
     )
-    workers = Workers(engines, make_order, sock, run.settings.api_workers - 1)
+    workers = Workers(engines, make_order, sock, run.settings.api_workers - 1, counts)
     return stack.enter_context(workers)
 
 

@@ -51,6 +51,7 @@ from llmc.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llmc.model_info import ModelInfo, OnPhase
+    from llmc.processes.shared_counts import SharedCounts
     from llmc.startup.start import Started
 
 WATCHDOG_S = 60.0  # not ready if requests wait this long without an event
@@ -91,12 +92,13 @@ class AsyncLLM:
         config: EngineConfig,
         tokenizer: Tokenizer | None = None,
         *,
-        is_shared: bool = False,
+        shared: SharedCounts | None = None,
     ) -> AsyncLLM:
-        """Connect to an engine that runs elsewhere. `is_shared`: other AsyncLLMs use it too."""
+        """Connect to an engine that runs elsewhere. `shared`: other AsyncLLMs use it too, and the
+        limit of waiting requests is for all of them."""
         llm = cls.__new__(cls)
         llm._attach(link, info, stats, config, tokenizer)
-        llm._is_shared = is_shared
+        llm.shared = shared
         return llm
 
     def _attach(
@@ -124,7 +126,7 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: str | None = None
         self._is_over = False
-        self._is_shared = False
+        self.shared: SharedCounts | None = None
         self._draining = False
         self.is_asleep = False  # accepts no requests until `wake_up`
         self._last_event = time.monotonic()
@@ -161,18 +163,21 @@ class AsyncLLM:
 
         `submits`: the call is then submitted, so it needs room in the queue.
         """
-        if submits:
-            self._admit(self.num_preparing)
-        elif self.num_preparing >= self.num_rows + self.max_queued:
-            raise QueueFullError(
-                f"{self.num_preparing} calls are being prepared and the limit is "
-                f"{self.num_rows + self.max_queued}; try again in a moment"
-            )
-        self.num_preparing += 1
+        with self._admitting():
+            num_preparing = self.num_preparing + self._others()[0]
+            if submits:
+                self._admit(num_preparing)
+            elif num_preparing >= self.num_rows + self.max_queued:
+                raise QueueFullError(
+                    f"{num_preparing} calls are being prepared and the limit is "
+                    f"{self.num_rows + self.max_queued}; try again in a moment"
+                )
+            self.num_preparing += 1
         try:
             yield
         finally:
             self.num_preparing -= 1
+            self._report_counts()
 
     @contextlib.asynccontextmanager
     async def submit(
@@ -189,11 +194,12 @@ class AsyncLLM:
         """
         base = request_id or f"req-{uuid.uuid4().hex}"
         ids = [base] if len(sources) == 1 else [f"{base}-{i}" for i in range(len(sources))]
-        self._admit()
         stream = Stream(stream_interval)
         try:
-            for one, source in zip(ids, sources, strict=True):
-                self._submit(one, source, stream, priority)
+            with self._admitting():
+                self._admit()
+                for one, source in zip(ids, sources, strict=True):
+                    self._submit(one, source, stream, priority)
             yield stream
         finally:
             for request in stream.requests:
@@ -212,14 +218,33 @@ class AsyncLLM:
         self.check_health()
         if self._draining:
             raise EngineDeadError("the server is shutting down and accepts no new requests")
-        waiting = num_preparing + self._outputs.num_sequences - self.num_rows
-        if self._is_shared:  # other frontends' requests are known only from the engine, with delay
-            waiting = max(waiting, self._stats.num_waiting)
+        num_sequences = self._outputs.num_sequences + self._others()[1]
+        waiting = num_preparing + num_sequences - self.num_rows
         if waiting >= self.max_queued:
             raise QueueFullError(
                 f"{waiting} requests are waiting and the limit is {self.max_queued}; "
                 "try again in a moment"
             )
+
+    @contextlib.contextmanager
+    def _admitting(self) -> Iterator[None]:
+        """Surrounds an admission: no other process admits a call between the check and its end."""
+        if self.shared is None:
+            yield
+            return
+        with self.shared.locked():
+            try:
+                yield
+            finally:
+                self._report_counts()
+
+    def _others(self) -> tuple[int, int]:
+        """What other processes have: calls being prepared, and sequences in flight."""
+        return (0, 0) if self.shared is None else self.shared.others()
+
+    def _report_counts(self) -> None:
+        if self.shared is not None:
+            self.shared.write(self.num_preparing, self._outputs.num_sequences)
 
     def _submit(self, request_id: str, source: Input, stream: Stream, priority: int) -> None:
         self.open()
@@ -239,6 +264,7 @@ class AsyncLLM:
         request = self._outputs.active.get(request_id)
         for child in self._outputs.abort(request_id):
             self._link.send(AbortRequest(request_id=child))
+        self._report_counts()
         if stream is not None and request is not None:
             stream.notify(request)
 
@@ -413,6 +439,7 @@ class AsyncLLM:
                 self._stats = event.stats or self._stats
                 self.info = event.info
                 self.prepare.inputs = InputProcessor(event.info, self.tokenizer)
+        self._report_counts()
 
     def _answer_state(self, state: EngineState | None) -> None:
         waiter, self._state = self._state, None

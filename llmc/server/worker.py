@@ -96,7 +96,7 @@ def main() -> int:
     order: WorkerOrder = from_line(line, WorkerOrder)
     set_up_logging(order.log_level, order.log_format)
     # Must be set before prometheus_client is imported, which reads it then.
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = order.metrics_folder
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = order.folder
     parent = MainProcess(order)
     _serve(order, _connect(order, parent), parent)
     return 0
@@ -107,6 +107,7 @@ def _connect(order: WorkerOrder, parent: MainProcess) -> AsyncLLM:
     from llmc.frontend.data_parallel import smallest
     from llmc.frontend.engine_options import load_tokenizer
     from llmc.processes.engine_processes import connect
+    from llmc.processes.shared_counts import SharedCounts
 
     engines = parent.wait_for_engines()
     info = smallest(engine.info for engine in engines)
@@ -116,7 +117,7 @@ def _connect(order: WorkerOrder, parent: MainProcess) -> AsyncLLM:
         engines[0].stats,
         order.config,
         load_tokenizer(order.config, info),
-        is_shared=True,
+        shared=SharedCounts(order.folder, index=order.index, size=order.settings.api_workers),
     )
 
 

@@ -20,6 +20,7 @@ from llmc.config import EngineConfig
 from llmc.processes.child import Child, python_module
 from llmc.processes.engine_processes import EngineProcesses
 from llmc.processes.server_processes import RestartBudget, ServerProcesses
+from llmc.processes.shared_counts import SharedCounts
 from llmc.processes.wire import to_line
 from llmc.server.settings import ServerSettings
 
@@ -35,11 +36,12 @@ class WorkerOrder:
     """The first line that a worker reads."""
 
     name: str
+    index: int  # among the API processes; the main one is 0
     socket_fd: int
     settings: ServerSettings
     config: EngineConfig
     processes: Sequence[ServerProcesses]  # one per engine
-    metrics_folder: str
+    folder: str  # shared by the server's processes: metrics, and SharedCounts
     log_level: str
     log_format: str
 
@@ -49,7 +51,7 @@ class End:
     """Drain and exit; a second one means exit at once."""
 
 
-MakeOrder = Callable[[str, Sequence[ServerProcesses]], WorkerOrder]
+MakeOrder = Callable[[str, int, Sequence[ServerProcesses]], WorkerOrder]
 
 
 class Workers:
@@ -61,15 +63,17 @@ class Workers:
         make_order: MakeOrder,
         sock: socket.socket,
         count: int,
+        counts: SharedCounts,
     ) -> None:
         self._engines = engines
         self._make_order = make_order
         self._sock = sock
+        self._counts = counts
         self._budget = RestartBudget()
         self._is_closing = threading.Event()
         self._children: dict[str, Child] = {}
         self._threads = [
-            threading.Thread(target=self._run, args=(f"api-{i}",), name=f"llmc-api-{i}")
+            threading.Thread(target=self._run, args=(f"api-{i}", i), name=f"llmc-api-{i}")
             for i in range(1, count + 1)
         ]
 
@@ -109,18 +113,19 @@ class Workers:
 
     # ---- one thread per worker ----
 
-    def _run(self, name: str) -> None:
+    def _run(self, name: str, index: int) -> None:
         number = 0
         while not self._is_closing.is_set():
             # The engine must never mistake a worker for its predecessor that died.
             frontend = name if number == 0 else f"{name}.{number}"
             try:
-                why = self._live(name, frontend, is_restart=number > 0)
+                why = self._live(name, index, frontend, is_restart=number > 0)
             except OSError as error:  # no memory for another process
                 why = f"it did not start: {error}"
             if self._is_closing.is_set():
                 return
             self._engines.report_gone(frontend)
+            self._counts.clear(index)
             delay_s = self._budget.take(time.monotonic())
             if delay_s is None:
                 log.error("%s died: %s; it is not restarted (%s)", name, why, self._budget)
@@ -129,11 +134,11 @@ class Workers:
             self._is_closing.wait(delay_s)
             number += 1
 
-    def _live(self, name: str, frontend: str, *, is_restart: bool) -> str:
+    def _live(self, name: str, index: int, frontend: str, *, is_restart: bool) -> str:
         command = python_module(WORKER_MODULE)
         with Child(command, pass_fds=[self._sock.fileno()]) as child:
             engines = [one.processes for one in self._engines.supervisors]
-            child.order(to_line(self._make_order(frontend, engines)))
+            child.order(to_line(self._make_order(frontend, index, engines)))
             self._children[name] = child  # only now, since the order must be its first line
             for one in self._engines.supervisors:  # they may have changed since it was made
                 child.order(to_line(one.processes))
@@ -153,20 +158,21 @@ def order_maker(
     settings: ServerSettings,
     config: EngineConfig,
     *,
-    metrics_folder: str,
+    folder: str,
     log_level: str,
     log_format: str,
 ) -> MakeOrder:
     """Makes orders that differ only in the worker's name and the processes at its start."""
 
-    def make(name: str, processes: Sequence[ServerProcesses]) -> WorkerOrder:
+    def make(name: str, index: int, processes: Sequence[ServerProcesses]) -> WorkerOrder:
         return WorkerOrder(
             name=name,
+            index=index,
             socket_fd=sock.fileno(),
             settings=settings,
             config=config,
             processes=processes,
-            metrics_folder=metrics_folder,
+            folder=folder,
             log_level=log_level,
             log_format=log_format,
         )

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from llmc.async_llm import AsyncLLM
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from llmc.frontend import preparation
 from llmc.outputs import RequestOutput
+from llmc.processes.shared_counts import SharedCounts
 from llmc.sampling_params import SamplingParams
 
 LONG = SamplingParams(max_tokens=200)
@@ -187,6 +189,32 @@ def test_calls_that_are_being_prepared_count_as_waiting(monkeypatch: pytest.Monk
         may_end.set()
         assert all(output.finished for output in await asyncio.gather(*accepted))
         assert (await collect(llm, "x")).finished
+
+    run(body, max_num_seqs=1, max_num_queued=2)
+
+
+def test_calls_of_other_processes_count_as_waiting(tmp_path: Path) -> None:
+    """The process next to this one is one that has died, once it is cleared."""
+
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        llm.shared = SharedCounts(str(tmp_path), index=0, size=2)
+        other = SharedCounts(str(tmp_path), index=1, size=2)
+        other.write(num_preparing=1, num_sequences=2)
+        with pytest.raises(QueueFullError, match="2 requests are waiting and the limit is 2"):
+            await collect(llm, "x")
+        other.write(num_preparing=0, num_sequences=2)
+        assert (await collect(llm, "x")).finished
+        assert other.others() == (0, 0), "it has ended"
+        other.write(num_preparing=3, num_sequences=0)
+        full = pytest.raises(QueueFullError, match="3 calls are being prepared and the limit is 3")
+        with full, llm.preparing(submits=False):
+            raise AssertionError("not reached")
+        llm.shared.clear(1)
+        with llm.preparing():
+            assert other.others() == (1, 0)
+        async with llm.submit(await llm.prepare.prompt("x", LONG)):
+            assert other.others() == (0, 1)
+        assert other.others() == (0, 0), "it was aborted"
 
     run(body, max_num_seqs=1, max_num_queued=2)
 

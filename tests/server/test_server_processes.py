@@ -307,9 +307,13 @@ def test_an_api_process_is_started_although_that_failed_at_first(
     monkeypatch.setattr(workers, "Child", child)
     monkeypatch.setattr(workers, "RestartBudget", lambda: RestartBudget((0.01,)))
     monkeypatch.setattr(workers, "python_module", lambda _: [sys.executable, "-c", READ])
-    engines = mock.Mock(supervisors=[])
-    with socket.socket() as sock, workers.Workers(engines, lambda *_: workers.End(), sock, 1):
+    engines, counts = mock.Mock(supervisors=[]), mock.Mock()
+    with (
+        socket.socket() as sock,
+        workers.Workers(engines, lambda *_: workers.End(), sock, 1, counts),
+    ):
         wait_for(lambda: engines.report_process.called)
+    counts.clear.assert_called_once_with(1)
     engines.report_gone.assert_called_once_with("api-1")
     assert engines.report_process.call_args_list[0].kwargs == {"restarted": True}
 
@@ -322,12 +326,12 @@ def test_an_api_process_hears_of_what_changed_while_it_was_started(
     monkeypatch.setattr(workers, "END_S", 60.0)
     engine = mock.Mock(processes=ServerProcesses())
 
-    def make_order(name: str, processes: Sequence[ServerProcesses]) -> Any:
+    def make_order(name: str, index: int, processes: Sequence[ServerProcesses]) -> Any:
         engine.processes = ServerProcesses(why="it died meanwhile")
         return workers.End()
 
     engines = mock.Mock(supervisors=[engine])
-    with socket.socket() as sock, workers.Workers(engines, make_order, sock, 1):
+    with socket.socket() as sock, workers.Workers(engines, make_order, sock, 1, mock.Mock()):
         wait_for(lambda: engines.report_process.called)
     _, *lines = (tmp_path / "read").read_bytes().splitlines()
     assert [from_line(line, ServerProcesses).why for line in lines] == ["it died meanwhile"]

@@ -77,6 +77,25 @@ def test_several_api_processes_share_an_engine_and_a_port(tmp_path: Path) -> Non
         assert "Traceback" not in log and "Fatal" not in log, log
 
 
+def test_the_limit_of_waiting_requests_is_for_all_api_processes(tmp_path: Path) -> None:
+    limits = ("--max-num-seqs", "2", "--max-queue", "3")
+    with served(tmp_path, "--api-workers", "2", *limits) as server:
+        wait_for(lambda: "api-1 is ready" in server.log.read_text(), seconds=60)
+        statuses: list[int] = []
+
+        def ask() -> None:
+            statuses.append(server.complete(max_tokens=200, ignore_eos=True).status_code)
+
+        for _ in range(2):  # the second time nothing of the first may still count
+            statuses.clear()
+            threads = [threading.Thread(target=ask) for _ in range(30)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert sorted(statuses) == [200] * 5 + [429] * 25
+
+
 def check_a_killed_worker(server: Served, worker: psutil.Process) -> None:
     """Its requests are freed, the others go on, and there is another one soon."""
     stopped = threading.Event()
