@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,11 +96,10 @@ _MODEL = frozenset(("--model", "--model-path", "-m"))
 _IN_JSON = ("--speculative-config", "--limit-mm-per-prompt")
 TYPO = 0.75  # how alike two options must be for one to be a misspelling of the other
 _KNOWN = _WITH_VALUE.union(WRITTEN, NOT_NEEDED, REFUSED)
-_SEVERAL = (
-    "--served-model-name",
-    "--api-key",
-    "--lora-modules",
-)  # accept several values in a row if the first word is MODEL
+_ADAPTERS = "--lora-modules"
+# These accept several values in a row if the first word is MODEL. Values of _ADAPTERS differ from
+# models, and may always stand in a row.
+_SEVERAL = ("--served-model-name", "--api-key", _ADAPTERS)
 
 
 def port(words: Sequence[str], options: Mapping[str, bool] | None = None) -> Ported:
@@ -125,11 +125,14 @@ def port(words: Sequence[str], options: Mapping[str, bool] | None = None) -> Por
             out += WRITTEN[name]
         elif name in NOT_NEEDED:
             left_out[name] = NOT_NEEDED[name]
-        elif name in _SEVERAL and has_model:
-            out += [name, *rest[:1]]  # the first value, whatever it is; typer reports a missing one
-            del rest[:1]
-            while rest and not rest[0].startswith("-"):
-                out += [name, rest.pop(0)]
+        elif (flag := name.partition("=")[0]) == _ADAPTERS or (flag in _SEVERAL and has_model):
+            out.append(name)
+            if flag == name:
+                out += rest[:1]  # the first value, whatever it is; typer reports a missing one
+                del rest[:1]
+            may_follow = _is_no_flag if has_model else _is_adapter
+            while rest and may_follow(rest[0]):
+                out += [flag, rest.pop(0)]
         elif name in REFUSED:
             refused[name] = REFUSED[name]
             _drop_values(rest)
@@ -185,6 +188,15 @@ def _is_off(rest: list[str]) -> bool:
     if value in ("true", "false"):
         del rest[0]
     return value == "false"
+
+
+def _is_no_flag(word: str) -> bool:
+    return not word.startswith("-")
+
+
+def _is_adapter(word: str) -> bool:
+    """Whether a word is NAME=DIR or JSON, and not a model whose path has an equals sign."""
+    return re.match("[{[]|[^-=][^=]*=", word) is not None and not os.path.exists(word)
 
 
 def _drop_values(rest: list[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from llmc.cli.options import changed, engine_options, option, parse_size
 from llmc.config import EngineConfig
@@ -446,17 +446,29 @@ def _check_several(asked: dict[str, bool]) -> None:
 
 
 def _lora_modules(words: Sequence[str]) -> dict[str, str]:
-    """Directories by name, from `name=dir` or {"name": ..., "path": ...}."""
+    """Directories by name, from `name=dir`, {"name": ..., "path": ...} or a list of these."""
     found: dict[str, str] = {}
-    for word in words:
-        name, _, path = word.partition("=")
-        if word.startswith("{"):
-            try:
-                given = json.loads(word)
-                name, path = str(given["name"]), str(given["path"])
-            except (ValueError, KeyError, TypeError):
-                name = path = ""
-        if not name or not path or name in found:
-            raise ConfigError(f"--lora-modules must be NAME=DIR, each name once; got {word!r:.200}")
+    for name, path in (pair for word in words for pair in _named_paths(word)):
+        if name in found:
+            raise ConfigError(
+                f"--lora-modules has two adapters called {name!r:.80}; give each another name"
+            )
         found[name] = path
     return found
+
+
+def _named_paths(word: str) -> list[tuple[str, str]]:
+    pairs: list[Any] = [word.partition("=")[::2]]
+    if word.startswith(("{", "[")):
+        try:
+            given = json.loads(word)
+            items = given if isinstance(given, list) else [given]
+            pairs = [(item["name"], item["path"]) for item in items]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pairs = [()]
+    if not all(pair and all(isinstance(part, str) and part for part in pair) for pair in pairs):
+        raise ConfigError(
+            '--lora-modules needs NAME=DIR or {"name": "NAME", "path": "DIR"} for each adapter, '
+            f"got {word!r:.200}"
+        )
+    return pairs

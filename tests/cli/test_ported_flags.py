@@ -11,6 +11,7 @@ import typer
 
 from llmc.cli.main import app, main
 from llmc.cli.ported_flags import hint, port
+from llmc.cli.serve import _lora_modules
 from llmc.errors import ConfigError
 from llmc.frontend.engine_options import make_config
 from llmc.frontend.ported_options import (
@@ -142,6 +143,42 @@ def test_adapters_may_stand_in_a_row() -> None:
     words = ["m", "--enable-lora", "--lora-modules", "a=b", "c=d", "--max-lora-rank", "9"]
     want = ["m", "--enable-lora", "--lora-modules", "a=b", "--lora-modules", "c=d"]
     assert port(words).words == [*want, "--max-lora-rank", "9"]
+
+
+def test_adapters_may_stand_in_a_row_before_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "step=9").mkdir()
+    for first in (["--lora-modules", "a=b"], ["--lora-modules=a=b"]):
+        words = ["--enable-lora", *first, "c=d", '{"name": "e", "path": "f"}', "--port", "1"]
+        rest = ["--lora-modules", "c=d", "--lora-modules", words[-3]]
+        assert port(words).words == ["--enable-lora", *first, *rest, "--port", "1"]
+        for model in ("m", "step=9"):
+            assert port([*first, "c=d", model]).words == [*first, "--lora-modules", "c=d", model]
+
+
+def test_what_adapters_may_be_given_as() -> None:
+    for words in (
+        ["a=b", "c=d=e"],
+        ['{"name": "a", "path": "b", "base_model_name": "m"}', "c=d=e"],
+        ['[{"name": "a", "path": "b"}, {"name": "c", "path": "d=e"}]'],
+    ):
+        assert _lora_modules(words) == {"a": "b", "c": "d=e"}
+    for word in (
+        "a",
+        "=b",
+        "a=",
+        "{a: b}",
+        '{"name": "a"}',
+        '["a=b"]',
+        '[{"name": 1, "path": ""}]',
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"got {word!r}")):
+            _lora_modules(["x=y", word])
+    assert _lora_modules([]) == _lora_modules(["[]"]) == {}
+    with pytest.raises(ConfigError, match="two adapters called 'a'; give each another name"):
+        _lora_modules(["a=b", '{"name": "a", "path": "c"}'])
 
 
 def test_variables_have_no_effect_but_for_the_key(
