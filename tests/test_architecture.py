@@ -169,9 +169,10 @@ THIRD_PARTY = {  # name -> the only modules that may import it
     "llguidance": ("llmc.structured",),
     "ray": ("llmc.integrations.ray", "llmc.startup.ray_ranks"),
     **dict.fromkeys(SERVER, ("llmc.server",)),
-    "starlette": ("llmc.server", "llmc.integrations.ray"),
-    # lora: for patterns of adapters, which it matches in linear time
-    "pydantic": ("llmc.server", "llmc.integrations.ray", "llmc.weights.lora"),
+    **dict.fromkeys(("starlette", "pydantic"), ("llmc.server", "llmc.integrations.ray")),
+    # patterns: it matches them in linear time
+    "pydantic_core": ("llmc.server", "llmc.weights.patterns"),
+    "regex": ("llmc.weights.patterns",),
 }
 FAMILIES = (
     "llama|qwen|gemma|mistral|mixtral|deepseek|falcon|olmo|granite|mamba|phi_?[234]|gpt_?neox|gpt_?2"

@@ -14,7 +14,6 @@ Adapters that use any other feature are rejected, because their output would be 
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import re
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +33,7 @@ from llmc.passes.inputs import AdaptedOp
 from llmc.weights.checkpoint import StoredTensor, open_file
 from llmc.weights.lora_places import AdaptedModule, AdaptedModules, LoraPlace, LoraSize
 from llmc.weights.parameters import Parameters
+from llmc.weights.patterns import linear
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 4 << 20
@@ -474,23 +474,4 @@ def _ends_with(pattern: str, module: str) -> bool:
     that can't be used."""
     if _PLAIN.fullmatch(pattern):
         return re.match(rf"(.*\.)?({pattern})$", module) is not None
-    from pydantic import ValidationError
-
-    try:
-        _matcher(pattern).validate_python(module)
-    except ValidationError:
-        return False
-    return True
-
-
-@functools.lru_cache(maxsize=256)
-def _matcher(pattern: str) -> Any:
-    """Validates names that match a pattern, in time that is linear in their length: with Python's
-    own `re` a pattern of a few stars never ends."""
-    from pydantic import StringConstraints, TypeAdapter
-    from pydantic_core import SchemaError
-
-    try:
-        return TypeAdapter(Annotated[str, StringConstraints(pattern=rf"^(.*\.)?({pattern})$")])
-    except SchemaError as error:
-        raise ValueError(str(error)) from error
+    return linear(rf"^(.*\.)?({pattern})$")(module)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmc.errors import CheckpointError
+from llmc.weights.patterns import at_start
 
 ALL = 0  # as a block size: all channels or inputs
 WAY_OUT = "use another quantization of the model, or its original checkpoint"
@@ -61,6 +62,14 @@ def mapping_in(fields: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def check_pattern(pattern: str) -> None:
     try:
-        re.compile(pattern)
-    except re.error as e:
-        raise bad(f"{pattern!r} is not a valid regular expression: {e}") from e
+        at_start(pattern)
+    except ValueError as e:
+        raise bad(f"the pattern {pattern!r:.200} can't be used: {e}") from e
+
+
+def is_at_start(pattern: str, module: str) -> bool:
+    """Whether a pattern that has been checked matches the start of a module's name."""
+    try:
+        return at_start(pattern)(module)
+    except ValueError as e:
+        raise bad(f"the pattern {pattern!r:.200} can't be used: {e}") from e

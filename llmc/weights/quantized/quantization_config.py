@@ -19,6 +19,7 @@ from llmc.weights.quantized.config_fields import (
     block_size,
     check_pattern,
     group_size,
+    is_at_start,
     mapping_in,
     names_in,
     one_of,
@@ -108,7 +109,7 @@ def _covers(pattern: str, module: str) -> bool:
 
 def _matches(module: str, target: str) -> bool:
     if target.startswith("re:"):
-        return re.match(target[3:], module) is not None
+        return is_at_start(target[3:], module)
     return module == target
 
 
@@ -135,7 +136,11 @@ def _read(fields: Any) -> StoredQuantization:
         method = "compressed-tensors"
     if method not in _READERS:
         raise bad(f"quant_method is {method!r}; llmc supports {', '.join(_READERS)}; {WAY_OUT}")
-    return _READERS[method](fields)
+    found = _READERS[method](fields)
+    for name in (*found.plain_modules, *(t for scheme in found.schemes for t in scheme.targets)):
+        if name.startswith("re:"):
+            check_pattern(name[3:])
+    return found
 
 
 _FP4_EXPERTS = WeightScheme(
@@ -184,7 +189,6 @@ def _gptq(fields: Mapping[str, Any]) -> StoredQuantization:
     for pattern, own in mapping_in(fields, "dynamic").items():
         is_plain = pattern.startswith("-:")
         target = f"re:{pattern.removeprefix('-:' if is_plain else '+:')}"
-        check_pattern(target[3:])
         if is_plain:
             plain.append(target)
         else:
@@ -206,7 +210,6 @@ def _auto_round(fields: Mapping[str, Any]) -> StoredQuantization:
     for name, own in mapping_in(fields, "extra_config").items():
         asked = _overridden(fields, own)
         target = name if re.fullmatch(r"[\w.]+", name) else f"re:{name}"
-        check_pattern(target.removeprefix("re:"))
         bits = asked.get("bits")
         if isinstance(bits, int) and bits >= 16:
             plain.append(target)
@@ -447,14 +450,10 @@ def _compressed(fields: Mapping[str, Any]) -> StoredQuantization:
             form = group.get("format") or fields.get("format")
             schemes.append(_compressed_scheme(name, form, group))
         activations |= bool(group.get("input_activations"))
-    plain = names_in(fields, "ignore")
-    for pattern in (*plain, *(t for s in schemes for t in s.targets)):
-        if pattern.startswith("re:"):
-            check_pattern(pattern[3:])
     return StoredQuantization(
         method="compressed-tensors",
         schemes=tuple(schemes),
-        plain_modules=plain,
+        plain_modules=names_in(fields, "ignore"),
         quantizes_activations=activations,
         sorts_patterns=True,
     )
