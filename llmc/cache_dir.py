@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+STALE_S = 3600.0  # no writer takes this long between two files of a folder
+_NEW = ".new-"
+_LEFT = (f"{_NEW}*", "tmp????????")  # the latter are those of earlier versions
 
 
 def cache_dir() -> Path:
@@ -22,7 +30,7 @@ def write_atomically(path: Path, text: str, *, is_durable: bool = False) -> None
 
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=".new-", delete=False, encoding="utf-8"
+        "w", dir=path.parent, prefix=_NEW, delete=False, encoding="utf-8"
     ) as aside:
         try:
             aside.write(text)
@@ -33,3 +41,53 @@ def write_atomically(path: Path, text: str, *, is_durable: bool = False) -> None
         except OSError:
             os.unlink(aside.name)
             raise
+
+
+@contextlib.contextmanager
+def new_folder(parent: Path) -> Iterator[Path]:
+    """A private folder inside `parent`, to be renamed when it is complete; otherwise it is removed.
+    Also removes what processes that were killed have left there.
+
+    Raises OSError if the disk is full or not writable.
+    """
+    import shutil
+    import tempfile
+
+    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _remove_left(parent)
+    folder = Path(tempfile.mkdtemp(dir=parent, prefix=_NEW))
+    try:
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # some file systems have no locks; the age counts
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            yield folder
+        finally:
+            os.close(lock)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_left(parent: Path) -> None:
+    import shutil
+
+    for path in (path for pattern in _LEFT for path in parent.glob(pattern)):
+        with contextlib.suppress(OSError):  # its writer has just finished, or it is not ours
+            if time.time() - path.stat().st_mtime > STALE_S and not _is_locked(path):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+
+
+def _is_locked(path: Path) -> bool:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False

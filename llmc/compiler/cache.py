@@ -14,8 +14,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import cache
@@ -27,7 +25,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from llmc.cache_dir import write_atomically
+from llmc.cache_dir import new_folder, write_atomically
 from llmc.compiler.program import Program, RewriteOptions
 from llmc.compiler.serialize import CannotSerialize, dump_graph, load_graph
 from llmc.passes.base import PassReport
@@ -37,7 +35,6 @@ from llmc.weights.parameters import Parameters
 log = logging.getLogger(__name__)
 
 _GRAPH, _CONSTANTS, _DIGEST = "graph.json", "constants.safetensors", "digest"
-_STALE_SECONDS = 3600
 _NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
@@ -90,16 +87,6 @@ class ProgramCache:
         """Write an entry. A full or read-only disk causes a warning, never an error."""
         try:
             nodes, constants = dump_graph(program.graph.graph)
-            self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._remove_stale()
-            aside = Path(tempfile.mkdtemp(dir=self._root, prefix=".new-"))
-        except CannotSerialize as e:
-            log.info("this program is not cached: %s", e)
-            return
-        except OSError as e:
-            log.warning("compiled programs can't be cached: %s", e)
-            return
-        try:
             data = {
                 "nodes": nodes,
                 "reports": [asdict(r) for r in program.reports],
@@ -108,16 +95,16 @@ class ProgramCache:
                 "single_sequence": program.single_sequence,
                 "parameters": asdict(program.parameters),
             }
-            save_file(constants, aside / _CONSTANTS)
-            (aside / _GRAPH).write_text(json.dumps(data), encoding="utf-8")
-            (aside / _DIGEST).write_text(_digest_of(aside), encoding="ascii")
-            os.rename(aside, self._root / key)
+            with new_folder(self._root) as aside:
+                save_file(constants, aside / _CONSTANTS)
+                (aside / _GRAPH).write_text(json.dumps(data), encoding="utf-8")
+                (aside / _DIGEST).write_text(_digest_of(aside), encoding="ascii")
+                os.rename(aside, self._root / key)
+        except CannotSerialize as e:
+            log.info("this program is not cached: %s", e)
         except (OSError, SafetensorError) as e:  # the latter where a tensor can't be written
             if not (self._root / key).is_dir():  # another process was first
                 log.warning("compiled programs can't be cached: %s", e)
-        finally:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(aside)
 
     def load_figure(self, key: str, name: str) -> int | None:
         """The number that `save_figure` stored; None if there is none or its file is damaged."""
@@ -133,13 +120,6 @@ class ProgramCache:
             return
         with contextlib.suppress(OSError):
             write_atomically(self._root / key / f"{name}.figure", str(figure))
-
-    def _remove_stale(self) -> None:
-        """Delete temporary directories of writers that died."""
-        for path in self._root.glob(".new-*"):
-            with contextlib.suppress(FileNotFoundError):  # its writer has just finished
-                if time.time() - path.stat().st_mtime > _STALE_SECONDS:
-                    shutil.rmtree(path, ignore_errors=True)
 
 
 def _digest_of(entry: Path) -> str:

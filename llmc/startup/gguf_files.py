@@ -11,15 +11,13 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmc.cache_dir import cache_dir
+from llmc.cache_dir import cache_dir, new_folder
 from llmc.errors import CheckpointError, reason_of
 from llmc.weights.gguf.files import INDEX, PART, all_parts
 
@@ -63,31 +61,25 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
     hf_config = parsed(config)
     parameters = map_parameters(header, hf_config, config)
     try:
-        made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=made.parent))
+        with new_folder(made.parent) as folder:
+            hf_config.save_pretrained(folder)
+            own = generation_config(header)
+            ends = own.get("eos_token_id", [])
+            settings = {**(sampling or _SAMPLING), **own}
+            (folder / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+            try:
+                write_tokenizer(header.metadata, folder, ends)
+            except CheckpointError as e:
+                raise CheckpointError(f"{path.name}: {e}") from e
+            _write_pooling(header, folder)
+            write_index(folder, header, parameters, config)
+            try:
+                os.rename(folder, made)
+            except OSError:  # another process may have created it
+                if not (made / INDEX).is_file():
+                    raise
     except OSError as e:
         raise _unwritable(made.parent, e) from e
-    try:
-        hf_config.save_pretrained(folder)
-        own = generation_config(header)
-        ends = own.get("eos_token_id", [])
-        settings = {**(sampling or _SAMPLING), **own}
-        (folder / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
-        try:
-            write_tokenizer(header.metadata, folder, ends)
-        except CheckpointError as e:
-            raise CheckpointError(f"{path.name}: {e}") from e
-        _write_pooling(header, folder)
-        write_index(folder, header, parameters, config)
-        try:
-            os.rename(folder, made)
-        except OSError:  # another process may have created it
-            if not (made / INDEX).is_file():
-                raise
-    except OSError as e:
-        raise _unwritable(made.parent, e) from e
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return made
 
 

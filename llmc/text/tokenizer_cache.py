@@ -18,13 +18,13 @@ import logging
 import os
 import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from llmc.background_thread import Interruptible
+from llmc.cache_dir import new_folder
 from llmc.text.known_tokenizer import (
     ChatTemplates,
     KnownTokenizer,
@@ -86,19 +86,22 @@ class TokenizerCache:
 
     def save(self, folder: Path, hf: Any) -> None:
         """Cache `hf`, if it can be loaded again from the cache. That is tried first."""
-        module, name = type(hf).__module__, type(hf).__qualname__
         entry = self._entry(folder)
-        if entry is None or entry.exists() or not module.startswith("transformers."):
+        if entry is None or entry.exists() or not type(hf).__module__.startswith("transformers."):
             return
         if getattr(hf, "backend_tokenizer", None) is None:
             return  # written in Python, with a state of its own
+        with contextlib.ExitStack() as stack:
+            try:
+                aside = stack.enter_context(new_folder(self._root))
+            except OSError as e:
+                log.warning("the tokenizer can't be cached: %s", e)
+                return
+            self._save(folder, hf, entry, aside)
+
+    def _save(self, folder: Path, hf: Any, entry: Path, aside: Path) -> None:
+        module, name = type(hf).__module__, type(hf).__qualname__
         is_converted = not (folder / "tokenizer.json").is_file()
-        try:
-            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            aside = Path(tempfile.mkdtemp(dir=self._root, prefix=".new-"))
-        except OSError as e:
-            log.warning("the tokenizer can't be cached: %s", e)
-            return
         try:
             if is_converted:
                 hf.save_pretrained(aside)
@@ -125,8 +128,6 @@ class TokenizerCache:
         # Not every class can load what it has saved.
         except Exception as e:
             log.info("this tokenizer is not cached: %s", e)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
 
     def _entry(self, folder: Path) -> Path | None:
         """None for a directory with custom code or without a tokenizer."""

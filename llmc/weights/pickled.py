@@ -10,12 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
+from llmc.cache_dir import new_folder
 from llmc.errors import CheckpointError, reason_of
 from llmc.resource_limits import limit_resources
 
@@ -37,9 +36,7 @@ def converted(files: list[Path], cache: Path) -> Path:
     made = cache / "safetensors" / key
     if made.is_dir():
         return made
-    made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=made.parent))
-    try:
+    with new_folder(made.parent) as folder:
         names: dict[str, str] = {}
         for number, file in enumerate(files):
             out = f"model-{number:05d}.safetensors"
@@ -54,8 +51,6 @@ def converted(files: list[Path], cache: Path) -> Path:
         except OSError:  # another process was faster
             if not made.is_dir():
                 raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return made
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -144,7 +145,7 @@ def no_space_for_tensors(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name", "fails"),
     [
-        (cache_module.tempfile, "mkdtemp", no_space),
+        (tempfile, "mkdtemp", no_space),
         (cache_module, "save_file", no_space_for_tensors),
         (Path, "write_text", no_space),
         (cache_module.os, "rename", no_space),
