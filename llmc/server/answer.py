@@ -11,8 +11,10 @@ from llmc.async_llm import Stream
 from llmc.frontend.completion import PositionLogprobs
 from llmc.frontend.outputs import ActiveRequest
 from llmc.outputs import Logprob
+from llmc.server.errors import CALL_ABORTED, ApiError
 from llmc.text.tokenizer import Tokenizer
 
+ABORTED = "the server's operator aborted this call"
 LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity
 
 
@@ -42,6 +44,12 @@ def usage(stream: Stream) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def check_not_aborted(stream: Stream) -> None:
+    """For protocols in which an abort is no reason for an end: there it is an error."""
+    if any(one.finish_reason == "abort" for r in stream.requests for one in r.completions):
+        raise ApiError(500, ABORTED, code=CALL_ABORTED)
 
 
 def finite(logprob: float) -> float:

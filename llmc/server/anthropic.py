@@ -64,6 +64,7 @@ class MessageCall:
                 yield from self._events(found)
 
     def last_chunks(self, stream: Stream) -> Iterable[dict[str, Any]]:
+        answer.check_not_aborted(stream)
         yield from self._close()
         [one] = stream.requests[0].output().outputs
         ending = self._ending(one, called=self._reader.has_called)
@@ -71,6 +72,7 @@ class MessageCall:
         yield {"type": "message_stop"}
 
     def body(self, stream: Stream) -> dict[str, Any]:
+        answer.check_not_aborted(stream)
         [one] = stream.requests[0].output().outputs
         read = self._turn.read(one)
         ending = self._ending(one, called=bool(read.calls))

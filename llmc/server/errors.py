@@ -57,6 +57,7 @@ ANTHROPIC_TYPES: dict[int, str] = {
 
 _IN_TEXT = "context_length_exceeded"
 INVALID_HTTP = "invalid_http"
+CALL_ABORTED = "call_aborted"
 
 
 class ApiError(Exception):
@@ -127,6 +128,8 @@ def error_response(error: ApiError, path: str, request_id: str | None = None) ->
         headers["www-authenticate"] = "Bearer"
     if error.status in (408, 413, 415, 431, 501) or error.code == INVALID_HTTP:
         headers["connection"] = "close"  # the rest of the body is not read
+    if error.code == CALL_ABORTED:
+        headers["x-should-retry"] = "false"  # SDKs would repeat what the operator has ended
     write = error_body
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         write = anthropic_error

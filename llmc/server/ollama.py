@@ -274,10 +274,12 @@ class OllamaCall:
             yield from lines
 
     def last_chunks(self, stream: Stream) -> Iterable[dict[str, Any]]:
+        answer.check_not_aborted(stream)
         yield from self._complete_calls()
         yield {**self._said(), **self._end(stream)}
 
     def body(self, stream: Stream) -> dict[str, Any]:
+        answer.check_not_aborted(stream)
         [one] = stream.requests[0].output().outputs
         read = self._turn.read(one)
         calls = [_call(call.name, decoded(call.arguments)) for call in read.calls if call.is_whole]

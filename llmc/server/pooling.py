@@ -48,13 +48,17 @@ class PooledCall:
 
     def __init__(self, sources: Sequence[Input], made: Made) -> None:
         self.sources = sources
-        self.body = made
+        self._made = made
 
     def chunks(self, stream: Stream, deltas: Deltas) -> Iterable[dict[str, Any]]:
         return ()
 
     def last_chunks(self, stream: Stream) -> Iterable[dict[str, Any]]:
         return ()
+
+    def body(self, stream: Stream) -> dict[str, Any]:
+        answer.check_not_aborted(stream)
+        return self._made(stream)
 
 
 async def create_embedding(request: Request) -> GenerationResponse:

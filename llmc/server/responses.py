@@ -151,7 +151,7 @@ class ResponseCall:
         if one.finish_reason == "length":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         elif one.finish_reason == "abort":
-            response["error"] = {"code": "server_error", "message": _ABORTED}
+            response["error"] = {"code": "server_error", "message": answer.ABORTED}
         usage = answer.usage(stream)
         response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
@@ -278,9 +278,6 @@ class ResponseCall:
 
 
 _NAMES = {"reasoning": "response.reasoning_text", "message": "response.output_text"}
-
-
-_ABORTED = "the server's operator aborted this call"
 
 
 def _status(one: CompletionOutput) -> str:

@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import httpx
 import pytest
 from live_server import Live, live_server
 
@@ -17,6 +19,7 @@ from llmc.server.guard import ADMIN_PATHS
 from llmc.server.settings import ServerSettings
 
 ADMIN = {"authorization": "Bearer admin-key"}
+ASK = {"role": "user", "content": "x"}
 GETS = ("/load", "/server_info")
 
 
@@ -125,19 +128,30 @@ def test_calls_are_aborted_by_their_id(governed: Live) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/messages", "/api/chat", "/api/generate"])
+def test_an_abort_is_an_error_where_no_reason_says_it(
+    governed: Live, path: str, stream: bool
+) -> None:
+    """As the real servers do when they end a call themselves."""
+    said = {"prompt": "x"} if path == "/api/generate" else {"messages": [ASK]}
+    most = {"max_tokens": 999} if path == "/v1/messages" else {}
+    answer = abort_early(governed, path, {**said, **most, "model": "scripted", "stream": stream})
+    assert answer.status_code == (200 if stream else 500)
+    assert stream or answer.headers["x-should-retry"] == "false"
+    *before, last = [line.removeprefix("data: ") for line in answer.text.split("\n") if line]
+    assert "the server's operator aborted this call" in last
+    if path == "/v1/messages":
+        error = json.loads(last)
+        assert error["type"] == "error" and error["error"]["type"] == "api_error"
+        assert "message_stop" not in answer.text and 'stop_reason":"' not in answer.text
+    else:
+        assert list(json.loads(last)) == ["error"] and '"done":true' not in answer.text
+    assert len(before) > 1 if stream else not before, "what was said until then has been sent"
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_an_aborted_response_has_failed(governed: Live, stream: bool) -> None:
-    governed.scripted.runner.delay_s = 0.03
-    body = {"input": "x", "stream": stream}
-    headers = {"x-request-id": "doomed"}
-    with ThreadPoolExecutor() as pool:
-        asked = pool.submit(governed.client.post, "/v1/responses", json=body, headers=headers)
-        while governed.llm.num_active == 0 and not asked.done():
-            time.sleep(0.005)
-        time.sleep(0.3)
-        fields = {"request_ids": ["doomed"]}
-        governed.client.post("/abort_requests", json=fields, headers=ADMIN)
-        answer = asked.result()
-    governed.scripted.runner.delay_s = 0.0
+    answer = abort_early(governed, "/v1/responses", {"input": "x", "stream": stream})
     if stream:
         last = json.loads(answer.text.strip().rpartition("data: ")[2])
         assert last["type"] == "response.failed"
@@ -150,6 +164,22 @@ def test_an_aborted_response_has_failed(governed: Live, stream: bool) -> None:
     [item] = response["output"]
     assert item["status"] == "incomplete"
     assert item["content"][0]["text"], "what was said until then is kept"
+
+
+def abort_early(governed: Live, path: str, body: dict[str, Any]) -> httpx.Response:
+    """The answer to a call that the operator aborts."""
+    governed.scripted.runner.delay_s = 0.03
+    headers = {"x-request-id": "doomed"}
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(governed.client.post, path, json=body, headers=headers)
+        while governed.llm.num_active == 0 and not asked.done():
+            time.sleep(0.005)
+        time.sleep(0.3)
+        fields = {"request_ids": ["doomed"]}
+        governed.client.post("/abort_requests", json=fields, headers=ADMIN)
+        answer = asked.result()
+    governed.scripted.runner.delay_s = 0.0
+    return answer
     governed.wait_idle()
 
 

@@ -9,12 +9,14 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from live_server import Live, live_server
 from tiny_chat import TinyChat, save_tiny_classifier, start_tiny_chat
 
 from llmc.server import pooling
+from llmc.server.errors import ApiError
 
 TEXTS = ["Licensed under the Apache License", "You may obtain a copy", "the weather"]
 
@@ -244,3 +246,11 @@ def test_a_classifier(tmp_path: Path) -> None:
         ):
             error = live.post(path, body).json()["error"]
             assert error["code"] == "wrong_task" and "/classify" in error["message"]
+
+
+def test_a_call_that_was_aborted_has_no_vectors() -> None:
+    aborted = mock.Mock(completions=[mock.Mock(finish_reason="abort")])
+    call = pooling.PooledCall((), lambda stream: {"data": [[]]})
+    with pytest.raises(ApiError, match="operator aborted") as caught:
+        call.body(mock.Mock(requests=[aborted]))
+    assert (caught.value.status, caught.value.code) == (500, "call_aborted")
