@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from packed_checkpoints import (
     Packing,
     awq,
     drawn,
+    fbgemm,
     float_quantized,
     fp8,
     gptq,
@@ -370,6 +372,33 @@ def typed(suffix: str, dtype: torch.dtype) -> Any:
             lambda tensors: tensors.update({"weight_shape": torch.tensor([56, 80])}),
             "has shape [56, 12] with 4 bits per value",
         ),
+        (pack_quantized(4, 32, symmetric=True), shaped("weight_shape", 0), "has shape [0]; its"),
+        (pack_quantized(4, 32, symmetric=True), shaped("weight_shape"), "requires [2]"),
+        (
+            pack_quantized(4, 32, symmetric=True),
+            typed("weight_shape", torch.float32),
+            "weight_shape is float32 instead of int32 or int64",
+        ),
+        (
+            pack_quantized(4, -1, symmetric=True),
+            typed("weight_packed", torch.uint8),
+            "does not match what quantization_config describes for it",
+        ),
+        (
+            PACKINGS["nvfp4"](),
+            typed("weight_packed", torch.int32),
+            "does not match what quantization_config describes for it",
+        ),
+        (gptq(4, 32), typed("g_idx", torch.float8_e5m2), "g_idx is float8_e5m2 instead of int32"),
+        (gptq(4, -1), shaped("qweight", 0, 56), "qweight has shape [0, 56], so it has no values"),
+        (fp8(None), shaped("weight", 56, 0), "weight has shape [56, 0], so it has no values"),
+        (PACKINGS["awq for gemv"](), shaped("qzeros"), "qzeros has shape [] instead of 2"),
+        (fbgemm(), shaped("weight_scale", 56, 0), "requires one scale, or one per channel"),
+        (
+            PACKINGS["nf4"](),
+            shaped("weight.quant_state.bitsandbytes__nf4", 1, 9),
+            "has shape [1, 9] instead of 1 dimensions",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(
@@ -381,6 +410,44 @@ def test_tensors_that_do_not_fit_are_named(
     with pytest.raises(CheckpointError) as caught:
         read_stored(tmp_path, named, packing.config, torch.float32)
     assert MODULE in str(caught.value) and words in str(caught.value)
+
+
+DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
+    *(torch.float8_e4m3fn, torch.float8_e8m0fnu),
+)
+
+
+def damaged(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor with other shapes, other types and other values."""
+    shape, shapes = tuple(tensor.shape), {(), (0,), (1,), (0, 0), (*tensor.shape, 1)}
+    for dim, size in enumerate(shape):
+        shapes |= {(*shape[:dim], *shape[dim + 1 :]), (*shape[:dim], 0, *shape[dim + 1 :])}
+        shapes |= {(*shape[:dim], n, *shape[dim + 1 :]) for n in (size - 1, size + 1, 2 * size)}
+    yield from (torch.zeros(other).to(tensor.dtype) for other in sorted(shapes - {shape}))
+    yield from (torch.zeros(shape).to(dtype) for dtype in DTYPES if dtype != tensor.dtype)
+    yield from (torch.full(shape, value).to(tensor.dtype) for value in (-1.0, 7.0, 1e9))
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_damaged_files_are_read_or_refused_with_one_error(name: str, tmp_path: Path) -> None:
+    packing = PACKINGS[name]()
+    tensors, _ = packing.pack(drawn())
+    refused = 0
+    for suffix, tensor in tensors.items():
+        for other in damaged(tensor):
+            named = {f"{MODULE}.{s}": t for s, t in {**tensors, suffix: other}.items()}
+            try:
+                got = read_stored(tmp_path, named, packing.config, torch.float32)
+                kept = dict(kept_weights(got))
+                for stored, weight in got.items():
+                    weight.read()
+                    if stored in kept:
+                        list(blocks_of(weight, kept[stored]))
+            except CheckpointError as error:
+                refused += 1
+                assert "\n" not in str(error) and MODULE in str(error)
+    assert refused > 5 * len(tensors)
 
 
 def test_a_group_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -493,6 +560,7 @@ def test_torchaos_configs_of_modules() -> None:
             },
             "quant_type is Int4WeightOnlyConfig",
         ),
+        ({"quant_method": ["gptq"], "bits": 4}, "quant_method is ['gptq']; llmc supports fp8"),
         ({"quant_method": "gptq", "bits": 5}, "bits is 5; llmc supports 2, 3, 4, 8"),
         ({"quant_method": "gptq", "bits": True}, "bits is True"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0; it must be"),

@@ -134,7 +134,7 @@ def _read(fields: Any) -> StoredQuantization:
     method = fields.get("quant_method")
     if method is None and "config_groups" in fields:
         method = "compressed-tensors"
-    if method not in _READERS:
+    if not isinstance(method, str) or method not in _READERS:
         raise bad(f"quant_method is {method!r}; llmc supports {', '.join(_READERS)}; {WAY_OUT}")
     found = _READERS[method](fields)
     for name in (*found.plain_modules, *(t for scheme in found.schemes for t in scheme.targets)):

@@ -11,6 +11,7 @@ from llmc.weights.checkpoint import StoredTensor
 from llmc.weights.quantized.quantized_tensor import BYTE_SCALES, grid_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INDICES = (torch.int32, torch.int64)
 
 
 def block_of(scale: StoredTensor, channels: int, depth: int) -> tuple[int, int]:
@@ -18,7 +19,8 @@ def block_of(scale: StoredTensor, channels: int, depth: int) -> tuple[int, int]:
     inputs of a channel in equal groups."""
     sizes = scale.shape if len(scale.shape) != 1 else (*scale.shape, 1)
     rows, columns = sizes[-2:] if len(sizes) > 1 else (1, 1)
-    if rows not in (1, channels) or depth % columns or (rows == 1 and columns not in (1, depth)):
+    fits = rows in (1, channels) and columns > 0 and depth % columns == 0
+    if not fits or (rows == 1 and columns not in (1, depth)):
         raise CheckpointError(
             f"{scale.name} has shape {list(scale.shape)}; its weight of {channels} channels and "
             f"{depth} inputs requires one scale, or one per channel or group of its inputs"

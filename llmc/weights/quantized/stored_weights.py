@@ -23,6 +23,7 @@ from llmc.weights.quantized.quantization_config import StoredQuantization, Weigh
 from llmc.weights.quantized.quantized_tensor import BYTE_SCALES, Codes, NestedScale, QuantizedTensor
 from llmc.weights.quantized.stored_shapes import (
     FLOATS,
+    INDICES,
     block_of,
     check_kind,
     check_scale,
@@ -136,8 +137,9 @@ class _Finder:
                 return self._fitting(self._gemv, module, name, "awq_gemv")
             return self._fitting(self._in_words, module, name, "gptq", "awq")
         if last == "weight_packed":
-            make = self._fp4 if tensor.dtype == torch.uint8 else self._packed
-            return self._fitting(make, module, name, "packed", "fp4")
+            if tensor.dtype == torch.uint8:
+                return self._fitting(self._fp4, module, name, "fp4")
+            return self._fitting(self._packed, module, name, "packed")
         if self._quantization.method == "bitsandbytes":
             if any(name + suffix in self.left for suffix in _STATES):
                 return self._fitting(self._bnb4, module, name, "bnb4")
@@ -176,6 +178,8 @@ class _Finder:
                 f"{name} does not match what quantization_config describes for it "
                 f"({self._quantization.method}, {schemes[0].layout}, {schemes[0].bits} bits)"
             )
+        if 0 in (shape := self.left[name].shape):
+            raise CheckpointError(f"{name} has shape {list(shape)}, so it has no values")
         has_zeros = f"{module}.weight_zero_point" in self.left
         is_float8 = self.left[name].dtype in _FLOAT8
         possible.sort(
@@ -238,13 +242,14 @@ class _Finder:
         channels, depth = weight.shape[0], weight.shape[1] * per_word
         stated = self._pop(f"{name}_shape")
         if stated is not None:
+            check_shape(stated, (2,), *INDICES)
             given = stated.read().tolist()
-            if given[:1] != [channels] or math.ceil(given[-1] / per_word) != weight.shape[1]:
+            if given[0] != channels or math.ceil(given[1] / per_word) != weight.shape[1]:
                 raise CheckpointError(
                     f"{weight.name} has shape {list(weight.shape)} with {scheme.bits} bits per "
                     f"value, but {stated.name} says {given}"
                 )
-            depth = given[-1]
+            depth = given[1]
         assert scheme.block is not None
         block = (scheme.block[0] or channels, scheme.block[1] or depth)
         groups = self._pop(f"{name}_g_idx")
@@ -258,7 +263,7 @@ class _Finder:
         else:
             self._pop(f"{name}_zero_point")
         if groups is not None:
-            check_shape(groups, (depth,))
+            check_shape(groups, (depth,), *INDICES)
         return QuantizedTensor(
             name=name,
             shape=(channels, depth),
@@ -306,12 +311,13 @@ class _Finder:
         """Codes of a table, two per byte, and a scale for every 64 (or so) of them in a row. Scales
         may be codes of another table themselves."""
         state = next(self._take(name + s, for_=name) for s in _STATES if name + s in self.left)
+        check_kind(state, 1, torch.uint8)
         try:
             fields = json.loads(bytes(state.read().tolist()))
             channels, depth = fields["shape"]
             size, nested = fields["blocksize"], fields.get("nested_blocksize") or 0
             offset = float(fields.get("nested_offset") or 0.0)
-        except (ValueError, KeyError, TypeError, OverflowError) as e:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
             raise CheckpointError(f"{state.name} can't be read: {e!r:.100}") from e
         if not all(type(n) is int and n > 0 for n in (channels, depth, size, nested or 1)):
             raise CheckpointError(f"{state.name} has sizes that are not positive numbers")
@@ -402,7 +408,7 @@ class _Finder:
         words = math.ceil(channels / unit) * unit * scheme.bits // 32
         check_shape(zero, (count, words), torch.int32)
         if groups is not None:
-            check_shape(groups, (depth,))
+            check_shape(groups, (depth,), *INDICES)
         return QuantizedTensor(
             name=f"{module}.weight",
             shape=(channels, depth),
@@ -427,6 +433,7 @@ class _Finder:
         """Inputs of a channel in a word. Scales and zero points are padded to the width that the
         tool's kernels read."""
         weight, scale, zero = self._words(module, name)
+        check_kind(zero, 2, torch.int32)
         channels, depth = weight.shape[0], weight.shape[1] * 8
         assert scheme.block is not None
         group = scheme.block[1] or depth
@@ -436,7 +443,7 @@ class _Finder:
                 f"{zero.name} has shape {list(zero.shape)}, but {depth} inputs have "
                 f"{depth / group:g} groups of {group}"
             )
-        check_shape(zero, (channels, width), torch.int32)
+        check_shape(zero, (channels, width))
         check_shape(scale, (channels, 8 * width), *FLOATS)
         return QuantizedTensor(
             name=f"{module}.weight",
