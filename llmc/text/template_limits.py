@@ -172,6 +172,8 @@ def _check_join(budget: _Budget, separator: Any, items: Any, *_: Any) -> None:
 
 
 def _check_replace(budget: _Budget, text: Any, old: Any, new: Any, *_: Any, **__: Any) -> None:
+    if not isinstance(text, str | bytes):  # the filter takes anything
+        text, old = str(text), str(old)
     budget.need(budget.size(text) + text.count(old) * budget.size(new))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import resource
 import time
+from typing import Any
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from scripted_engine import make_hf_tokenizer
 
 from llmc.text import template_limits
@@ -84,6 +86,34 @@ TIMES = {
     "filters": "{% for a in range(10**5) %}{{ range(10**5) | map('upper') | join | length }}"
     "{% endfor %}",
 }
+
+
+ORDINARY = (
+    "{{ 5 | replace(5, 6) }}{{ 'aa' | replace('a', 'b', count=1) }}",
+    "{{ 'abc' | join('-') }}{{ nothing | join }}{{ [1, 2] | map('string') | join(',') }}",
+    "{{ '%5.1f|%-3s|%%' % (1.25, 'a') }}{{ '%(a)s' % {'a': 1} }}{{ '%s' | format(2) }}",
+    "{{ '{:>4}{a!r}'.format(1, a='x') }}{{ '{a}'.format_map({'a': 3}) }}",
+    "{{ ('<%s>' | safe) % '&' }}{{ ('<{}>' | safe).format('&') }}",
+    "{{ [1, 2, 3] | sum }}{{ [[1], [2]] | sum(start=[]) }}{{ [1, 2, 3] | batch(2, 0) | list }}",
+    "{{ 'a\nb' | indent(2) }}{{ 'a b' | wordwrap(1) }}{{ 1.25 | round(1) }}{{ 'a' | center(3) }}",
+    "{{ 'a b'.split() }}{{ 'a-b'.split('-', 1)[-1] }}{{ 'x'.join(['a', 'b']) }}{{ {'a': 1} }}",
+    "{{ x[::-1] | length }}{{ (x + [1])[1:] }}{{ 2 ** 10 % 7 }}{{ 7 // 2 }}{{ (1, x) }}{{ -2 }}",
+    "{% set ns = namespace(a=[]) %}{% for i in range(3) %}{% set ns.a = ns.a + [i] %}{% endfor %}"
+    "{{ ns.a ~ 'x' ~ 1 }}",
+    "{% filter upper %}{% for a, b in {'x': 1}.items() %}{{ a }}{{ b }}{% endfor %}{% endfilter %}",
+    "{% autoescape true %}{{ h ~ (h | safe) }}{% set y %}<b>{% endset %}{{ y }}{% endautoescape %}",
+)
+
+
+@pytest.mark.parametrize("template", ORDINARY)
+def test_what_is_small_is_as_without_limits(template: str) -> None:
+    given: dict[str, Any] = {"x": ASK, "h": "<"}
+    want = ImmutableSandboxedEnvironment().from_string(template).render(given)
+    assert render_template(template, ASK, variables=given) == want
+    found = apply_chat_template(
+        make_hf_tokenizer(), ASK, chat_template=template, tokenize=False, **given
+    )
+    assert found == want
 
 
 @pytest.fixture(autouse=True)
