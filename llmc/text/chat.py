@@ -20,7 +20,7 @@ import jinja2
 from llmc.errors import InvalidRequestError
 from llmc.text.learn_reasoning import KEYS, learn_reasoning
 from llmc.text.reasoning import ReasoningFormat
-from llmc.text.template import apply_chat_template, plain
+from llmc.text.template import plain
 from llmc.text.tokenizer import Tokenizer, check_text
 from llmc.text.tools.generic import GENERIC, as_plain_turns
 from llmc.text.tools.history import with_arguments
@@ -73,10 +73,10 @@ def render_chat(
     ):
         # Transformers marks the text while rendering, so it must tokenize too.
         with tokenizer.isolated() as hf, _as_request_errors():
-            ids = apply_chat_template(
-                hf,
+            ids = hf.apply_chat_template(
                 conversation,
                 tokenize=True,
+                return_dict=False,
                 sanitize_control_tokens=True,
                 **extra,
             )

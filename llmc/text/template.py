@@ -17,8 +17,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
-
-from llmc.text.template_limits import LimitedEnvironment, limit_transformers, limited
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -38,21 +37,13 @@ def render_template(
     Raises whatever the template raises (jinja2.TemplateError, TypeError ...). All arguments must be
     `plain` data: a template is untrusted code, and could call methods of objects.
     """
-    with limited():
-        return _compiled(template).render(
-            messages=[_with_reasoning(message) for message in conversation],
-            tools=tools,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **(variables or {}),
-        )
-
-
-def apply_chat_template(hf: Any, conversation: Conversation, **options: Any) -> Any:
-    """What transformers makes of a conversation, within the same limits."""
-    limit_transformers()
-    with limited():
-        return hf.apply_chat_template(conversation, return_dict=False, **options)
+    return _compiled(template).render(
+        messages=[_with_reasoning(message) for message in conversation],
+        tools=tools,
+        documents=None,
+        add_generation_prompt=add_generation_prompt,
+        **(variables or {}),
+    )
 
 
 def plain(value: Any) -> Any:
@@ -99,7 +90,9 @@ def renders_alike(hf: Any, template: str) -> bool:
 
 
 def _by_transformers(hf: Any, template: str, options: Mapping[str, Any]) -> str:
-    text: str = apply_chat_template(hf, chat_template=template, tokenize=False, **options)
+    text: str = hf.apply_chat_template(
+        chat_template=template, tokenize=False, return_dict=False, **options
+    )
     return text
 
 
@@ -154,8 +147,8 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 @functools.cache
-def _environment() -> LimitedEnvironment:
-    environment = LimitedEnvironment(
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json

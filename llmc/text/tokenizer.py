@@ -22,7 +22,7 @@ from llmc.cache_dir import cache_dir
 from llmc.errors import CheckpointError, InvalidRequestError, reason_of
 from llmc.text.known_tokenizer import ChatTemplates, KnownTokenizer, without_truncation
 from llmc.text.tekken import is_tekken_alone, load_tekken
-from llmc.text.template import apply_chat_template, plain, render_template
+from llmc.text.template import plain, render_template
 from llmc.text.tokenizer_cache import TokenizerCache
 from llmc.text.tokenizer_packages import missing_packages
 from llmc.text.tools.tool_format import ToolFormat
@@ -283,14 +283,14 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 variables={**self._facts.special_tokens, **variables},
             )
-        text: str = apply_chat_template(
-            self.hf,
+        text: str = self.hf.apply_chat_template(
             conversation,
             tools=tools,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tokenize=False,
+            return_dict=False,
             **variables,
         )
         return text
