@@ -55,14 +55,26 @@ def traceable_torch() -> Iterator[None]:
 
 
 def lists_to_slices(graph: fx.Graph) -> None:
-    """x[..., [i], :] -> x[..., i : i + 1, :], in Dynamo's graph of Python calls."""
+    """x[..., [i], :] -> x[..., i : i + 1, :], in Dynamo's graph of Python calls.
+
+    Not next to other lists or tensors: together, they select elements, not a part of x.
+    """
     for node in graph.nodes:
         if node.op == "call_function" and node.target is operator.getitem:
             index = node.args[1]
             if isinstance(index, tuple):
+                if sum(map(_selects, index)) > 1:
+                    continue
                 node.args = (node.args[0], tuple(_slice_of(i) for i in index))
             elif isinstance(index, list):
                 node.args = (node.args[0], _slice_of(index))
+
+
+def _selects(index: Any) -> bool:
+    """Whether it is a list or a tensor of numbers."""
+    if isinstance(index, fx.Node):
+        return not isinstance(index.meta.get("example_value"), torch.SymInt | int)
+    return isinstance(index, list)
 
 
 def _slice_of(index: Any) -> Any:

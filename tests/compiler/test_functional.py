@@ -125,3 +125,17 @@ def test_constants_are_filled_and_single_indices_are_slices() -> None:
     assert not any(
         isinstance(i, list) for n in gm.graph.nodes if n.op == "call_function" for i in n.args[1]
     )
+
+
+def test_single_indices_next_to_others_stay() -> None:
+    """Lists and tensors of indices select elements together: a slice would keep a dimension."""
+
+    def pick(x: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+        return x[[0], [1]], x[rows, [1]], x[[2], :, rows], x[[0], 1]
+
+    gm = fx.symbolic_trace(pick)
+    lists_to_slices(gm.graph)
+    gm.recompile()
+    x, rows = torch.randn(3, 4, 3), torch.tensor([0, 2])
+    for got, want in zip(gm(x, rows), pick(x, rows), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
