@@ -8,6 +8,7 @@ the same graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from llmc.passes.inputs import ConstantInput
 
 # Primes: torch specializes on a number of tokens that fills a model's blocks.
 _SIZES = (2, 3, 7, 67, 151, 1009, 5003, 40009, 300007)
+_MOST = 1 << 24  # no context is longer, whatever a config says
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 
 
@@ -26,7 +28,8 @@ def sizes_in_doubt(graph: fx.Graph, config: Any) -> tuple[int, ...]:
     """Numbers of tokens for which the model's code may have behaved differently.
 
     A single sequence never exceeds the model's context. Only packed sequences do, which run the
-    same code as a sequence that fits.
+    same code as a sequence that fits. The longest size is close to the context, since a threshold
+    can be anywhere below it.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     context = next(
@@ -34,11 +37,16 @@ def sizes_in_doubt(graph: fx.Graph, config: Any) -> tuple[int, ...]:
     )
     mode = detect_fake_mode([n.meta.get("val") for n in graph.nodes])
     guards = [guard.expr for guard in mode.shape_env.guards] if mode and mode.shape_env else []
+    sizes = sorted({*_SIZES, _largest_prime(min(context, _MOST))})
     return tuple(
-        size
-        for size in _SIZES
-        if size <= context and any(_is_broken(expr, size) for expr in guards)
+        size for size in sizes if size <= context and any(_is_broken(expr, size) for expr in guards)
     )
+
+
+def _largest_prime(most: int) -> int:
+    """The largest prime up to `most`, or 2."""
+    primes = (n for n in range(most, 2, -1) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+    return next(primes, 2)
 
 
 def _is_broken(expr: Any, size: int) -> bool:

@@ -172,6 +172,18 @@ def test_a_model_that_computes_other_lengths_in_other_ways_is_refused(
         capture(build(OddConfig(), torch.float32), CPU)
 
 
+def asks_for_a_great_length(self: Any, x: Tensor, positions: Tensor) -> Tensor:
+    return x * 2 if x.shape[1] > 8192 else x
+
+
+@pytest.mark.parametrize("context", [9000, 32768])
+def test_lengths_up_to_the_context_are_tried(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OddModel, "body", asks_for_a_great_length, raising=False)
+    config = OddConfig(max_position_embeddings=context)
+    with pytest.raises(CompileError, match="tokens differently from 19"):
+        capture(build(config, torch.float32), CPU)
+
+
 def test_a_branch_that_makes_no_difference_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OddModel, "body", asks_in_vain, raising=False)
     assert capture(build(OddConfig(), torch.float32), CPU).vocab_size == 12
