@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from llmc.cli.conversation import ShownToken
 from llmc.errors import ConfigError, InvalidRequestError, LlmcError
+from llmc.server_url import check_port
 
 if TYPE_CHECKING:
     import httpx
@@ -72,6 +73,7 @@ class ServerBackend:
         base = url.rstrip("/").removesuffix("/v1")
         if not base.startswith(("http://", "https://")):
             raise ConfigError(f"--url must start with http:// or https://, got {url!r}")
+        check_port("--url", base)
         client = httpx.AsyncClient(
             base_url=base,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -135,9 +137,15 @@ def _read_event(line: str) -> Chunk | None:
     content = line.removeprefix("data:").strip()
     if not line.startswith("data:") or content == "[DONE]":
         return None
-    event = json.loads(content)
-    if "error" in event:
-        raise LlmcError(f"the server stopped the answer: {event['error'].get('message')}")
+    try:
+        event = json.loads(content)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise LlmcError(f"the server sent an event that is not a JSON object: {content!r:.100}")
+    if error := event.get("error"):
+        reason = error.get("message") if isinstance(error, dict) else None
+        raise LlmcError(f"the server stopped the answer: {reason or error}")
     usage = event.get("usage") or {}
     choice: dict[str, Any] = next(iter(event.get("choices") or ()), {})
     details = usage.get("prompt_tokens_details") or {}
@@ -151,7 +159,9 @@ def _read_event(line: str) -> Chunk | None:
             ShownToken(
                 text=str(one["token"]),
                 logprob=one["logprob"],
-                alternatives=[(str(a["token"]), a["logprob"]) for a in one["top_logprobs"]],
+                alternatives=[
+                    (str(a["token"]), a["logprob"]) for a in one.get("top_logprobs") or ()
+                ],
             )
             for one in (choice.get("logprobs") or {}).get("content") or ()
         ],

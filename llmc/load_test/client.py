@@ -14,6 +14,7 @@ import httpx
 from llmc.errors import ConfigError
 from llmc.load_test.metrics import RequestTrace
 from llmc.load_test.workloads import BenchRequest
+from llmc.server_url import check_port
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -37,6 +38,7 @@ class Target:
             raise ConfigError(
                 f"unknown backend {self.backend!r}; choose one of {', '.join(ENDPOINTS)}"
             )
+        check_port("--base-url", self.base_url)
         if urlsplit(self.base_url).scheme not in ("http", "https"):
             raise ConfigError(
                 f"the base URL must start with http:// or https://, got {self.base_url!r}"
@@ -128,9 +130,11 @@ class _Answer:
         try:
             event = json.loads(content)
         except json.JSONDecodeError:
-            self.error = f"the server sent an event that is not JSON: {content[:100]!r}"
+            event = None
+        if not isinstance(event, dict):
+            self.error = f"the server sent an event that is not a JSON object: {content[:100]!r}"
             return
-        if "error" in event:
+        if event.get("error"):
             self.error = f"error event: {json.dumps(event['error'])[:300]}"
         usage = event.get("usage")
         if usage:

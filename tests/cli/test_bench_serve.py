@@ -10,11 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from llmc.cli.main import main
 from llmc.errors import ConfigError
-from llmc.load_test.client import Target, request_body
+from llmc.load_test.client import Target, request_body, send
+from llmc.load_test.metrics import RequestTrace
 from llmc.load_test.serving import Load, fetch_token_ids, find_model, run_load
 from llmc.load_test.workloads import BenchRequest
 
@@ -111,6 +113,28 @@ def stub() -> Iterator[Stub]:
 
 def make_requests(count: int) -> list[BenchRequest]:
     return [BenchRequest(token_ids=(i, i + 1), prompt_len=2, output_len=4) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [
+        ('["gone"]', "the server sent an event that is not a JSON object: '[\"gone\"]'"),
+        ("{gone", "the server sent an event that is not a JSON object: '{gone'"),
+        ('{"error": "gone"}', 'error event: "gone"'),
+        ('{"error": null}', None),
+    ],
+)
+def test_odd_events_end_a_trace_and_not_the_run(event: str, error: str | None) -> None:
+    token = json.dumps({"choices": [{"text": "a"}]})
+    answer = httpx.Response(200, text=f"data: {token}\n\ndata: {event}\n\n")
+
+    async def run() -> RequestTrace:
+        transport = httpx.MockTransport(lambda request: answer)
+        async with httpx.AsyncClient(base_url="http://x", transport=transport) as client:
+            return await send(client, Target(base_url="http://x"), make_requests(1)[0])
+
+    trace = asyncio.run(run())
+    assert (trace.error, trace.text) == (error, "a")
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])

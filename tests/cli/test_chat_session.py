@@ -23,6 +23,7 @@ from llmc.cli.chat_terminal import stream_answer, visible
 from llmc.cli.conversation import Conversation, TurnStats, why_it_ended
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError, InvalidRequestError, LlmcError
+from llmc.load_test.client import Target
 
 
 def make_backend(**options: Any) -> tuple[EngineBackend, AsyncLLM, Any]:
@@ -186,10 +187,33 @@ def test_server_errors_are_told_apart() -> None:
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(LlmcError, match="try later"):
         ask_server(serve_events({"error": {"message": "try later"}}, status=503))
-    with pytest.raises(LlmcError, match="stopped the answer: gone"):
-        ask_server(serve_events({"error": {"message": "gone"}}))
+    for error in ({"message": "gone"}, "gone"):  # some servers send only the text
+        with pytest.raises(LlmcError, match="stopped the answer: gone"):
+            ask_server(serve_events({"error": error}))
+    for event in (["gone"], "gone", None):
+        with pytest.raises(LlmcError, match="an event that is not a JSON object: '.*'"):
+            ask_server(serve_events(event))
     with pytest.raises(ConfigError, match="has no model 'x'; it offers far, other"):
         ask_server(serve_events(), model="x")
+
+
+def test_servers_may_leave_out_or_void_what_is_optional() -> None:
+    token = {"token": "Hi", "logprob": -0.5}
+    text, stats, _ = ask_server(
+        serve_events(
+            {"error": None, "choices": [{"delta": {"content": "Hi"}, "logprobs": None}]},
+            {"choices": [{"delta": {}, "logprobs": {"content": [token]}}], "usage": None},
+        )
+    )
+    assert (text, stats.completion_tokens) == ("Hi", 0)
+
+
+@pytest.mark.parametrize("url", ["http://[", "http://far:99999999", "http://far:one"])
+def test_a_url_that_cannot_be_one_is_named(url: str) -> None:
+    with pytest.raises(ConfigError, match="--url must be a URL, got '"):
+        asyncio.run(ServerBackend.connect(url))
+    with pytest.raises(ConfigError, match="--base-url must be a URL, got '"):
+        Target(base_url=url)
 
 
 @pytest.mark.parametrize(
