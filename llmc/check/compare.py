@@ -56,10 +56,11 @@ class LogitsDeviation:
 
 
 def deviation(reference: Sequence[Tensor], other: Sequence[Tensor]) -> Deviation:
-    """The deviation of tensors [T, N], one per sequence. NaN anywhere makes the error infinite."""
+    """The deviation of tensors [T, N], one per sequence. NaN anywhere makes the error infinite, and
+    so does an infinity that only one of them has: some models ban tokens by logits of -inf."""
     want, have = torch.cat(list(reference)).double(), torch.cat(list(other)).double()
-    difference = (want - have).nan_to_num(nan=float("inf"))
-    scale = max(float(want.norm()), 1e-30)
+    difference = (want - have).nan_to_num(nan=float("inf")).where(want != have, 0)
+    scale = max(float(want.where(want.isfinite(), 0).norm()), 1e-30)
     return Deviation(
         max_abs=float(difference.abs().max()), relative=float(difference.norm()) / scale
     )
@@ -73,9 +74,10 @@ def logits_deviation(
     want, have = torch.cat(list(reference)).double(), torch.cat(list(other)).double()
     plain = deviation(reference, other)
     log_p, log_q = want.log_softmax(-1), have.log_softmax(-1)
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1).nan_to_num(nan=float("inf")).clamp(min=0)
+    terms = (log_p.exp() * (log_p - log_q)).where(log_p != -float("inf"), 0)
+    kl = terms.sum(-1).nan_to_num(nan=float("inf")).clamp(min=0)
     best = want.topk(2, -1).values
-    tied = best[:, 0] - best[:, 1] < tie * want.std(-1)
+    tied = best[:, 0] - best[:, 1] < tie * _spread(want)
     same = (want.argmax(-1) == have.argmax(-1)) | tied
     return LogitsDeviation(
         max_abs=plain.max_abs,
@@ -86,6 +88,15 @@ def logits_deviation(
         num_tokens=len(same),
         num_ties=int(tied.sum()),
     )
+
+
+def _spread(logits: Tensor) -> Tensor:
+    """The standard deviation of each token's finite logits."""
+    known = logits.isfinite()
+    count = known.sum(-1, keepdim=True)
+    mean = logits.where(known, 0).sum(-1, keepdim=True) / count
+    squares = (logits - mean).where(known, 0).square().sum(-1)
+    return (squares / (count[:, 0] - 1)).sqrt()
 
 
 def allowed(stated: Tolerance, noise: LogitsDeviation | None) -> Tolerance:

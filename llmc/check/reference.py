@@ -20,6 +20,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from llmc.check.compare import deviation
 from llmc.check.tokens import TokenSequence
 from llmc.compiler.heads import without_head
 from llmc.errors import CheckpointError
@@ -310,8 +311,7 @@ def _cached_error(
     except Exception as e:  # the model's code can raise anything; it is not what is served
         log.debug("the model's own cache can't be used: %s", e)
         return None
-    want = run.logits[index]
-    return float((torch.cat(found) - want).norm() / want.norm().clamp(min=1e-30))
+    return deviation([run.logits[index]], [torch.cat(found)]).relative
 
 
 def _float32_fits(module: nn.Module, device: torch.device) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
@@ -65,6 +67,26 @@ def test_the_best_token_counts_unless_it_is_a_tie() -> None:
     assert same.kl_max == 0 and same.relative == 0 and same.top1 == 1
     for stated in TOLERANCES.values():
         assert within(same, stated) and not within(found, stated)
+
+
+def test_logits_that_both_sides_set_to_minus_infinity_are_equal() -> None:
+    """Some models ban the ids behind their vocabulary so."""
+    torch.manual_seed(0)
+    want = [torch.randn(9, 40), torch.randn(4, 40)]
+    have = [x + 1e-6 * torch.randn(x.shape) for x in want]
+    plain = logits_deviation(want, have, tie=0.01)
+    ban = torch.full((1,), -float("inf"))
+    banned = logits_deviation(
+        [torch.cat([x, ban.expand(len(x), 3)], 1) for x in want],
+        [torch.cat([x, ban.expand(len(x), 3)], 1) for x in have],
+        tie=0.01,
+    )
+    assert asdict(banned) == pytest.approx(asdict(plain), rel=1e-6, abs=1e-15)
+    for value in ("-inf", "inf", "nan"):  # in one of them only
+        wrong = [x.clone() for x in have]
+        wrong[1][2, 3] = float(value)
+        assert not within(logits_deviation(want, wrong, tie=0.01), TOLERANCES["bfloat16"])
+        assert not within(logits_deviation(wrong, want, tie=0.01), TOLERANCES["bfloat16"])
 
 
 def test_rounding_may_be_twice_the_models_own() -> None:
