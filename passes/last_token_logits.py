@@ -6,7 +6,16 @@ from torch import fx
 
 from llmc.errors import CompileError
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import arguments, aten, emit, is_call, set_arguments, update_val, val
+from llmc.passes.edit import (
+    arguments,
+    aten,
+    emit,
+    is_call,
+    only_user,
+    set_arguments,
+    update_val,
+    val,
+)
 from llmc.passes.inputs import ConstantInput, WeightInput, input_of, step_input
 
 # Pointwise ops allowed between the head and the output; logits may also be cut off at the end.
@@ -46,7 +55,7 @@ def last_token_logits(gm: fx.GraphModule) -> Notes:
         node = inner
     assert isinstance(logits, fx.Node) and isinstance(node, fx.Node)
     index = step_input(graph, "logits_index")
-    head = is_call(node, aten.linear.default)
+    head = is_call(node, aten.linear.default) and only_user(node) is not None
     source = arguments(node).input if head else logits
     if not isinstance(source, fx.Node) or val(source).dim() != 3:
         raise CompileError("the model's logits are not made per token, so rows can't be selected")
@@ -64,14 +73,17 @@ def last_token_logits(gm: fx.GraphModule) -> Notes:
 
 
 def _only_logits(node: object) -> fx.Node | None:
-    """The input of a pointwise op, if everything else that it reads is weights and constants.
+    """The input of a pointwise op, if everything else that it reads is weights and constants, and
+    nothing else reads its result.
 
     Another operand that is computed from the tokens has T rows, which would not match the selected
-    rows.
+    rows; neither would what is written to a view of the logits.
     """
     if not isinstance(node, fx.Node):
         return None
     if not is_call(node, *_POINTWISE) and not _keeps_tokens(node):
+        return None
+    if only_user(node) is None:
         return None
     sources = [
         n for n in node.all_input_nodes if not isinstance(input_of(n), WeightInput | ConstantInput)

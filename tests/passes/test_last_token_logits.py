@@ -78,6 +78,25 @@ def test_selects_from_the_logits_where_no_linear_ends_the_graph() -> None:
     assert report.notes == ("no linear at the end: rows are selected from the logits",)
 
 
+def test_selects_from_logits_that_are_written_in_place() -> None:
+    """What is written has a row for each token."""
+
+    def ban(ids: Tensor, embed: Tensor, head: Tensor) -> Tensor:
+        x = hidden(ids, embed)
+        logits = F.linear(x, head)
+        logits[..., 9:] = torch.full_like(x[..., :3], float("-inf"))
+        return logits
+
+    def after_a_cap(ids: Tensor, embed: Tensor, head: Tensor) -> Tensor:
+        x = hidden(ids, embed)
+        logits = torch.tanh(F.linear(x, head))
+        logits[:, :, 3] = x.sum(-1)
+        return logits * 2
+
+    for model in (ban, after_a_cap):
+        check(model)
+
+
 def test_logits_that_are_not_per_token_are_refused() -> None:
     def model(ids: Tensor, embed: Tensor, head: Tensor) -> Tensor:
         return F.linear(hidden(ids, embed)[0], head).log_softmax(-1)
