@@ -25,6 +25,7 @@ def _shifted(x: Tensor) -> Tensor:
 
 class MixingConfig(tf.LlamaConfig):
     model_type = "llmc-test-mixing"
+    banned: float | None = None  # the logits of the last tokens
 
 
 class MixingModel(tf.LlamaForCausalLM):
@@ -36,11 +37,32 @@ class MixingModel(tf.LlamaForCausalLM):
         super().__init__(config)
         self.model.embed_tokens = _Shifted(config.vocab_size, config.hidden_size)
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        if self.config.banned is not None:
+            out.logits[..., 80:] = self.config.banned
+        return out
+
 
 class _Shifted(torch.nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         x = super().forward(input)
         return x + 0.5 * _shifted(x)
+
+
+class FirstTokenConfig(tf.LlamaConfig):
+    model_type = "llmc-test-first-token"
+
+
+class FirstTokenModel(tf.LlamaForCausalLM):
+    """The first token of a step, whichever it is, has logits of zero."""
+
+    config_class = FirstTokenConfig
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits[:, 0] = 0
+        return out
 
 
 class ForgettingConfig(tf.LlamaConfig):
@@ -62,6 +84,8 @@ class ForgettingModel(tf.LlamaForCausalLM):
 def _registered() -> None:
     tf.AutoConfig.register(ForgettingConfig.model_type, ForgettingConfig, exist_ok=True)
     tf.AutoModelForCausalLM.register(ForgettingConfig, ForgettingModel, exist_ok=True)
+    tf.AutoConfig.register(FirstTokenConfig.model_type, FirstTokenConfig, exist_ok=True)
+    tf.AutoModelForCausalLM.register(FirstTokenConfig, FirstTokenModel, exist_ok=True)
     tf.AutoConfig.register(MixingConfig.model_type, MixingConfig, exist_ok=True)
     tf.AutoModelForCausalLM.register(MixingConfig, MixingModel, exist_ok=True)
 
@@ -72,18 +96,8 @@ def start(path: Path) -> Started:
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        (MixingConfig, "mixes the tokens of requests"),
-        (ForgettingConfig, "loses information from earlier steps"),
-    ],
-)
-def test_a_model_that_mixes_or_forgets_is_refused_every_time(
-    kind: type[tf.LlamaConfig], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ProgramCache, "__init__", lambda self, root: _use(self, tmp_path))
-    config = kind(
+def config_of(kind: type[tf.LlamaConfig], **fields: Any) -> tf.LlamaConfig:
+    return kind(
         vocab_size=96,
         hidden_size=32,
         intermediate_size=64,
@@ -91,7 +105,31 @@ def test_a_model_that_mixes_or_forgets_is_refused_every_time(
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
+        **fields,
     )
+
+
+@pytest.mark.parametrize("banned", [-float("inf"), -1e4, torch.finfo(torch.float32).min])
+def test_banned_tokens_do_not_hide_what_a_model_mixes(banned: float, tmp_path: Path) -> None:
+    config = config_of(MixingConfig, banned=banned)
+    tf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(CompileError, match="mixes the tokens of requests"):
+        start(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (MixingConfig, "mixes the tokens of requests"),
+        (FirstTokenConfig, "mixes the tokens of requests"),
+        (ForgettingConfig, "loses information from earlier steps"),
+    ],
+)
+def test_a_model_that_mixes_or_forgets_is_refused_every_time(
+    kind: type[tf.LlamaConfig], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProgramCache, "__init__", lambda self, root: _use(self, tmp_path))
+    config = config_of(kind)
     tf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     for _ in range(2):
         with pytest.raises(CompileError, match=reason):
