@@ -332,8 +332,12 @@ def _constants_to_inputs(gm: fx.GraphModule) -> None:
     mode = detect_fake_mode([n.meta.get("val") for n in graph.nodes])
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
         tensor = getattr(gm, str(node.target))
-        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor) or mode is None:
-            raise CompileError(f"capture left a constant without a value: {node.target}")
+        is_known = isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor)
+        if not is_known or tensor.is_meta or mode is None:
+            raise CompileError(
+                f"the model's code makes a tensor of numbers ({node.target}) in a way that can't "
+                "be captured; torch.tensor(numbers) could be"
+            )
         fake = mode.from_tensor(tensor)
         node.replace_all_uses_with(
             add_input(graph, "constant", ConstantInput(tensor=tensor.clone()), fake)

@@ -1,7 +1,7 @@
 """Makes code traceable that Dynamo can't handle on the meta device.
 
 Numbers that become tensors have no data on meta. `torch.tensor(2.0)` is replaced with a fill;
-`x[..., [-2], :]` is allowed and rewritten as a slice in Dynamo's graph.
+In Dynamo's graph, `x[..., [-2], :]` becomes a slice, and the list of `x[..., [3, 5]]` fills.
 """
 
 from __future__ import annotations
@@ -57,17 +57,23 @@ def traceable_torch() -> Iterator[None]:
 def lists_to_slices(graph: fx.Graph) -> None:
     """x[..., [i], :] -> x[..., i : i + 1, :], in Dynamo's graph of Python calls.
 
-    Not next to other lists or tensors: together, they select elements, not a part of x.
+    Not next to other lists or tensors: together, they select elements, not a part of x. All other
+    lists of integers become tensors, since those that torch makes of them have no data on meta.
     """
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target is operator.getitem:
-            index = node.args[1]
-            if isinstance(index, tuple):
-                if sum(map(_selects, index)) > 1:
-                    continue
-                node.args = (node.args[0], tuple(_slice_of(i) for i in index))
-            elif isinstance(index, list):
-                node.args = (node.args[0], _slice_of(index))
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in (operator.getitem, operator.setitem):
+            continue
+        x, index, *value = node.args
+        each = index if isinstance(index, tuple) else (index,)
+        if node.target is operator.getitem and sum(map(_selects, each)) == 1:
+            each = tuple(map(_slice_of, each))
+        device = getattr(x.meta.get("example_value"), "device", None)
+        with graph.inserting_before(node):
+            each = tuple(
+                graph.call_function(_constant, (i,), {"device": device}) if _is_list(i) else i
+                for i in each
+            )
+        node.args = (x, each if isinstance(index, tuple) else each[0], *value)
 
 
 def _selects(index: Any) -> bool:
@@ -77,7 +83,11 @@ def _selects(index: Any) -> bool:
     return isinstance(index, list)
 
 
+def _is_list(index: Any) -> bool:
+    return isinstance(index, list) and bool(index) and all(type(i) is int for i in index)
+
+
 def _slice_of(index: Any) -> Any:
-    if isinstance(index, list) and len(index) == 1 and isinstance(index[0], int):
+    if _is_list(index) and len(index) == 1:
         return slice(index[0], index[0] + 1 or None)
     return index

@@ -189,6 +189,34 @@ def test_a_branch_that_makes_no_difference_is_fine(monkeypatch: pytest.MonkeyPat
     assert capture(build(OddConfig(), torch.float32), CPU).vocab_size == 12
 
 
+def takes_a_list(self: Any, x: Tensor, positions: Tensor) -> Tensor:
+    return x[..., [7, 6, 5, 4, -5, 2, 1, 0]]
+
+
+def writes_to_a_list(self: Any, x: Tensor, positions: Tensor) -> Tensor:
+    x[..., [2, 4]] = 0.5
+    x[:, :, [3]] = -1.0
+    return x
+
+
+@pytest.mark.parametrize("body", [takes_a_list, writes_to_a_list])
+def test_lists_of_indices_keep_their_numbers(
+    body: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch makes tensors of them on the device, and there is no data on meta."""
+    monkeypatch.setattr(OddModel, "body", body, raising=False)
+    torch.manual_seed(0)
+    model = OddModel(OddConfig())
+    graph = capture(build(OddConfig(), torch.float32), CPU).graph
+    ids = torch.tensor([3, 1, 11, 0])
+    values = Values.of(token_ids=step(ids), positions=step(torch.arange(4)))
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    logits = run(graph, Values(step=values.step, weights=weights))
+    with torch.no_grad():
+        want = model(ids[None], torch.arange(4)[None]).logits
+    torch.testing.assert_close(logits, want)
+
+
 def test_no_capture_state_is_left_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OddModel, "body", breaks, raising=False)
     with pytest.raises(CompileError):
