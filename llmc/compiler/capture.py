@@ -63,6 +63,7 @@ _REASONS = {
     "Data-dependent branching": "its code branches on the value of a tensor",
     "data-dependent": "its code reads a number out of a tensor",
 }
+_TWO_DEVICES = re.compile("two different devices|not on the expected device")  # torch's messages
 _EXAMPLE_TOKENS = 19  # differs from all sizes in a model, so that nothing equals it by chance
 
 
@@ -145,7 +146,14 @@ class _Captured(Exception):
     """Raised to end the captured call: its inputs are on meta, so there is nothing to run."""
 
 
-def _run_dynamo(model: nn.Module, head: Head, tokens: int) -> tuple[fx.GraphModule, Sequence[Any]]:
+def _run_dynamo(
+    model: nn.Module, head: Head, tokens: int, *, on_meta: bool = False
+) -> tuple[fx.GraphModule, Sequence[Any]]:
+    """Dynamo's graph, and its example inputs.
+
+    Code that makes tensors without naming a device makes them on the CPU, where they don't fit the
+    model's. It is traced again with meta as the default (`on_meta`), which takes twice as long.
+    """
     captured: list[tuple[fx.GraphModule, Sequence[Any]]] = []
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
@@ -162,10 +170,12 @@ def _run_dynamo(model: nn.Module, head: Head, tokens: int) -> tuple[fx.GraphModu
     wrapper = HeadOutput(model, head).eval()
     config: Any = model.config
     has_markers = config._attn_implementation == NAME
+    default_device: Any = torch.device("meta") if on_meta else nullcontext()
     torch._dynamo.reset()
     try:
         with (
             torch.no_grad(),
+            default_device,
             torch._dynamo.config.patch(specialize_float=True),
             replaced_functions(model),
             traceable_torch(),
@@ -177,6 +187,8 @@ def _run_dynamo(model: nn.Module, head: Head, tokens: int) -> tuple[fx.GraphModu
     except _Captured:
         pass
     except torch._dynamo.exc.TorchDynamoException as e:
+        if not on_meta and _TWO_DEVICES.search(str(e)):
+            return _run_dynamo(model, head, tokens, on_meta=True)
         raise CompileError(_explain(e, model)) from e
     except _MODEL_ERRORS as e:
         raise CompileError(_explain(e, model)) from e
@@ -206,6 +218,7 @@ def _refuse_scalars(gm: fx.GraphModule, model: nn.Module) -> None:
     for node in gm.graph.nodes:
         if node.op == "call_method" and node.target in ("item", "tolist"):
             frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
+            frames = [frame for frame in frames if "/torch/" not in frame[0]]
             where = f" at {frames[-1][0]}:{frames[-1][1]}" if frames else ""
             raise CompileError(
                 f"{type(model).__name__} can't be captured in one graph{where}: it reads a value "

@@ -199,11 +199,17 @@ def writes_to_a_list(self: Any, x: Tensor, positions: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("body", [takes_a_list, writes_to_a_list])
-def test_lists_of_indices_keep_their_numbers(
+def names_no_device(self: Any, x: Tensor, positions: Tensor) -> Tensor:
+    x = x.masked_fill(torch.arange(8) > 5, -1.0) + torch.zeros(8)
+    return x * torch.tensor([1.0, 2.0]).repeat(4) + torch.ones(8).cumsum(0) * positions[..., None]
+
+
+@pytest.mark.parametrize("body", [takes_a_list, writes_to_a_list, names_no_device])
+def test_tensors_that_the_code_makes_keep_their_numbers(
     body: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch makes tensors of them on the device, and there is no data on meta."""
+    """There is no data on meta, where torch makes a tensor of a list of indices; and on the CPU,
+    where it makes those without a device, they don't fit the model's."""
     monkeypatch.setattr(OddModel, "body", body, raising=False)
     torch.manual_seed(0)
     model = OddModel(OddConfig())
