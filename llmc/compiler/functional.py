@@ -74,5 +74,5 @@ def _is_view(node: fx.Node) -> bool:
         return node.op == "call_function"  # a Python function: an item of a list of views
     return (
         any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-        or node.target.overloadpacket in _MAY_ALIAS
+        or getattr(node.target, "overloadpacket", None) in _MAY_ALIAS
     )
