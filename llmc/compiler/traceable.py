@@ -1,4 +1,4 @@
-"""Makes code traceable that Dynamo can't handle on the meta device.
+"""Makes code traceable that Dynamo can't handle on the meta device, or passes don't see through.
 
 Numbers that become tensors have no data on meta. `torch.tensor(2.0)` is replaced with a fill;
 In Dynamo's graph, `x[..., [-2], :]` becomes a slice, and the list of `x[..., [3, 5]]` fills.
@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -39,6 +40,34 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, bool | int | float)
 
 
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` in parts, of which passes/find_attention.py finds the meaning
+    as in other code."""
+    if enable_gqa:
+        group = query.size(-3) // key.size(-3)
+        key, value = (x.repeat_interleave(group, -3) for x in (key, value))
+    factor = query.size(-1) ** -0.5 if scale is None else scale
+    scores = query @ key.transpose(-1, -2) * factor
+    if is_causal:
+        shape = query.size(-2), key.size(-2)
+        later = torch.ones(shape, dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return scores.softmax(-1) @ value
+
+
 @contextmanager
 def traceable_torch() -> Iterator[None]:
     """Inside this context, captured models use the replacements above."""
@@ -49,6 +78,7 @@ def traceable_torch() -> Iterator[None]:
 
     with (
         mock.patch.object(torch, "tensor", _constant),
+        mock.patch.object(F, "scaled_dot_product_attention", _attention),
         mock.patch.object(FakeTensorMode, "__init__", lenient),
     ):
         yield
