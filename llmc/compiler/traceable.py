@@ -1,6 +1,6 @@
 """Makes code traceable that Dynamo can't handle on the meta device, or passes don't see through.
 
-Numbers that become tensors have no data on meta. `torch.tensor(2.0)` is replaced with a fill;
+Numbers that become tensors have no data on meta. `torch.tensor(2.0)` is replaced with a fill.
 In Dynamo's graph, `x[..., [-2], :]` becomes a slice, and the list of `x[..., [3, 5]]` fills.
 """
 
