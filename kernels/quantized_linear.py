@@ -389,27 +389,26 @@ def quantize(rows: Tensor, to: Quantization) -> tuple[Tensor, Tensor]:
 def pack_weight(q: Tensor, to: Quantization) -> Tensor:
     """Quantized values [N, K], with those of fewer than 8 bits as 0, 1, ... in uint8 -> the op's
     weight."""
-    shape = to.shape("weight", *q.shape)
     if to.format in ("int5", "int6"):
-        q = _pack_units(q, to.format).flatten(1)
-    elif to.dtype == torch.uint8:
+        return _pack_units(pack_bytes(q), to.format)
+    shape = to.shape("weight", *q.shape)
+    if to.dtype == torch.uint8:
         pairs = q.contiguous().view(torch.int16)  # little-endian, as on all platforms of torch
         q = (pairs & 15 | pairs >> 4).to(torch.uint8)
     return pack_bytes(q).view(shape)
 
 
-def _pack_units(q: Tensor, format: Format) -> Tensor:
-    """q [N, K] -> [N, units, lines, 4], as `_codes` reads them."""
-    inputs, lines = _UNITS[format]
-    values = q.unflatten(1, (-1, inputs // LINE, LINE))
-    own, last = values[:, :, :lines], values[:, :, lines:].unbind(2)
+def _pack_units(lines: Tensor, format: Format) -> Tensor:
+    """Lines of bytes [N / 16, K / 4, 64] -> [N / 16, units, bytes], as `_codes` reads them."""
+    inputs, count = _UNITS[format]
+    unit = lines.unflatten(1, (-1, inputs // LINE))
+    own, last = unit[:, :, :count], unit[:, :, count:].unbind(2)
     if format == "int6":
         spare = [last[0] << 6, last[0] >> 2 << 6, last[0] >> 4 << 6]
     else:
         x, y, z = last
         spare = [x << 5, x >> 3 << 5 | z >> 3 << 7, y << 5, y >> 3 << 5 | z >> 4 << 7, z << 5]
-    units: Tensor = own | torch.stack(spare, 2)
-    return units
+    return (own | torch.stack(spare, 2)).flatten(2)
 
 
 def pack_bytes(stored: Tensor) -> Tensor:
