@@ -211,7 +211,7 @@ ENGINE_OPTIONS = (
         panel=MODEL_PANEL,
         metavar="[8|16|32]",
         help="Bits of the inputs of linear layers with integer or mxfp4 weights, on x86 CPUs. "
-        "16 changes logits by 0.02 %; 8, for int4 weights, changes them by 2 % and is faster; 32 "
+        "16 changes logits by 0.02 %; 8, for 4 to 6 bits, changes them by 2 % and is faster; 32 "
         "does not quantize inputs. With 8, inputs of fp8 weights are rounded to fp8, on every "
         "device.",
     ),

@@ -96,8 +96,8 @@ def quantized_linear(
     and there is neither zero nor minimum. An int16 scale [N / 16, K / 256 * words, 16] has scales
     and minimums in superblocks, for integers; then zero and minimum are None.
     Summed in float32 and rounded once.
-    x_bits: EXACT_BITS; or 16 if q are not float8, or 8 if they are int4: x is rounded with
-    `round_inputs`. Or 8 if q are float8 and groups multiples of 32: with
+    x_bits: EXACT_BITS; or 16 if q are not float8, or 8 if they are int4, int5 or int6: x is
+    rounded with `round_inputs`. Or 8 if q are float8 and groups multiples of 32: with
     `round_to_fp8`.
     """
     w = dequantize(weight, scale, zero, minimum)
@@ -141,9 +141,9 @@ def supports_bits(weight: Tensor, scale: Tensor, bits: int) -> int:
     if weight.dtype == torch.float8_e4m3fn:
         group = inputs_of(weight) // scale.shape[-2]
         return bits if bits == 8 and group % INPUTS == 0 else EXACT_BITS
-    is_4_bit = weight.dtype == torch.uint8 and packed_format(weight) is None
-    is_int4 = is_4_bit and scale.dtype != torch.uint8
-    return bits if is_int4 else max(bits, 16)
+    if weight.dtype != torch.uint8 or scale.dtype == torch.uint8 or packed_format(weight) == "iq4":
+        return max(bits, 16)
+    return bits
 
 
 def round_inputs(x: Tensor, bits: int, group: int) -> Tensor:
@@ -548,7 +548,7 @@ def _superblock_cases(
     for format, group, minimum, k in SUPERBLOCK_DRAWS:
         weight, scale = superblock_draw(gen, format, group, minimum, 48, k)
         bias = torch.randn(48, generator=gen).to(device, dtype) if group == 32 else None
-        all_bits = (EXACT_BITS, 16, 8) if format == "int4" else (EXACT_BITS, 16)
+        all_bits = (EXACT_BITS, 16, 8) if format in MIDDLES else (EXACT_BITS, 16)
         for rows in _ROUNDED_ROWS:
             x = _uneven(gen, rows, k).to(device, dtype)
             for bits in all_bits:
@@ -568,7 +568,7 @@ def _packed_cases(gen: torch.Generator, device: torch.device, dtype: torch.dtype
         minimum = scale * -15.5 if format == "int5" else None
         for rows in _ROUNDED_ROWS:
             x = _uneven(gen, rows, 288).to(device, dtype)
-            for bits in (EXACT_BITS, 16):
+            for bits in (EXACT_BITS, 16, 8) if format in MIDDLES else (EXACT_BITS, 16):
                 yield x, weight, scale, None, None, None, bits
                 if minimum is not None:
                     yield x, weight, scale, None, None, minimum, bits

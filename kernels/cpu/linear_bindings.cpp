@@ -122,9 +122,9 @@ LowBitArgs make_args(const Tensor& x, const Tensor& weight, const Tensor& scale,
     return a;
   }
   const bool is_rounded = x_bits == 16 ? a.format != Format::fp8
-                                       : x_bits == 8 && a.format == Format::int4;
+                                       : x_bits == 8 && middle_of(a.stored);
   TORCH_CHECK(x_bits == kExactBits || (is_rounded && kernels->rounds_x()), "x_bits must be ",
-              kExactBits, ", 8 for fp8, or on x86 16 for other weights or 8 for int4, got ",
+              kExactBits, ", 8 for fp8, or on x86 16 for other weights or 8 for integers of 4 to 6 bits, got ",
               x_bits);
   a.x_bits = int(x_bits);
   return a;

@@ -293,7 +293,7 @@ void run(const LowBitArgs& a) {
 }
 
 #ifdef __AVX2__
-// int5 and int6 as they are stored, with x in 16 bits.
+// int5 and int6 as they are stored, with x in 16 or 8 bits.
 #ifdef LLMC_BYTE_PRODUCTS
 constexpr int64_t kMaxPackedRows = kMaxBlockRows;
 #else
@@ -302,6 +302,7 @@ constexpr int64_t kMaxPackedRows = 2;
 template <Format kFormat>
 void run_packed(LowBitArgs a) {
   a.format = kFormat;
+  if (a.x_bits == 8) return by_blocks<ShortReader<kFormat, 1>, kMaxByteRows>(a);
 #ifdef LLMC_BYTE_PRODUCTS
   by_blocks<ByteReader<kFormat>>(a, a.x_bits == 16 ? kRounded : ByteReader<kFormat>::kMaxStretch);
 #else
@@ -319,7 +320,7 @@ void quantized_linear(const LowBitArgs& a) {
   const bool is_widened = a.dtype == Dtype::bf16 && widens_weights();
   if (a.rows > kMaxBlockRows && !is_widened) return quantized_many_rows(a);
 #ifdef __AVX2__
-  if (a.stored != a.format && (a.x_bits == 16 || a.dtype != Dtype::f32) && a.rows <= kMaxPackedRows)
+  if (a.stored != a.format && (a.x_bits <= 16 || a.dtype != Dtype::f32) && a.rows <= kMaxPackedRows)
     return a.stored == Format::int6 ? run_packed<Format::int6>(a) : run_packed<Format::int5>(a);
 #endif
   switch (a.format) {

@@ -93,6 +93,33 @@ struct Nibbles {  // low nibbles of a line's bytes, for even inputs, then high o
   }
 };
 
+template <Format kFormat>
+struct PackedBytes {  // int5 and int6 as unsigned bytes
+  using Own = UnsignedBytes<kFormat>;
+  static constexpr int kInputs = Own::kInputs, kSteps = kInputs / 4, kLines = Own::kLines;
+  static constexpr bool kFoldsZero = true;
+  LLMC_INLINE auto load(const uint8_t* at) { return Own::load(at); }
+  LLMC_INLINE Register get(const typename Own::Lines& unit, int step, Register) {
+    return Own::get(unit, step);
+  }
+#ifdef LLMC_BYTE_PRODUCTS
+  LLMC_INLINE Register add(Register sum, Register w, Register x) { return add_bytes(sum, w, x); }
+#else
+  static constexpr int kTogether = 2;  // steps; their products fit in 16 bits: 4 * 63 * 127
+  LLMC_INLINE Register add(Register sum, const Register (&w)[2], const Register (&x)[2]) {
+    const Register both = add_words(multiply_bytes(w[0], x[0]), multiply_bytes(w[1], x[1]));
+    return (Register)((vi)sum + (vi)multiply_words(both, every_word(1)));
+  }
+#endif
+  LLMC_INLINE vf total(Register sum) { return convert<vf>((vi)sum); }
+  static Packed pack(const float* x, int64_t count, int64_t width, int32_t* to) {
+    DigitWords<1> words[kStretch / 4];
+    const Packed packed = Own::pack(x, count, words);
+    for (int64_t i = 0; i < count / 4; ++i) to[i * width] = words[i].digit[0];
+    return packed;
+  }
+};
+
 // Scales of the stretches of a piece of one block, and minimums, which are multiplied by sums of x.
 struct Stretches {
   alignas(64) float scale[kPiece / kMinGroup][kChannels], minimum[kPiece / kMinGroup][kChannels];
@@ -141,10 +168,17 @@ void add_minimums(const Stretches& weight, const float* x, int64_t count, float*
     for (int p = 0; p < kParts; ++p) store_as(sums + m * kChannels + p * kNative, acc[m][p]);
 }
 
+template <class Reader>
+constexpr int steps_together() {
+  if constexpr (requires { Reader::kTogether; }) return Reader::kTogether;
+  return 1;
+}
+
 // A piece by M rows. The first group of rows unpacks its lines to `piece`, which the others read.
 template <class Reader, int M, bool kFirst>
 void multiply(const uint8_t* line, Register* piece, const Stretches& weight, const PackedRows& rows,
               int64_t stretch, int64_t count, bool has_minimum, float* sums) {
+  constexpr int T = steps_together<Reader>();
   const int32_t* x = rows.words;
   for (int64_t s = 0; s < count; ++s) {
     Register acc[M][kParts] = {};
@@ -153,21 +187,27 @@ void multiply(const uint8_t* line, Register* piece, const Stretches& weight, con
       for (int i = 0; i < Reader::kLines; ++i)
         if (kFirst) __builtin_prefetch(line + i * kLineBytes + 2048, 0, 3);
 #pragma GCC unroll 16
-      for (int step = 0; step < Reader::kSteps; ++step, piece += kParts, x += M) {
-        Register w[kParts];
-#pragma GCC unroll 2
-        for (int p = 0; p < kParts; ++p) {
+      for (int step = 0; step < Reader::kSteps; step += T, piece += T * kParts, x += T * M) {
+        Register w[kParts][T];
+#pragma GCC unroll 4
+        for (int i = 0; i < T * kParts; ++i) {
+          const int t = i / kParts, p = i % kParts;
           if constexpr (kFirst)
-            piece[p] = Reader::get(Reader::load(line + p * sizeof(Register)), step,
+            piece[i] = Reader::get(Reader::load(line + p * sizeof(Register)), step + t,
                                    load_as<Register>(weight.zero[s] + p * kNative));
-          w[p] = piece[p];
+          w[p][t] = piece[i];
         }
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
-          const Register both = every_pair(x[m]);
+          Register both[T];
+#pragma GCC unroll 2
+          for (int t = 0; t < T; ++t) both[t] = every_pair(x[t * M + m]);
 #pragma GCC unroll 2
           for (int p = 0; p < kParts; ++p) {
-            acc[m][p] = Reader::add(acc[m][p], w[p], both);
+            if constexpr (T == 1)
+              acc[m][p] = Reader::add(acc[m][p], w[p][0], both[0]);
+            else
+              acc[m][p] = Reader::add(acc[m][p], w[p], both);
             asm volatile("" : "+v"(acc[m][p]));  // else GCC interleaves steps and spills registers
           }
         }
@@ -245,7 +285,7 @@ void block_rows(const LowBitArgs& a, const Pass& x, int64_t block) {
   alignas(64) float sums[(kMaxPass + kMaxRows) * kChannels];
   Stretches weight;
   const int64_t groups = x.groups();
-  const bool has_minimum = a.has_minimum() || (Reader::kFoldsZero && a.format == Format::int4);
+  const bool has_minimum = a.has_minimum() || (Reader::kFoldsZero && middle_of(a.format));
   std::memset(sums, 0, x.first(groups) * kChannels * sizeof(float));
   for (int64_t k = 0; k < a.depth; k += kPiece) {
     const int64_t inputs = std::min(kPiece, a.depth - k), count = inputs / x.stretch;
@@ -294,8 +334,10 @@ void quantized_integer_rows(const LowBitArgs& given) {
   LowBitArgs a = given;
   a.format = a.stored;
   if (a.format == Format::int8) return by_passes<Words<Format::int8>>(a);
-  if (a.format == Format::int6) return by_passes<Words<Format::int6>>(a);
-  if (a.format == Format::int5) return by_passes<Words<Format::int5>>(a);
+  if (a.format == Format::int6)
+    return a.x_bits > 8 ? by_passes<Words<Format::int6>>(a) : by_passes<PackedBytes<Format::int6>>(a);
+  if (a.format == Format::int5)
+    return a.x_bits > 8 ? by_passes<Words<Format::int5>>(a) : by_passes<PackedBytes<Format::int5>>(a);
   if (a.format == Format::mxfp4) return by_passes<Words<Format::mxfp4>>(a);
   if (a.format == Format::iq4) return by_passes<Words<Format::iq4>>(a);
   a.x_bits > 8 ? by_passes<Words<Format::int4>>(a) : by_passes<Nibbles>(a);
