@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from http import HTTPMethod
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -36,6 +37,7 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50
 FEW = (0, 1, 2, 5, 10, 20, 50, 100)
 HTTP_S = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 REASONS = ("stop", "length", "abort", "error")
+METHODS = frozenset(HTTPMethod)
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # read by prometheus_client when it is imported
 
 
@@ -125,7 +127,9 @@ class HttpMetrics:
         )
 
     def answered(self, method: str, handler: str, status: int, seconds: float) -> None:
-        """Record a finished HTTP request. `handler` is a route's path, which bounds the labels."""
+        """Record a finished HTTP request. `handler` is a route's path, which bounds the labels.
+        Methods of the client's own invention are counted together, for the same reason."""
+        method = method if method in METHODS else "other"
         self._answered.labels(method, handler, f"{status // 100}xx").inc()
         self._answer_s.labels(method, handler).observe(seconds)
 

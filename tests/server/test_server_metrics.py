@@ -139,6 +139,19 @@ def test_answers_are_counted_by_route(both: Live) -> None:
     assert not any(handler in ("/health", "/metrics") for _, handler, _ in found)
 
 
+def test_clients_cannot_add_metrics_by_inventing_methods(both: Live) -> None:
+    answers = [both.client.request(name, "/v1/models") for name in ("BREW", "X1", "X2", "X3")]
+    assert {answer.status_code for answer in answers} == {405}
+    wanted = {"method": "other", "handler": "/v1/models", "status": "4xx"}
+    deadline = time.monotonic() + 10
+    while True:
+        found = samples(both)["http_requests_total"]  # counted once the answer is sent
+        if any(s.labels == wanted and s.value == 4 for s in found) or time.monotonic() > deadline:
+            break
+    assert [s.value for s in found if s.labels == wanted] == [4]
+    assert not {s.labels["method"] for s in found} & {"BREW", "X1", "X2", "X3"}
+
+
 def test_vllms_dashboards_find_their_metrics(both: Live) -> None:
     both.complete()
     found = samples(both)
