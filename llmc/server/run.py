@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # importing these reads the environment, which --api-workers 
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections waiting to be accepted
+READERS_S = 2  # after draining, for slow readers to receive the ends of their responses
 HEAD_TIMEOUT_S = 30.0  # from opening, or from the last response, to the end of a request's headers
 
 
@@ -149,7 +150,8 @@ class Server(uvicorn.Server):
             # that they are distributed evenly.
             backlog=BACKLOG if settings.api_workers == 1 else 1,
             timeout_keep_alive=settings.idle_connection_s,
-            timeout_graceful_shutdown=2,  # after draining nothing is left to wait for
+            timeout_graceful_shutdown=READERS_S
+            + 2,  # `shutdown` has closed all connections by then
         )
         super().__init__(config)
         self._llm: AsyncLLM | ModelManager = app.state.llm
@@ -208,9 +210,16 @@ class Server(uvicorn.Server):
         if self._batches is not None:
             await self._batches.stop()
         await self._llm.shutdown(drain_timeout=0)
+        close = asyncio.get_running_loop().call_later(READERS_S, self._close_connections)
         await super().shutdown(sockets)
+        close.cancel()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
+
+    def _close_connections(self) -> None:
+        """Drop readers that are too slow: uvicorn would cancel their calls, with a traceback."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     async def _drain(self) -> None:
         deadline = asyncio.get_running_loop().time() + self._settings.shutdown_timeout_s
@@ -270,6 +279,18 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer malformed HTTP, which no route sees. Called while h11's error is handled."""
+        self._refuse(_malformed(sys.exception(), self._max_head))
+
+    def shutdown(self) -> None:
+        """The server is about to end. A request that has not arrived would hold it up."""
+        cycle = self.cycle
+        if cycle is not None and cycle.more_body and not cycle.response_started:
+            self._refuse(ApiError(503, "the server is shutting down", code="shutting_down"))
+        else:
+            super().shutdown()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer in the route's place, and close the connection."""
         path = ""
         if self.cycle is not None and not self.cycle.response_complete:
             path = self.scope["path"]
@@ -277,7 +298,7 @@ class Connection(H11Protocol):
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             request_id = uuid.uuid4().hex
-            response = error_response(_malformed(sys.exception(), self._max_head), path, request_id)
+            response = error_response(error, path, request_id)
             ours = [*response.raw_headers, (b"x-request-id", request_id.encode())]
             head = h11.Response(
                 status_code=response.status_code,

@@ -539,6 +539,38 @@ def test_bad_address_is_a_config_error(host: str, port: int) -> None:
         bind_socket(host, port)
 
 
+def test_a_body_that_never_comes_holds_up_no_end(caplog: pytest.LogCaptureFixture) -> None:
+    with live_server() as live:
+        sock = live.connect()
+        sock.sendall(json_head(100) + b'{"prompt"')
+        # answered, so the server has the other request's headers too
+        assert live.client.get("/health").status_code == 200
+        live.server.should_exit = True
+        begun = time.monotonic()
+        live.thread.join(10)
+        took = time.monotonic() - begun
+    with sock:
+        answer = read_answer(sock)
+    assert took < run.READERS_S, f"it ended after {took:.1f} s"
+    assert status_of(answer) == 503
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "shutting_down"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_reader_that_stops_is_dropped_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    with live_server(max_model_len=100_000, num_blocks=8000) as live, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", live.port))
+        body = json.dumps({**ENDLESS, "max_tokens": 90_000, "stream": True, "logprobs": 20})
+        sock.sendall(json_head(len(body)) + body.encode())
+        connections = live.server.server_state.connections
+        wait_for(lambda: any(one.flow.write_paused for one in connections), seconds=30)
+        live.server.should_exit = True
+        live.thread.join(10)
+        assert not live.thread.is_alive()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 SERVE = """
 import sys
 sys.path.insert(0, {support!r})
