@@ -1,7 +1,7 @@
 """Runs one generation call: submit, respond with JSON or a stream, abort if the client disconnects.
 
 client disconnects ---> work cancelled -> requests aborted -> blocks freed
-reader stalled -------> the same after `stalled_reader_s`
+reader stalled -------> the same: the connection is then aborted (`Connection` in run.py)
 error before the first token -> an HTTP status;  after it -> an error event in the stream
 """
 
@@ -173,9 +173,9 @@ class GenerationResponse:
 
 
 class EventSender:
-    """Sends events to one reader, which may be slow or disconnect after a long silence.
+    """Sends events to one reader, which may disconnect after a long silence.
 
-    A separate timer handles both (`keep_alive`): a timeout around every event would cost more than
+    A separate timer prevents that (`keep_alive`): a timeout around every event would cost more than
     the event itself.
     """
 
@@ -198,15 +198,11 @@ class EventSender:
         await self._write(self._wire.done, more=False)
 
     async def keep_alive(self, settings: ServerSettings) -> None:
-        """Send a comment after a long silence; return when the reader has stalled."""
-        pause = min(settings.keep_alive_s, settings.stalled_reader_s) / 4
+        """Send a comment after each long silence."""
         while True:
-            await asyncio.sleep(pause)
-            quiet = time.monotonic() - self._last
-            if self._pending:
-                if quiet >= settings.stalled_reader_s:
-                    return
-            elif quiet >= settings.keep_alive_s:
+            await asyncio.sleep(settings.keep_alive_s / 4)
+            is_quiet = time.monotonic() - self._last >= settings.keep_alive_s
+            if is_quiet and not self._pending:
                 await self._write(self._wire.keep_alive)
 
     async def _write(self, body: bytes, *, more: bool = True) -> None:

@@ -9,13 +9,18 @@ server exits with EngineDeadError.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import fcntl
 import logging
 import socket
 import ssl
 import sys
+import termios
 import uuid
+from array import array
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -135,7 +140,7 @@ class Server(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
-            http=Connection,
+            http=partial(Connection, stalled_reader_s=settings.stalled_reader_s),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
@@ -250,15 +255,19 @@ class HttpParser(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """One connection. h11 limits the size of a request's headers; this adds a deadline, and errors
-    in our format for malformed HTTP."""
+    """One connection. h11 limits the size of a request's headers; this adds a deadline, one for
+    clients that read nothing, and errors in our format for malformed HTTP."""
 
-    def __init__(self, config: uvicorn.Config, *args: Any, **options: Any) -> None:
+    def __init__(
+        self, config: uvicorn.Config, *args: Any, stalled_reader_s: float, **options: Any
+    ) -> None:
         super().__init__(config, *args, **options)
         assert config.h11_max_incomplete_event_size is not None, "the server sets it"
         self._max_head = config.h11_max_incomplete_event_size
         self.conn = HttpParser(h11.SERVER, self._max_head)
         self._head_timer: asyncio.TimerHandle | None = None
+        self._stalled_reader_s = stalled_reader_s
+        self._reader_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -269,10 +278,20 @@ class Connection(H11Protocol):
         if self._head_timer is not None:  # it would keep the connection and its last request
             self._head_timer.cancel()
             self._head_timer = None
+        self._cancel_reader_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._await_head()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._cancel_reader_timer()
 
     def _unsupported_upgrade_warning(self) -> None:
         """No warnings: any client could flood the log, and the response names the problem."""
@@ -307,7 +326,7 @@ class Connection(H11Protocol):
             )
             for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+        self._close()
 
     def _await_head(self) -> None:
         self._head_deadline = self.loop.time() + HEAD_TIMEOUT_S
@@ -316,12 +335,44 @@ class Connection(H11Protocol):
 
     def _check_head(self) -> None:
         self._head_timer = None
-        if self.transport.is_closing() or not (self.cycle is None or self.cycle.response_complete):
+        if not (self.cycle is None or self.cycle.response_complete):
             return  # a request is being answered; its end starts the timer again
-        if self.loop.time() >= self._head_deadline:
-            self.transport.close()
+        if self.transport.is_closing() or self.loop.time() >= self._head_deadline:
+            self._close()
         else:
             self._head_timer = self.loop.call_at(self._head_deadline, self._check_head)
+
+    def _close(self) -> None:
+        """Close once the client has read everything, or reads no more."""
+        self.transport.close()
+        self._await_reader()
+
+    def _await_reader(self) -> None:
+        """Abort the connection unless the client reads something in time. Called when nothing more
+        is written until it has read, or at all."""
+        self._cancel_reader_timer()
+        self._reader_timer = self.loop.call_later(
+            self._stalled_reader_s, self._check_reader, self._num_unread()
+        )
+
+    def _check_reader(self, num_unread: int) -> None:
+        if self._num_unread() < num_unread:
+            self._await_reader()
+        else:
+            self.transport.abort()
+
+    def _num_unread(self) -> int:
+        """Bytes on their way to the client. The system's part can be megabytes, of which a slow
+        client takes less in a while than the system waits for before it takes more from us."""
+        size = array("i", [0])
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, size)
+        return self.transport.get_write_buffer_size() + size[0]
+
+    def _cancel_reader_timer(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
 
 
 def _malformed(fault: BaseException | None, max_head: int) -> ApiError:

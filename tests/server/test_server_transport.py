@@ -476,18 +476,15 @@ def test_leaving_inside_the_body(live: Live) -> None:
 # ---- rows 45, 46, and keep-alive comments ----
 
 
-def test_stalled_reader_is_cut_and_its_request_aborted() -> None:
+@pytest.mark.parametrize("stream", [True, False])
+def test_stalled_reader_is_cut_and_its_request_aborted(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     settings = ServerSettings(stalled_reader_s=0.3)
     with live_server(settings, max_model_len=100_000, num_blocks=8000) as live:
-        body = json.dumps(
-            {
-                "prompt": "x",
-                "max_tokens": 90_000,
-                "ignore_eos": True,
-                "stream": True,
-                "logprobs": 20,
-            }
-        ).encode()
+        num_tokens = 90_000 if stream else 15_000  # a body is sent when it is complete: 6 MB
+        body = long_body(num_tokens, stream=stream)
+        connections = live.server.server_state.connections
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect(("127.0.0.1", live.port))
@@ -495,8 +492,34 @@ def test_stalled_reader_is_cut_and_its_request_aborted() -> None:
             wait_for(lambda: live.llm.num_active == 1)
             wait_for(lambda: live.llm.num_active == 0, seconds=30)
             live.wait_idle()
-            assert live.scripted.engine.stats().num_generated_tokens < 90_000
+            wait_for(lambda: not connections, seconds=10)
+            num_generated = live.scripted.engine.stats().num_generated_tokens
+            assert num_generated < 90_000 if stream else num_generated == 15_000
         assert live.complete().status_code == 200
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_slow_reader_gets_everything() -> None:
+    settings = ServerSettings(stalled_reader_s=0.4)
+    with live_server(settings, max_model_len=100_000, num_blocks=8000) as live:
+        body = long_body(15_000, stream=False)
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+            sock.settimeout(30)
+            sock.connect(("127.0.0.1", live.port))
+            sock.sendall(json_head(len(body), "Connection: close") + body)
+            text, begun = sock.recv(65536), time.monotonic()
+            while chunk := sock.recv(65536):
+                text += chunk
+                if time.monotonic() - begun < 2:  # of the first MB: less than the system buffers
+                    time.sleep(0.1)
+        [choice] = json.loads(text.partition(b"\r\n\r\n")[2])["choices"]
+        assert len(choice["logprobs"]["tokens"]) == 15_000
+
+
+def long_body(num_tokens: int, *, stream: bool) -> bytes:
+    fields = {"max_tokens": num_tokens, "stream": stream, "logprobs": 20}
+    return json.dumps({**ENDLESS, **fields}).encode()
 
 
 def test_quiet_stream_gets_comments() -> None:
@@ -561,8 +584,8 @@ def test_a_reader_that_stops_is_dropped_at_the_end(caplog: pytest.LogCaptureFixt
     with live_server(max_model_len=100_000, num_blocks=8000) as live, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", live.port))
-        body = json.dumps({**ENDLESS, "max_tokens": 90_000, "stream": True, "logprobs": 20})
-        sock.sendall(json_head(len(body)) + body.encode())
+        body = long_body(90_000, stream=True)
+        sock.sendall(json_head(len(body)) + body)
         connections = live.server.server_state.connections
         wait_for(lambda: any(one.flow.write_paused for one in connections), seconds=30)
         live.server.should_exit = True
