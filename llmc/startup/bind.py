@@ -11,7 +11,6 @@ from torch import Tensor, fx
 
 from llmc.compiler.lower import lower
 from llmc.compiler.program import Program, bind
-from llmc.config import EngineConfig
 from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
 from llmc.engine.kv.swap import SwapConfig, SwapCost
 from llmc.errors import ConfigError
@@ -138,7 +137,7 @@ def make_runner(
         max_tokens=max(config.max_num_batched_tokens, sum(LENGTHS)),
         caches=halves,
         states=states,
-        swap_space=_swap_space(config, program, halves) if can_swap else None,
+        swap_space=_swap_space(model, halves) if can_swap else None,
         adapters=adapters,
         device=open_device(program.device, max_in_flight=mode.max_in_flight),
         buckets=config.cuda_graph_buckets,
@@ -219,11 +218,21 @@ def cache_layout(model: LoadedModel) -> CacheLayout:
     )
 
 
-def _swap_space(
-    config: EngineConfig, program: Program, caches: Sequence[Tensor]
-) -> SwapSpace | None:
-    """Host memory as configured; None for models with recurrent states, which are not in blocks."""
-    if not config.swap_space or program.states or not caches:
+def why_not_swapped(model: LoadedModel) -> str:
+    """Why preempted requests of this model are always recomputed; "" if they can be swapped."""
+    if model.program.states:
+        return "recurrent states are not in blocks"
+    if not model.program.caches:
+        return "there is no KV cache"
+    if cache_layout(model).windows != (WHOLE,):
+        return "layers have attention windows"
+    return ""
+
+
+def _swap_space(model: LoadedModel, caches: Sequence[Tensor]) -> SwapSpace | None:
+    """Host memory as configured, if the model's requests can be swapped."""
+    config = model.source.config
+    if not config.swap_space or why_not_swapped(model):
         return None
     block_bytes = sum(cache[0].nbytes for cache in caches)
     num_slots = config.swap_space // block_bytes

@@ -40,7 +40,7 @@ from llmc.startup.background import (
     start_kernels,
     wait_for_kernels,
 )
-from llmc.startup.bind import BoundModel, StepMode, bind_model
+from llmc.startup.bind import BoundModel, StepMode, bind_model, why_not_swapped
 from llmc.startup.compile import CompiledModel, LoadedModel, compile_model, keep, load_model
 from llmc.startup.config_facts import FactsCache
 from llmc.startup.images import ImageModel, NoImages, load_images
@@ -414,4 +414,6 @@ def _cache_details(model: LoadedModel, pool: PoolSize, bound: BoundModel) -> lis
             f"{cost.copy_bytes_per_second / 1e9:.1f} GB/s against "
             f"{1 / cost.prefill_seconds_per_token:.0f} tokens/s"
         )
+    elif model.source.config.swap_space and (why := why_not_swapped(model)):
+        details.append(f"no swap, since {why}")
     return details

@@ -9,10 +9,13 @@ import pytest
 import tiny_engine
 import tiny_models
 
+from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
 from llmc.engine.kv.swap import SwapConfig
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.errors import ConfigError
+from llmc.model_info import Phase, PhaseBegins
+from llmc.startup.start import start_engine
 
 PROMPTS = tiny_models.prompts((9, 5, 12, 7))
 NUM_BLOCKS = 12
@@ -62,3 +65,22 @@ def test_swapped_requests_go_on_as_recomputed_ones(path: Path) -> None:
 def test_a_space_for_less_than_a_block_is_refused(path: Path) -> None:
     with pytest.raises(ConfigError, match="swap_space of 100 bytes is too small for one block"):
         tiny_engine.start(path, swap_space=100)
+
+
+@pytest.mark.parametrize(
+    ("family", "why"), [("mistral", "layers have attention windows"), ("llama", None)]
+)
+def test_host_memory_is_reserved_only_for_models_that_swap(
+    family: str, why: str | None, tmp_path: Path
+) -> None:
+    model = tiny_models.save_checkpoint(family, tmp_path / family)
+    details: list[str] = []
+
+    def on_phase(phase: Phase | PhaseBegins) -> None:
+        if isinstance(phase, Phase):
+            details.append(phase.detail)
+
+    config = EngineConfig(model=str(model), dtype="float32", opt_level=0, swap_space=2**20)
+    started = start_engine(config, on_phase=on_phase)
+    assert (started.runner.swap_space is None) == (why is not None)
+    assert any(f"no swap, since {why}" in detail for detail in details) == (why is not None)
