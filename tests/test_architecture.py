@@ -35,6 +35,7 @@ LEAVES = (
     "llmc.pooling",
     "llmc.logs",
     "llmc.resource_limits",
+    "llmc.parent_watch",
 )
 MAY_IMPORT = {
     "llmc.errors": (),
@@ -58,6 +59,7 @@ MAY_IMPORT = {
     "llmc.cache_dir": (),
     "llmc.garbage": (),
     "llmc.logs": (),
+    "llmc.parent_watch": (),
     "llmc.resource_limits": (),
     "llmc.kernels": ("llmc.errors", "llmc.background_thread", "llmc.cache_dir"),
     "llmc.passes": ("llmc.errors", "llmc.pooling", "llmc.kernels"),

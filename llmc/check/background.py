@@ -21,8 +21,8 @@ from types import TracebackType
 from llmc.cache_dir import cache_dir
 from llmc.config import EngineConfig
 from llmc.model_info import ModelInfo
+from llmc.parent_watch import die_with_parent, leave_signals_to_parent
 from llmc.processes.child import how_it_ended, python_module
-from llmc.processes.parent_watch import die_with_parent, leave_signals_to_parent
 from llmc.startup.architecture_certificate import (
     ArchitectureCertificate,
     ArchitectureCertificates,

@@ -15,12 +15,12 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from llmc.garbage import keep_forever
 from llmc.logs import set_up_logging
-from llmc.processes.parent_watch import die_with_parent, leave, leave_signals_to_parent
+from llmc.parent_watch import die_with_parent, leave, leave_signals_to_parent
 
 if TYPE_CHECKING:
     from llmc.config import EngineConfig
@@ -57,10 +57,13 @@ def main(start: Start | None = None) -> int:
             return 1
         set_up_logging(order.log_level, order.log_format)
         stopped = threading.Event()
-        watcher = threading.Thread(target=_watch_parent, args=(order.folder, stopped), daemon=True)
+        ends: list[Callable[[], object]] = []
+        watcher = threading.Thread(
+            target=_watch_parent, args=(order.folder, stopped, ends), daemon=True
+        )
         watcher.start()
         try:
-            _serve(order, start, report, stopped.is_set)
+            _serve(order, start, report, stopped.is_set, ends)
         except Exception as exc:
             report(describe_failure(exc))
             return 1
@@ -72,6 +75,7 @@ def _serve(
     start: Start | None,
     report: Callable[[object], None],
     is_stopped: Callable[[], bool],
+    ends: list[Callable[[], object]],
 ) -> None:
     import zmq
 
@@ -82,6 +86,7 @@ def _serve(
     load = start or engine.start
     with zmq.Context() as context, bind(context, order.address) as socket:
         started = load(order.config, report)
+        ends.append(started.end_ranks)
         keep_forever()
         report(Ready(info=started.info, stats=started.engine.stats()))
         try:
@@ -90,13 +95,17 @@ def _serve(
             started.end_ranks()  # kills ranks that hang
 
 
-def _watch_parent(folder: str, stopped: threading.Event) -> None:
-    """Wait for the end of standard input, then end the process within GRACE_S."""
+def _watch_parent(
+    folder: str, stopped: threading.Event, ends: Sequence[Callable[[], object]]
+) -> None:
+    """Wait for the end of standard input, then end the process after GRACE_S, and its ranks."""
     while sys.stdin.buffer.readline():
         pass
     shutil.rmtree(folder, ignore_errors=True)  # in case the main process was killed
     stopped.set()
     threading.Event().wait(GRACE_S)
+    for end in ends:  # the step that is running waits for a rank that hangs
+        end()
     os._exit(0)
 
 

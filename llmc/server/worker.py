@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from llmc.logs import set_up_logging
-from llmc.processes.parent_watch import die_with_parent, leave, leave_signals_to_parent
+from llmc.parent_watch import die_with_parent, leave, leave_signals_to_parent
 from llmc.processes.server_processes import EngineUp, Listener, ServerProcesses
 from llmc.processes.wire import from_line
 from llmc.server.workers import End, WorkerOrder

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from llmc.compiler.program import lowered
 from llmc.errors import EngineDeadError
 from llmc.kernels.collectives import Group
 from llmc.kernels.cpu.threads import limit_threads
+from llmc.parent_watch import die_with_parent, leave_signals_to_parent
 from llmc.runner.model_runner import ModelRunner
 from llmc.runner.ranks import Kind, Order, Ranks, read_exactly, receive
 from llmc.startup.background import compile_in_background, kernels_are_built, start_kernels
@@ -36,6 +36,7 @@ from llmc.startup.config_facts import FactsCache
 from llmc.startup.resolve import pick_device, resolve
 from llmc.startup.sizing import least_free_bytes
 from llmc.startup.tensor_parallel import (
+    DIES_WITH_PARENT,
     PROGRAM,
     RankOrder,
     group_of,
@@ -48,8 +49,9 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all ranks; rank 0 decides
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()  # rank 0
+    if DIES_WITH_PARENT in sys.argv:
+        die_with_parent()  # also in a collective that hangs
     return run(socket.socket(fileno=int(sys.argv[-1])))
 
 

@@ -49,8 +49,9 @@ log = logging.getLogger(__name__)
 _dist: Any = dist  # for process groups per engine, which torch leaves untyped
 
 MODULE = "llmc.startup.rank_process"
+DIES_WITH_PARENT = "--dies-with-parent"
 TIMEOUT_S = 30.0  # for a rank to join a collective; after that it counts as stuck
-END_S = 5.0  # for a rank to exit after its channel was closed
+END_S = 3.0  # for a rank to exit after its channel was closed
 PROGRAM = "program"  # the name under which rank 0 saves it for the others
 
 
@@ -220,7 +221,10 @@ class RankProcesses:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-P", "-m", MODULE, str(theirs.fileno())]
+            command = [sys.executable, "-P", "-m", MODULE]
+            if threading.current_thread() is threading.main_thread():
+                command.append(DIES_WITH_PARENT)  # for Linux, the parent would be this thread
+            command.append(str(theirs.fileno()))
             process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
             )

@@ -135,7 +135,7 @@ def test_leaving_skips_the_interpreters_own_end() -> None:
     """A thread that waits in standard input would make it abort, and torch makes it slow."""
     script = (
         "import atexit, sys, threading\n"
-        "from llmc.processes.parent_watch import leave\n"
+        "from llmc.parent_watch import leave\n"
         "threading.Thread(target=sys.stdin.buffer.readline, daemon=True).start()\n"
         "atexit.register(print, 'the end')\n"
         "print('done')\n"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,6 +81,70 @@ def test_two_processes_answer_as_one_and_a_killed_rank_ends_the_engine() -> None
         with pytest.raises(EngineDeadError, match=r"rank 1 .* exited \(signal 9\)"):
             answers(two)
     wait_for(lambda: not ranks_of(os.getpid()))
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_rank_that_hangs_ends_with_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    options = {**OPTIONS, "tensor_parallel_size": 2, "model": str(tiny_chat_model())}
+    with live_processes(command=(), **options) as live:
+        [rank] = ranks_of(live.engine_pid)
+
+        def ask() -> None:
+            with contextlib.suppress(httpx.HTTPError):
+                live.client.post("/v1/completions", json=ENDLESS)
+
+        asker = threading.Thread(target=ask)
+        asker.start()
+        wait_for(lambda: live.llm.stats().num_running == 1)
+        rank.suspend()  # the engine waits for it in a collective
+    asker.join(10)
+    try:
+        assert has_ended(rank.pid)
+        assert not [*tmp_path.glob("llmc-ranks-*")]
+    finally:
+        if not has_ended(rank.pid):
+            rank.kill()
+
+
+KILLED = """
+import os, sys, time
+from llmc.startup.tensor_parallel import RankProcesses
+ranks = RankProcesses(2)
+if holder := os.fork():
+    print(ranks.pids[0], holder, flush=True)
+    sys.stdin.readline()
+    os.kill(os.getpid(), 9)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems don't tell of a parent's death")
+def test_a_rank_that_sees_no_end_of_its_channel_ends_with_a_killed_engine() -> None:
+    command = [sys.executable, "-P", "-c", KILLED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
+        assert engine.stdin is not None and engine.stdout is not None
+        rank, holder = map(int, engine.stdout.readline().split())
+        try:
+            wait_for(lambda: catches(rank, signal.SIGQUIT), seconds=60)
+            engine.stdin.write(b"\n")
+            engine.stdin.flush()
+            assert engine.wait(10) == -signal.SIGKILL
+            wait_for(lambda: has_ended(rank), seconds=10)
+        finally:
+            for pid in (holder, rank):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal."""
+    [line] = re.findall(r"SigCgt:\s*(\S+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(line, 16) >> (number - 1) & 1)
 
 
 @pytest.mark.slow

@@ -23,8 +23,8 @@ from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan import NewRow
 from llmc.errors import CheckpointError, EngineDeadError
 from llmc.model_info import ModelInfo, Phase, PhaseBegins
+from llmc.parent_watch import leave
 from llmc.processes import engine_main, wire
-from llmc.processes.parent_watch import leave
 
 HANG_IN_C, HANG, DIE = 397, 398, 399
 VOCAB_WIDTH = 400

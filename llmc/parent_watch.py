@@ -1,6 +1,6 @@
 """Setup and end of a child process: leave signals to the parent, die with the parent, exit at once.
 
-Used by the engine process and by the additional API processes.
+Used by the engine process, its ranks and the additional API processes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def die_with_parent() -> None:
 
     The signal handler is libc's own alarm(), which gets the signal's number as its argument, and
     SIGQUIT's is 3. Until then the process can exit in an orderly way when its standard input ends.
+    For Linux, the parent is the thread that started this process.
     """
     if sys.platform != "linux":
         return
