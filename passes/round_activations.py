@@ -17,7 +17,7 @@ from llmc.passes.quantize_linears import is_head
 @graph_pass(rounds=True)
 def round_activations(gm: fx.GraphModule, *, bits: int | None, float8: bool = False) -> Notes:
     """Let CPUs multiply a weight's integers without dequantizing them: inputs are rounded to 16
-    bits, relative to the largest of each 32, or to 8 bits for integers of 4 to 6 bits if `bits` is 8.
+    bits, relative to the largest of each 32, or to 8 for integers of 4 to 6 bits if `bits` is 8.
     docs/quantization.md shows how far the results are from float32.
 
     `bits`: None if something else is faster; then inputs of integer weights are not rounded.
