@@ -408,7 +408,8 @@ def _pack_units(lines: Tensor, format: Format) -> Tensor:
     else:
         x, y, z = last
         spare = [x << 5, x >> 3 << 5 | z >> 3 << 7, y << 5, y >> 3 << 5 | z >> 4 << 7, z << 5]
-    return (own | torch.stack(spare, 2)).flatten(2)
+    units: Tensor = own | torch.stack(spare, 2)
+    return units.flatten(2)
 
 
 def pack_bytes(stored: Tensor) -> Tensor:
