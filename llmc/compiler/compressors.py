@@ -27,7 +27,6 @@ from llmc.kernels.pool_windows import pool_windows
 _PARAMETERS = ["hidden_states", "q_residual", "position_ids", "cache", "layer_idx"]
 _OLD_NAMES = {"past_key_values": "cache"}  # until transformers 5.23
 _PARTS = ("compress_rate", "head_dim", "kv_proj", "gate_proj", "position_bias", "kv_norm")
-_INDEX_PARTS = (*_PARTS, "q_b_proj", "num_heads", "index_topk", "scorer")
 _ROTATION = "apply_rotary_pos_emb"  # transformers' name for it, in every model's file
 _FRESH = (None, None, None, None)  # no state yet: passes/slot_state.py adds one to every call
 _PROBE_TOP_K = 3

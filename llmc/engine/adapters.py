@@ -65,7 +65,6 @@ class AdapterSlots:
         self._free = list(range(loader.num_slots, 0, -1))
         self._slots: OrderedDict[LoRARequest, _Slot] = OrderedDict()  # least recently used first
         self._failed: dict[LoRARequest, str] = {}
-        self.num_loads = 0
 
     def prepare(self, adapter: LoRARequest) -> Readiness:
         """Whether a request with this adapter can be given a row now; if not, start loading it."""
@@ -97,7 +96,6 @@ class AdapterSlots:
             self._free.append(self._slots.pop(old).number)
         slot = _Slot(self._free.pop(), self._loader.begin(adapter, old))
         self._slots[adapter] = slot
-        self.num_loads += 1
         return slot
 
     def acquire(self, adapter: LoRARequest) -> int:

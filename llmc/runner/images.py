@@ -85,7 +85,6 @@ class RowImages:
         self._cache: OrderedDict[bytes, Tensor] = OrderedDict()
         self._cache_bytes = cache_bytes
         self._used_bytes = 0
-        self.num_encoded = 0
 
     def follow(self, plan: StepPlan) -> None:
         """Apply a step's released and new rows."""
@@ -220,7 +219,6 @@ class RowImages:
             self._cache.move_to_end(image.digest)
             return found
         made = self._tower.encode(tensors_of(image), image.num_rows)
-        self.num_encoded += 1
         if made.shape[0] != image.num_rows:
             raise LlmcError(
                 f"the model encoded an image as {made.shape[0]} rows, but its processor put "

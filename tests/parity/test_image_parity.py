@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tiny_engine
@@ -190,21 +191,28 @@ def test_rows_are_made_again_where_the_cache_holds_none(
     images._cache.clear()
     images._used_bytes = 0
     monkeypatch.setattr(images, "_cache_bytes", 0)
-    before = images.num_encoded
+    encode = _watched(images, monkeypatch)
     _check(subject, subject.running.engine(max_num_batched_tokens=5, enable_prefix_caching=False))
     assert images._used_bytes == 0
     # image 0 is in two prompts; chunks of one prompt use rows that stay with the request
-    assert images.num_encoded - before == 6
+    assert encode.call_count == 6
 
 
-def test_prefix_cache(subject: Subject) -> None:
+def _watched(images: Any, monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Counts the images that the tower encodes."""
+    encode = Mock(wraps=images._tower.encode)
+    monkeypatch.setattr(images._tower, "encode", encode)
+    return encode
+
+
+def test_prefix_cache(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = subject.running.engine()
     _run(engine, subject.inputs)
-    before = subject.images.num_encoded
+    encode = _watched(subject.images, monkeypatch)
     hits = engine.stats().prefix_cache_hits
     _check(subject, engine)
     assert engine.stats().prefix_cache_hits > hits + 100
-    assert subject.images.num_encoded == before
+    assert not encode.called
 
 
 def test_another_image_shares_no_block(subject: Subject) -> None:

@@ -23,13 +23,18 @@ def directory(path: Path) -> str:
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> Iterator[Live]:
+def loader() -> Loader:
+    return Loader(2)
+
+
+@pytest.fixture
+def live(tmp_path: Path, loader: Loader) -> Iterator[Live]:
     settings = ServerSettings(
         lora_modules={"poems": directory(tmp_path / "fixed")},
         runtime_lora_dir=str(tmp_path / "runtime"),
     )
     directory(tmp_path / "runtime" / "one")
-    with live_server(settings, adapters=Loader(2)) as made:
+    with live_server(settings, adapters=loader) as made:
         yield made
         made.wait_idle()
 
@@ -38,17 +43,16 @@ def names(live: Live) -> list[str]:
     return [card["id"] for card in live.client.get("/v1/models").json()["data"]]
 
 
-def test_an_adapter_is_a_model(live: Live) -> None:
+def test_an_adapter_is_a_model(live: Live, loader: Loader) -> None:
     card = live.client.get("/v1/models/poems").json()
     assert (card["id"], card["parent"]) == ("poems", "scripted")
     assert card["root"].endswith("fixed")
     assert live.client.get("/v1/models/scripted").json()["parent"] is None
-    adapters = live.scripted.engine.scheduler.adapters
     for send in (live.complete, live.chat):
         assert send(model="scripted").json()["model"] == "scripted"
-        assert adapters.num_loads == (send != live.complete)
+        assert len(loader.begun) == (send != live.complete)
         assert send(model="poems").json()["model"] == "poems"
-        assert adapters.num_loads == 1
+        assert len(loader.begun) == 1
     wrong = live.complete(model="prose")
     assert wrong.status_code == 404
     assert "available: scripted, poems" in wrong.json()["error"]["message"]
@@ -60,12 +64,11 @@ def test_ollamas_clients_find_the_adapters(live: Live) -> None:
         assert [card["name"] for card in cards] == ["scripted", "poems"] == names(live)
 
 
-def test_raw_prompts_of_ollamas_clients_use_the_adapter_too(live: Live) -> None:
-    adapters = live.scripted.engine.scheduler.adapters
+def test_raw_prompts_of_ollamas_clients_use_the_adapter_too(live: Live, loader: Loader) -> None:
     body = {"prompt": "count", "raw": True, "stream": False, "options": {"num_predict": 2}}
     for model, num_loads in (("scripted", 0), ("poems", 1)):
         answer = live.post("/api/generate", {**body, "model": model}).json()
-        assert answer["model"] == model and adapters.num_loads == num_loads
+        assert answer["model"] == model and len(loader.begun) == num_loads
 
 
 def test_prefixes_are_not_shared_between_models(live: Live) -> None:
@@ -93,14 +96,13 @@ def test_load_use_unload(live: Live) -> None:
     assert live.post(UNLOAD, {"lora_name": "new"}).status_code == 404
 
 
-def test_an_adapter_is_replaced_on_request(live: Live, tmp_path: Path) -> None:
+def test_an_adapter_is_replaced_on_request(live: Live, loader: Loader, tmp_path: Path) -> None:
     """It is another adapter for the engine, which keeps neither its weights nor its prefixes."""
     directory(tmp_path / "runtime" / "two")
     body = {"lora_name": "new", "load_inplace": True}
-    adapters = live.scripted.engine.scheduler.adapters
     for number, path in enumerate(("one", "two"), 1):
         assert live.post(LOAD, {**body, "lora_path": path}).status_code == 200
-        assert adapters.num_loads == number
+        assert len(loader.begun) == number
         assert live.client.get("/v1/models/new").json()["root"].endswith(path)
     assert names(live) == ["scripted", "poems", "new"]
     taken = live.post(LOAD, {**body, "lora_name": "scripted", "lora_path": "one"})
