@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Annotated
@@ -10,10 +9,13 @@ from typing import Annotated
 import typer
 
 from llmc.cli.bench_options import (
+    RESULT,
+    WORKLOAD,
     Bandwidth,
     DatasetPath,
     InputLen,
     NumPrompts,
+    Output,
     OutputJson,
     OutputLen,
     Percentiles,
@@ -21,13 +23,13 @@ from llmc.cli.bench_options import (
     PrefixLen,
     RangeRatio,
     Temperature,
+    Workload,
 )
 from llmc.cli.help import HelpCommand
 from llmc.cli.options import engine_options, option
 from llmc.config import EngineConfig
 
 LOAD = "Load"
-RESULT = "Result"
 SERVER = "Server"
 
 app = typer.Typer(
@@ -35,42 +37,6 @@ app = typer.Typer(
     help="Measure speed: of the engine in this process, or of any OpenAI-compatible server.",
     no_args_is_help=True,
 )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """The requests to send, as described by the user."""
-
-    num_prompts: int
-    input_len: int | None
-    output_len: int | None
-    range_ratio: float
-    prefix_len: int
-    dataset: Path | None
-    seed: int
-
-    @property
-    def is_text(self) -> bool:
-        """Whether to use real text, because no flag describes the prompts."""
-        return self.dataset is None and self.input_len is None and self.prefix_len == 0
-
-    @property
-    def random_input_len(self) -> int:
-        return 128 if self.input_len is None else self.input_len
-
-    @property
-    def random_output_len(self) -> int:
-        return 128 if self.output_len is None else self.output_len
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """Where and how to report the result."""
-
-    json: Path | None
-    plot: Path | None
-    percentiles: str
-    bandwidth: bool = False
 
 
 @app.command("throughput", cls=HelpCommand)
@@ -89,7 +55,7 @@ def throughput(
         option(
             "--ignore-eos/--no-ignore-eos",
             help="Generate the full output length, past the model's end token.",
-            panel="Workload",
+            panel=WORKLOAD,
         ),
     ] = True,
     num_warmups: Annotated[
@@ -98,7 +64,7 @@ def throughput(
             "--num-warmups",
             help="Requests to send before measuring.",
             metavar="REQUESTS",
-            panel="Workload",
+            panel=WORKLOAD,
         ),
     ] = 8,
     bandwidth: Bandwidth = True,
@@ -135,14 +101,14 @@ def latency(
     config: EngineConfig,
     batch_size: Annotated[
         int,
-        option("--batch-size", help="Requests per batch.", metavar="REQUESTS", panel="Workload"),
+        option("--batch-size", help="Requests per batch.", metavar="REQUESTS", panel=WORKLOAD),
     ] = 8,
     input_len: InputLen = None,
     output_len: Annotated[
-        int, option("--output-len", help="Output tokens.", metavar="TOKENS", panel="Workload")
+        int, option("--output-len", help="Output tokens.", metavar="TOKENS", panel=WORKLOAD)
     ] = 128,
     num_iters: Annotated[
-        int, option("--num-iters", help="Batches to measure.", metavar="BATCHES", panel="Workload")
+        int, option("--num-iters", help="Batches to measure.", metavar="BATCHES", panel=WORKLOAD)
     ] = 10,
     num_iters_warmup: Annotated[
         int,
@@ -150,7 +116,7 @@ def latency(
             "--num-iters-warmup",
             help="Batches to run before measuring.",
             metavar="BATCHES",
-            panel="Workload",
+            panel=WORKLOAD,
         ),
     ] = 3,
     temperature: Temperature = 1.0,
@@ -189,7 +155,7 @@ def explain(
             "--batch-size",
             help="Requests in the decode step.",
             metavar="REQUESTS",
-            panel="Workload",
+            panel=WORKLOAD,
         ),
     ] = 1,
     context_len: Annotated[
@@ -198,12 +164,12 @@ def explain(
             "--context-len",
             help="Context length of each of them.",
             metavar="TOKENS",
-            panel="Workload",
+            panel=WORKLOAD,
         ),
     ] = 512,
     input_len: Annotated[
         int,
-        option("--input-len", help="Prompt length.", metavar="TOKENS", panel="Workload"),
+        option("--input-len", help="Prompt length.", metavar="TOKENS", panel=WORKLOAD),
     ] = 512,
     num_iters: Annotated[
         int,
@@ -211,7 +177,7 @@ def explain(
             "--num-iters",
             help="Number of decode steps, and of prompts, to measure.",
             metavar="STEPS",
-            panel="Workload",
+            panel=WORKLOAD,
         ),
     ] = 10,
     output_json: OutputJson = None,
@@ -303,17 +269,17 @@ def serve(
             "--seed",
             help="Seed for prompts and arrival times.",
             metavar="INTEGER",
-            panel="Workload",
+            panel=WORKLOAD,
         ),
     ] = 0,
     temperature: Temperature = 0.0,
     ignore_eos: Annotated[
         bool,
-        option("--ignore-eos", help="Request the full output length.", panel="Workload"),
+        option("--ignore-eos", help="Request the full output length.", panel=WORKLOAD),
     ] = False,
     extra_body: Annotated[
         str | None,
-        option("--extra-body", help="JSON object added to every request.", panel="Workload"),
+        option("--extra-body", help="JSON object added to every request.", panel=WORKLOAD),
     ] = None,
     request_rate: Annotated[
         float,

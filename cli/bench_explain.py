@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmc.cli.bench import Output
+from llmc.cli.bench_options import Output
 from llmc.cli.bench_run import about, check_before_loading
 from llmc.cli.bench_show import progress_bar, write_result
 from llmc.cli.console import note, stderr_console

@@ -1,7 +1,8 @@
-"""Flags shared by several benchmarks. Names follow `vllm bench`."""
+"""Flags shared by several benchmarks, named as in `vllm bench`, and what they describe."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -90,3 +91,39 @@ Bandwidth = Annotated[
         panel=RESULT,
     ),
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The requests to send, as described by the user."""
+
+    num_prompts: int
+    input_len: int | None
+    output_len: int | None
+    range_ratio: float
+    prefix_len: int
+    dataset: Path | None
+    seed: int
+
+    @property
+    def is_text(self) -> bool:
+        """Whether to use real text, because no flag describes the prompts."""
+        return self.dataset is None and self.input_len is None and self.prefix_len == 0
+
+    @property
+    def random_input_len(self) -> int:
+        return 128 if self.input_len is None else self.input_len
+
+    @property
+    def random_output_len(self) -> int:
+        return 128 if self.output_len is None else self.output_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Where and how to report the result."""
+
+    json: Path | None
+    plot: Path | None
+    percentiles: str
+    bandwidth: bool = False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmc.cli.bench import Output, Workload
+from llmc.cli.bench_options import Output, Workload
 from llmc.cli.bench_show import progress_bar, write_files
 from llmc.cli.console import stderr_console
 from llmc.cli.loading import load_engine

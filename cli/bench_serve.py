@@ -8,7 +8,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from llmc.cli.bench import Output, Workload
+from llmc.cli.bench_options import Output, Workload
 from llmc.cli.bench_show import progress_bar, write_files
 from llmc.cli.console import note, stderr_console
 from llmc.errors import ConfigError

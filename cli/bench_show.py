@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from llmc.cli.bench import Output
+from llmc.cli.bench_options import Output
 from llmc.cli.console import note, stderr_console
 from llmc.load_test import report
 from llmc.load_test.machine import describe_machine, package_versions

@@ -13,7 +13,7 @@ import re
 import stat
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -26,18 +26,6 @@ from llmc.weights.gguf.files import is_gguf_file
 CHAT_PANEL = "Chat"
 SAMPLING_PANEL = "Sampling"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """What the user asked for; `question` None means an interactive chat."""
-
-    question: str | None
-    system: str | None
-    settings: dict[str, Any]
-    show_stats: bool | None
-    certificate: bool = True
-    markdown: bool = True  # on a terminal
 
 
 def is_model_word(word: str) -> bool:
@@ -208,19 +196,21 @@ def command(
         "max_tokens": max_tokens,
         "stop": stop,
     }
+    settings = {name: value for name, value in given.items() if value is not None}
+    question = find_question(words, quick)
+    from llmc.cli.conversation import check_settings
+
+    check_settings(settings)  # before spending time on loading a model
+    from llmc.cli.chat_session import Ask, chat_with_engine, chat_with_server
+
     ask = Ask(
-        question=find_question(words, quick),
+        question=question,
         system=system,
-        settings={name: value for name, value in given.items() if value is not None},
+        settings=settings,
         show_stats=stats,
         certificate=certificate,
         markdown=markdown,
     )
-    from llmc.cli.conversation import check_settings
-
-    check_settings(ask.settings)  # before spending time on loading a model
-    from llmc.cli.chat_session import chat_with_engine, chat_with_server
-
     if url is not None:
         import asyncio  # here, since importing it takes a tenth of the time of --help
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import sys
+from typing import Any
 
 from rich.console import Console
 
 from llmc.check.background import BackgroundCheck
 from llmc.cli.answer_view import AnswerView
-from llmc.cli.chat import Ask
 from llmc.cli.chat_backends import Backend, ServerBackend
 from llmc.cli.chat_engine import EngineBackend
 from llmc.cli.chat_terminal import Terminal, stream_answer, write_stdout
@@ -24,6 +24,18 @@ from llmc.startup.architecture_certificate import ArchitectureCertificate
 
 # For models whose files recommend no sampling parameters.
 _USUAL_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What the user asked for; `question` None means an interactive chat."""
+
+    question: str | None
+    system: str | None
+    settings: dict[str, Any]
+    show_stats: bool | None
+    certificate: bool = True
+    markdown: bool = True  # on a terminal
 
 
 def chat_with_engine(config: EngineConfig, ask: Ask) -> int:

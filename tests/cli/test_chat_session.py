@@ -15,10 +15,10 @@ import pytest
 from scripted_engine import REPLY, SCRIPTS, make_scripted
 
 from llmc.async_llm import AsyncLLM
-from llmc.cli.chat import Ask, find_question, is_model_word
+from llmc.cli.chat import find_question, is_model_word
 from llmc.cli.chat_backends import ServerBackend
 from llmc.cli.chat_engine import EngineBackend
-from llmc.cli.chat_session import chat_with_engine
+from llmc.cli.chat_session import Ask, chat_with_engine
 from llmc.cli.chat_terminal import stream_answer, visible
 from llmc.cli.conversation import Conversation, TurnStats, why_it_ended
 from llmc.config import EngineConfig
