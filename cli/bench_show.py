@@ -12,7 +12,7 @@ from llmc.cli.bench_options import Output
 from llmc.cli.console import note, stderr_console
 from llmc.load_test import report
 from llmc.load_test.machine import describe_machine, package_versions
-from llmc.load_test.metrics import RequestTrace
+from llmc.load_test.metrics import RequestTrace, samples_s
 
 
 @contextmanager
@@ -38,16 +38,6 @@ def write_files(
 ) -> None:
     write_result(output, result)
     if output.plot is not None:
-        report.write_plot(output.plot, title, samples_ms(traces))
+        samples_ms = {k: [s * 1e3 for s in values] for k, values in samples_s(traces).items()}
+        report.write_plot(output.plot, title, samples_ms)
         note(stderr_console(), f"plot written to {output.plot}")
-
-
-def samples_ms(traces: Sequence[RequestTrace]) -> dict[str, list[float]]:
-    done = [t for t in traces if t.succeeded and t.token_times_s]
-    seconds: dict[str, list[float]] = {
-        "ttft": [t.ttft_s for t in done],
-        "tpot": [t.tpot_s for t in done if t.tpot_s is not None],
-        "itl": [gap for t in done for gap in t.itls_s],
-        "e2el": [t.e2el_s for t in done],
-    }
-    return {name: [value * 1e3 for value in values] for name, values in seconds.items()}

@@ -131,6 +131,21 @@ class BenchMetrics:
         return result
 
 
+def samples_s(traces: Sequence[RequestTrace]) -> dict[str, list[float]]:
+    """Every measured time of the requests that were answered, by the name of its metric."""
+    done = _answered(traces)
+    return {
+        "ttft": [t.ttft_s for t in done],
+        "tpot": [t.tpot_s for t in done if t.tpot_s is not None],
+        "itl": [gap for t in done for gap in t.itls_s],
+        "e2el": [t.e2el_s for t in done],
+    }
+
+
+def _answered(traces: Sequence[RequestTrace]) -> list[RequestTrace]:
+    return [t for t in traces if t.succeeded and t.token_times_s]
+
+
 def compute_metrics(
     traces: Sequence[RequestTrace],
     duration_s: float,
@@ -139,13 +154,7 @@ def compute_metrics(
     goodput_ms: Mapping[str, float] | None = None,
 ) -> BenchMetrics:
     """Metrics of a run that took `duration_s`; failed requests only count as failed."""
-    done = [t for t in traces if t.succeeded and t.token_times_s]
-    seconds: dict[str, list[float]] = {
-        "ttft": [t.ttft_s for t in done],
-        "tpot": [t.tpot_s for t in done if t.tpot_s is not None],
-        "itl": [gap for t in done for gap in t.itls_s],
-        "e2el": [t.e2el_s for t in done],
-    }
+    done = _answered(traces)
     output_tokens = sum(t.output_tokens for t in done)
     input_tokens = sum(t.prompt_tokens for t in done)
     good = None if not goodput_ms else sum(_is_good(t, goodput_ms) for t in done)
@@ -162,7 +171,8 @@ def compute_metrics(
         max_output_tokens_per_s=_peak_tokens(done, duration_s),
         max_concurrent_requests=_peak_requests(done),
         distributions={
-            name: Distribution.of_seconds(values, percentiles) for name, values in seconds.items()
+            name: Distribution.of_seconds(values, percentiles)
+            for name, values in samples_s(traces).items()
         },
     )
 
