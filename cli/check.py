@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 from llmc.check.tokens import MAX_ADAPTERS
-from llmc.cli.options import engine_options, name_flags, option
+from llmc.cli.flag_names import name_flags
+from llmc.cli.options import engine_options, option
 from llmc.config import EngineConfig
 from llmc.errors import CompileError, ConfigError
 from llmc.lora_request import LoRARequest

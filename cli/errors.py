@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from llmc.cli import ported_flags
-from llmc.cli.options import name_flags
+from llmc.cli.flag_names import name_flags
 from llmc.errors import EngineDeadError, LlmcError
 from llmc.frontend.ported_options import say_left_out
 

@@ -12,7 +12,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -453,33 +453,6 @@ ENGINE_OPTIONS = (
 
 _FIELD_DEFAULTS = {f.name: f.default for f in fields(EngineConfig)}
 FLAG_OF_FIELD = {entry.field: entry.flag for entry in ENGINE_OPTIONS}
-# Fields of ServerSettings that its errors name; their flags are the same names.
-_SERVER_FIELDS = (
-    "admin_api_key",
-    "api_workers",
-    "model_idle_timeout",
-    "otlp_traces_endpoint",
-    "root_path",
-    "ssl_ca_certs",
-    "ssl_certfile",
-    "ssl_keyfile",
-    "stream_interval",
-)
-_NAMED_FLAGS = FLAG_OF_FIELD | {name: "--" + name.replace("_", "-") for name in _SERVER_FIELDS}
-
-
-def _any_of(names: Iterable[str]) -> str:
-    return "(?:" + "|".join(sorted(names, key=len, reverse=True)) + ")"
-
-
-# A quotation, or a field and possibly its flag in parentheses. A path and the name of a file or
-# key (model.safetensors, tokenizer.chat_template) are no fields.
-_FIELD = re.compile(
-    rf"""(?<!\w)(?:'[^']*'|"[^"]*"|`[^`]*`)"""
-    rf"""|(?P<field>^{_any_of(_NAMED_FLAGS)}|(?<![\w./-])"""
-    rf"""{_any_of(name for name in _NAMED_FLAGS if "_" in name)})(?!\.?[\w/-])"""
-    r"(?: \((?P<flag>--[^()]*)\))?"
-)
 
 
 def _parameter(entry: EngineOption, taken: Collection[str]) -> inspect.Parameter:
@@ -508,20 +481,6 @@ def build_config(given: Mapping[str, Any]) -> EngineConfig:
         value = given[entry.field]
         values[entry.field] = entry.read(value) if entry.read and value is not None else value
     return EngineConfig(**values)
-
-
-def name_flags(message: str) -> str:
-    """Replace the names of fields in an error's message with their flags.
-
-    Not in quotations, which are the user's values. A field whose name is also an ordinary word
-    (model, seed) is replaced only at the start.
-    """
-    return _FIELD.sub(
-        lambda found: (
-            found[0] if not found["field"] else found["flag"] or _NAMED_FLAGS[found["field"]]
-        ),
-        message,
-    )
 
 
 def changed(config: EngineConfig, options: Mapping[str, Any]) -> EngineConfig:
@@ -557,7 +516,7 @@ def engine_options(
         # Keyword-only: typer calls by name, and parameters with defaults can be in any order.
         own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
         first = [_model_argument(several_models)] if positional_model else []
-        taken = {flag for p in own for flag in _flags(p)}  # e.g. a command's own -q, for --quick
+        taken = {flag for p in own for flag in flags_of(p)}  # e.g. a command's own -q, for --quick
         parameters = [*first, *own, *(_parameter(entry, taken) for entry in ENGINE_OPTIONS)]
 
         @functools.wraps(command)
@@ -579,7 +538,8 @@ def engine_options(
     return decorate
 
 
-def _flags(parameter: inspect.Parameter) -> list[str]:
+def flags_of(parameter: inspect.Parameter) -> list[str]:
+    """The spellings of a command's flag; empty for its other parameters."""
     info = get_args(parameter.annotation)[-1]
     # Inside Annotated, typer stores the first spelling in `default`.
     declared = (getattr(info, "default", None), *(getattr(info, "param_decls", None) or ()))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from llmc.cli.console import banner, note, stderr_console
-from llmc.cli.options import name_flags
+from llmc.cli.flag_names import name_flags
 from llmc.cli.serve_run import listening, warn_if_open, where
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError, LlmcError

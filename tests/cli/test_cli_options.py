@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import typer
 
+from llmc.cli.flag_names import name_flags
 from llmc.cli.help import HelpCommand
-from llmc.cli.options import ENGINE_OPTIONS, FLAG_OF_FIELD, engine_options, name_flags, parse_size
+from llmc.cli.options import ENGINE_OPTIONS, FLAG_OF_FIELD, engine_options, parse_size
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
 from llmc.speculative_config import SpeculativeConfig
@@ -174,6 +175,8 @@ def test_bad_values_are_reported_by_flag(words: list[str], message: str) -> None
             "--ssl-keyfile and --ssl-ca-certs need a certificate: --ssl-certfile",
         ),
         ("so max_model_len=64 works", "so --max-model-len=64 works"),
+        ("batch_dir is not a folder", "--batch-dir is not a folder"),
+        ("port 8000 is in use", "port 8000 is in use"),
     ],
 )
 def test_fields_in_messages_become_flags(message: str, shown: str) -> None:
