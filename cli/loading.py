@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -17,10 +16,6 @@ if TYPE_CHECKING:
     from llmc.startup.start import Started
 
 
-def _options(config: EngineConfig) -> dict[str, Any]:
-    return {f.name: getattr(config, f.name) for f in fields(config) if f.name != "model"}
-
-
 def load_async_llm(config: EngineConfig, console: Console, *, quiet: bool = False) -> AsyncLLM:
     from llmc.startup.resolve import check_paths
 
@@ -28,8 +23,10 @@ def load_async_llm(config: EngineConfig, console: Console, *, quiet: bool = Fals
     # Until the objects of start-up are kept: the first collection after it would visit them all.
     with phases(console, quiet=quiet) as on_phase, without_collections():
         from llmc.async_llm import AsyncLLM
+        from llmc.frontend.engine_options import load_tokenizer, refuse_several, start
 
-        llm = AsyncLLM(config.model, on_phase=on_phase, **_options(config))
+        started = start(refuse_several(config), on_phase)
+        llm = AsyncLLM.from_started(started, config, load_tokenizer(config, started.info))
         keep_forever()
         return llm
 
