@@ -96,13 +96,7 @@ class Preparation:
     async def prompts(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Input]:
         """`prompt` for each; an error names its prompt by index."""
 
-        def process() -> list[Input]:
-            return [
-                self._at(i, len(prompts), functools.partial(self.inputs.process, p, sampling))
-                for i, p in enumerate(prompts)
-            ]
-
-        sources = await self._work(sum(map(_size, prompts)), process)
+        sources = await self._each(prompts, lambda prompt: self.inputs.process(prompt, sampling))
         await self._try_grammar(sampling)
         return sources
 
@@ -110,15 +104,9 @@ class Preparation:
         self, prompts: Sequence[Prompt], *, truncate: int | None = None
     ) -> list[Input]:
         """Validate and tokenize prompts for pooling; an error names its prompt by index."""
-        pooled = functools.partial(self.inputs.pooled, truncate=truncate)
-
-        def process() -> list[Input]:
-            return [
-                self._at(i, len(prompts), functools.partial(pooled, p))
-                for i, p in enumerate(prompts)
-            ]
-
-        return await self._work(sum(map(_size, prompts)), process)
+        return await self._each(
+            prompts, lambda prompt: self.inputs.pooled(prompt, truncate=truncate)
+        )
 
     async def scoring(
         self, left: Sequence[str], right: Sequence[str], params: PoolingParams
@@ -137,15 +125,23 @@ class Preparation:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._trial_worker, self._trial.check, spec)
 
-    @staticmethod
-    def _at(index: int, count: int, process: Callable[[], Input]) -> Input:
-        """Run `process`. If there are several prompts, an error names the prompt by index."""
-        try:
-            return process()
-        except InvalidRequestError as exc:
-            if exc.param == "prompt" and count > 1:
-                exc.param = f"prompt[{index}]"
-            raise
+    async def _each(
+        self, prompts: Sequence[Prompt], process: Callable[[Prompt], Input]
+    ) -> list[Input]:
+        """Process the prompts. If there are several, an error names its prompt by index."""
+
+        def process_all() -> list[Input]:
+            sources = []
+            for index, prompt in enumerate(prompts):
+                try:
+                    sources.append(process(prompt))
+                except InvalidRequestError as exc:
+                    if exc.param == "prompt" and len(prompts) > 1:
+                        exc.param = f"prompt[{index}]"
+                    raise
+            return sources
+
+        return await self._work(sum(map(_size, prompts)), process_all)
 
     async def chat(
         self,
