@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmc.compiler import interface
 from llmc.compiler.build import BuiltModel, build
 from llmc.compiler.capture import capture
 from llmc.compiler.layer_dedup.outline import capture_outlined
@@ -31,13 +32,15 @@ def build_model(
     head: Head = LM,
     context: int | None = None,
     apart: Sequence[str] = (),
+    trust_remote_code: bool = False,
 ) -> BuiltModel:
     """Build the model on meta, with llmc's attention if its class supports choosing one."""
+    others = head, context, apart, trust_remote_code
     try:
-        return build(config, dtype, head=head, context=context, apart=apart)
+        return build(config, dtype, interface.NAME, *others)
     except CheckpointError as reason:
         try:
-            return build(config, dtype, _EAGER, head, context, apart)
+            return build(config, dtype, _EAGER, *others)
         except CheckpointError:
             raise reason from reason.__cause__
 
@@ -70,7 +73,15 @@ def capture_model(
 
 def _build_eager(built: BuiltModel) -> BuiltModel:
     """The same model with eager attention and the same number of layers (`inspect` keeps fewer)."""
-    eager = build(built.source_config, built.dtype, _EAGER, built.head, built.context, built.apart)
+    eager = build(
+        built.source_config,
+        built.dtype,
+        _EAGER,
+        built.head,
+        built.context,
+        built.apart,
+        built.trust_remote_code,
+    )
     path, _ = layer_list(name for name, _ in built.module.named_parameters())
     kept, layers = built.module.get_submodule(path), eager.module.get_submodule(path)
     if isinstance(kept, nn.ModuleList) and isinstance(layers, nn.ModuleList):

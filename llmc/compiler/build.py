@@ -62,6 +62,7 @@ class BuiltModel:
     context: int | None  # maximum sequence length, if a table depends on it
     head: Head = LM
     apart: tuple[str, ...] = ()  # parameters that the config ties to others, but not here
+    trust_remote_code: bool = False
 
 
 def build(
@@ -71,12 +72,14 @@ def build(
     head: Head = LM,
     context: int | None = None,
     apart: Sequence[str] = (),
+    trust_remote_code: bool = False,
 ) -> BuiltModel:
     """Build a model. Raises CheckpointError if the config is not a decoder-only causal LM.
 
     `attention` is a name in transformers' attention interface: ours, or `eager` for models that
     implement attention in their own code. `context`: maximum sequence length; None: the config's.
-    `apart`: names of parameters that are not tied, whatever the config says.
+    `apart`: names of parameters that are not tied, whatever the config says. With
+    `trust_remote_code`, code that the config names is run.
     """
     source, config = config, copy.deepcopy(config)  # the copy's fields are set below
     if not head.encoder:
@@ -88,7 +91,13 @@ def build(
             setattr(config, field, off)
     try:
         with torch.device("meta"):
-            module = make_module(config, head, attn_implementation=attention, dtype=dtype)
+            module = make_module(
+                config,
+                head,
+                trust_remote_code=trust_remote_code,
+                attn_implementation=attention,
+                dtype=dtype,
+            )
     except _BUILD_ERRORS as e:
         raise CheckpointError(
             f"transformers can't build a causal {_KINDS[head.kind]} from this config "
@@ -124,6 +133,7 @@ def build(
         head=head,
         context=context if has_tables else None,
         apart=tuple(apart),
+        trust_remote_code=trust_remote_code,
     )
 
 

@@ -34,10 +34,13 @@ ADD_ROWS = "_deepstack_process"
 _COUNTS_FROM_PADDING = "create_position_ids_from_input_ids"
 
 
-def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
+def make_module(
+    config: Any, head: Head, *, trust_remote_code: bool = False, **options: Any
+) -> nn.Module:
     """transformers' module for a config, with the Dense layers of `head` as additional children.
 
-    Raises CheckpointError for an unsupported classifier, and whatever transformers raises.
+    With `trust_remote_code`, code that the config names is run. Raises CheckpointError for an
+    unsupported classifier, and whatever transformers raises.
     """
     if head.draft_head is not None:
         return make_head(_generator(config), config, head.draft_head, **options)
@@ -50,9 +53,7 @@ def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
         maker = AutoModelForTokenClassification
     elif head.encoder:
         maker = without_head(config)
-    if getattr(config, "auto_map", None):  # not removed by `load_config`, so its code may run
-        options["trust_remote_code"] = True
-    module: nn.Module = maker.from_config(config, **options)
+    module: nn.Module = maker.from_config(config, trust_remote_code=trust_remote_code, **options)
     if _reads_tokens(module, head):
         _classify_tokens(module)
     elif head.kind == "score" and not _has_score(module):

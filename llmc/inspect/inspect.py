@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from llmc.compiler.attention_fallback import build_model, capture_model
+from llmc.compiler.attention_fallback import capture_model
 from llmc.compiler.build import BuiltModel
 from llmc.config import EngineConfig
 from llmc.engine.kv.layout import WHOLE, AttentionWindow
@@ -23,7 +23,7 @@ from llmc.inspect.shorten import Shortened, shorten
 from llmc.inspect.stages import Stage, change, run_stages
 from llmc.passes.group_caches import widest
 from llmc.passes.inputs import StepInput
-from llmc.startup.compile import rewrite_options
+from llmc.startup.compile import build_source, rewrite_options
 from llmc.startup.resolve import ModelSource, pick_device, resolve
 from llmc.weights.quantized.kept_quantized import KeptWeights, expected_weights, kept_parameters
 from llmc.weights.tensors import weight_files
@@ -79,7 +79,7 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
     start = time.perf_counter()
     built, shortened, stages = None, None, None
     for keep_all in (True,) if all_layers else (False, True):
-        built = build_model(source.load_hf_config(), source.dtype, source.head, source.model_len)
+        built = build_source(source)
         parameters = sum(p.numel() for p in built.module.parameters())
         options = rewrite_options(source, _kept(source, built))
         shortened = shorten(built.module, built.config, keep_all=keep_all)

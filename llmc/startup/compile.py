@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -193,12 +193,10 @@ def _find(
 def build_as_stored(source: ModelSource, head: Head | None = None) -> BuiltModel:
     """Build the model on the meta device. Weights that the config ties, but that have different
     values in the checkpoint, are separate parameters, as transformers loads them."""
-    from llmc.compiler.attention_fallback import build_model
     from llmc.weights.assignment import Assignment
     from llmc.weights.parameters import describe_parameters
 
-    head = head or source.head
-    built = build_model(source.load_hf_config(), source.dtype, head, source.model_len)
+    built = build_source(source, head)
     parameters = describe_parameters(built.module)
     alike = _alike(source, parameters)
     apart = _apart(Assignment(built.module, alike).direct, parameters) if alike else ()
@@ -208,8 +206,23 @@ def build_as_stored(source: ModelSource, head: Head | None = None) -> BuiltModel
         "config.json ties %s to another weight, but they differ in the checkpoint; loading both",
         ", ".join(apart),
     )
-    config = source.load_hf_config()
-    return build_model(config, source.dtype, head, source.model_len, apart)
+    return build_source(source, head, apart)
+
+
+def build_source(
+    source: ModelSource, head: Head | None = None, apart: Sequence[str] = ()
+) -> BuiltModel:
+    """Build the model on the meta device, with the ties that its config states, except `apart`."""
+    from llmc.compiler.attention_fallback import build_model
+
+    return build_model(
+        source.load_hf_config(),
+        source.dtype,
+        head or source.head,
+        source.model_len,
+        apart,
+        source.config.trust_remote_code,
+    )
 
 
 def _alike(source: ModelSource, parameters: Parameters) -> dict[str, Readable]:

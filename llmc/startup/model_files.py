@@ -228,8 +228,8 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
 
 
 def _forget_code(config: Any) -> None:
-    """Remove what names Python code in the directory, of configs inside a config too. transformers
-    would ask on the terminal whether to run it, and `make_module` would run it."""
+    """Remove what names Python code in the directory, of configs inside a config too: transformers
+    would ask on the terminal whether to run it."""
     from transformers import PretrainedConfig
 
     vars(config).pop("auto_map", None)

@@ -14,6 +14,7 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 from tiny_models import make_config, save_checkpoint
 
+from llmc.compiler.build import build
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, CompileError, ConfigError
 from llmc.startup.compile import build_as_stored
@@ -164,6 +165,16 @@ def test_code_for_an_architecture_that_transformers_has(tmp_path: Path, trust: b
     assert hasattr(hf_config, "auto_map") is trust
     module = build_as_stored(resolve(config, torch.device("cpu"))).module
     assert type(module).__name__ == ("OwnCode" if trust else "LlamaForCausalLM")
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_only_the_option_lets_code_run(tmp_path: Path, trust: bool) -> None:
+    """Not a config that names it."""
+    path = with_own_code(tmp_path, "llama", AutoModelForCausalLM="own.OwnCode")
+    hf_config = tf.AutoConfig.from_pretrained(path)
+    assert hf_config.auto_map
+    built = build(hf_config, torch.float32, trust_remote_code=trust)
+    assert type(built.module).__name__ == ("OwnCode" if trust else "LlamaForCausalLM")
 
 
 @pytest.mark.parametrize("trust", [False, True])
