@@ -345,6 +345,8 @@ def _size_pool(
     resolved: ResolvedModels, loaded: LoadedModels, profiles: Sequence[ModelProfile]
 ) -> PoolSize:
     source, model = resolved.source, loaded.target
+    if source.config.enable_prefix_caching and (why := _reads_all_of_a_text(model)):
+        log.info("prefix caching is off: %s", why)
     state_bytes = model.state_bytes if _caches_prefixes(model) else 0
     pool = size_pools(
         source.config, resolved.device, profiles, source.model_len, loaded.ranks, state_bytes
@@ -371,10 +373,6 @@ def _speculation(loaded: LoadedModels, sized: SizedEngine) -> Speculation | None
 def _speculation_config(model: LoadedModel) -> SpeculativeConfig | None:
     """None, with a log line, if the model's state can't be rolled back."""
     config = model.source.config
-    if why := _reads_all_of_a_text(model):
-        if config.enable_prefix_caching:
-            log.info("prefix caching is off: %s", why)
-        return None
     if model.state_bytes and config.speculative_config is not None:
         log.info(
             "speculative decoding is off: this model's recurrent layers keep one state per "
