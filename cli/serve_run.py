@@ -175,18 +175,17 @@ def _more_workers(
     stack: contextlib.ExitStack,
     counts: SharedCounts,
 ) -> Companions:
-    from llmc.server.workers import Workers, order_maker
+    from llmc.server.workers import WorkerOrder, Workers
 
-    make_order = order_maker(
-        sock,
-        run.settings,
-        run.config,
+    order = WorkerOrder(
+        socket_fd=sock.fileno(),
+        settings=run.settings,
+        config=run.config,
         folder=engines.folder,
         log_level=run.log_level,
         log_format=run.log_format,
     )
-    workers = Workers(engines, make_order, sock, run.settings.api_workers - 1, counts)
-    return stack.enter_context(workers)
+    return stack.enter_context(Workers(engines, order, counts))
 
 
 def listening(settings: ServerSettings) -> contextlib.AbstractContextManager[socket.socket]:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from llmc.config import EngineConfig
 from llmc.processes.child import Child, python_module
@@ -33,14 +32,14 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOrder:
-    """The first line that a worker reads."""
+    """The first line that a worker reads. `Workers` sets what differs between workers."""
 
-    name: str
-    index: int  # among the API processes; the main one is 0
+    name: str = ""
+    index: int = 0  # among the API processes; the main one is 0
+    processes: Sequence[ServerProcesses] = ()  # one per engine, as they are at its start
     socket_fd: int
     settings: ServerSettings
     config: EngineConfig
-    processes: Sequence[ServerProcesses]  # one per engine
     folder: str  # shared by the server's processes: metrics, and SharedCounts
     log_level: str
     log_format: str
@@ -51,30 +50,19 @@ class End:
     """Drain and exit; a second one means exit at once."""
 
 
-MakeOrder = Callable[[str, int, Sequence[ServerProcesses]], WorkerOrder]
-
-
 class Workers:
     """The worker processes, as a context manager: on exit all of them have ended."""
 
-    def __init__(
-        self,
-        engines: EngineProcesses,
-        make_order: MakeOrder,
-        sock: socket.socket,
-        count: int,
-        counts: SharedCounts,
-    ) -> None:
+    def __init__(self, engines: EngineProcesses, order: WorkerOrder, counts: SharedCounts) -> None:
         self._engines = engines
-        self._make_order = make_order
-        self._sock = sock
+        self._order = order
         self._counts = counts
         self._budget = RestartBudget()
         self._is_closing = threading.Event()
         self._children: dict[str, Child] = {}
         self._threads = [
             threading.Thread(target=self._run, args=(f"api-{i}", i), name=f"llmc-api-{i}")
-            for i in range(1, count + 1)
+            for i in range(1, order.settings.api_workers)
         ]
 
     def __enter__(self) -> Workers:
@@ -136,9 +124,10 @@ class Workers:
 
     def _live(self, name: str, index: int, frontend: str, *, is_restart: bool) -> str:
         command = python_module(WORKER_MODULE)
-        with Child(command, pass_fds=[self._sock.fileno()]) as child:
+        with Child(command, pass_fds=[self._order.socket_fd]) as child:
             engines = [one.processes for one in self._engines.supervisors]
-            child.order(to_line(self._make_order(frontend, index, engines)))
+            order = replace(self._order, name=frontend, index=index, processes=engines)
+            child.order(to_line(order))
             self._children[name] = child  # only now, since the order must be its first line
             for one in self._engines.supervisors:  # they may have changed since it was made
                 child.order(to_line(one.processes))
@@ -151,30 +140,3 @@ class Workers:
             del self._children[name]
         self._engines.report_process(name, None)
         return why
-
-
-def order_maker(
-    sock: socket.socket,
-    settings: ServerSettings,
-    config: EngineConfig,
-    *,
-    folder: str,
-    log_level: str,
-    log_format: str,
-) -> MakeOrder:
-    """Makes orders that differ only in the worker's name and the processes at its start."""
-
-    def make(name: str, index: int, processes: Sequence[ServerProcesses]) -> WorkerOrder:
-        return WorkerOrder(
-            name=name,
-            index=index,
-            socket_fd=sock.fileno(),
-            settings=settings,
-            config=config,
-            processes=processes,
-            folder=folder,
-            log_level=log_level,
-            log_format=log_format,
-        )
-
-    return make

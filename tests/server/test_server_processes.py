@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +25,7 @@ from live_server import live_server
 from scripted_process import DIE, HANG, has_ended, model_info, wait_for
 
 from llmc import async_llm
+from llmc.config import EngineConfig
 from llmc.errors import EngineDeadError
 from llmc.frontend.data_parallel import sum_stats
 from llmc.processes import supervisor
@@ -294,6 +295,17 @@ def test_a_dead_engine_in_this_process_ends_the_server() -> None:
             live.server.check()
 
 
+def worker_order(sock: socket.socket) -> workers.WorkerOrder:
+    return workers.WorkerOrder(
+        socket_fd=sock.fileno(),
+        settings=ServerSettings(api_workers=2),
+        config=EngineConfig(),
+        folder="",
+        log_level="info",
+        log_format="text",
+    )
+
+
 def test_an_api_process_is_started_although_that_failed_at_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -310,7 +322,7 @@ def test_an_api_process_is_started_although_that_failed_at_first(
     engines, counts = mock.Mock(supervisors=[]), mock.Mock()
     with (
         socket.socket() as sock,
-        workers.Workers(engines, lambda *_: workers.End(), sock, 1, counts),
+        workers.Workers(engines, worker_order(sock), counts),
     ):
         wait_for(lambda: engines.report_process.called)
     counts.clear.assert_called_once_with(1)
@@ -324,16 +336,16 @@ def test_an_api_process_hears_of_what_changed_while_it_was_started(
     script = f"import sys; open({str(tmp_path / 'read')!r}, 'w').write(sys.stdin.read())"
     monkeypatch.setattr(workers, "python_module", lambda _: [sys.executable, "-c", script])
     monkeypatch.setattr(workers, "END_S", 60.0)
-    engine = mock.Mock(processes=ServerProcesses())
-
-    def make_order(name: str, index: int, processes: Sequence[ServerProcesses]) -> Any:
-        engine.processes = ServerProcesses(why="it died meanwhile")
-        return workers.End()
-
+    engine = mock.Mock()
+    states = [ServerProcesses(), ServerProcesses(why="it died meanwhile")]
+    type(engine).processes = mock.PropertyMock(side_effect=states)
     engines = mock.Mock(supervisors=[engine])
-    with socket.socket() as sock, workers.Workers(engines, make_order, sock, 1, mock.Mock()):
+    with socket.socket() as sock, workers.Workers(engines, worker_order(sock), mock.Mock()):
         wait_for(lambda: engines.report_process.called)
-    _, *lines = (tmp_path / "read").read_bytes().splitlines()
+    first, *lines = (tmp_path / "read").read_bytes().splitlines()
+    order = from_line(first, workers.WorkerOrder)
+    assert (order.name, order.index) == ("api-1", 1)
+    assert [one.why for one in order.processes] == [states[0].why]
     assert [from_line(line, ServerProcesses).why for line in lines] == ["it died meanwhile"]
 
 
