@@ -22,7 +22,7 @@ from llmc.runner.graphs import MAX_MIXED
 from llmc.runner.model_runner import ModelRunner
 from llmc.sampling_params import SamplingParams
 from llmc.startup.bind import StepMode, cache_layout, make_runner, num_tables
-from llmc.startup.compile import LoadedModel
+from llmc.startup.compile import CompiledModel, LoadedModel, keep
 from llmc.startup.sizing import ModelProfile, PeakMemory
 from llmc.startup.verify_packing import LENGTHS, verify_packing
 
@@ -32,12 +32,12 @@ _PROFILE_TOKENS_REFERENCE = 16  # with the references, which are slow
 
 
 def profile_model(
-    model: LoadedModel, mode: StepMode, *, key: str = "", cache: ProgramCache | None = None
+    compiled: CompiledModel, model: LoadedModel, mode: StepMode, cache: ProgramCache
 ) -> ModelProfile:
-    """Run a prefill step and a decode step on a cache that is freed afterwards.
+    """Run a prefill step and a decode step on a KV cache that is freed afterwards.
 
-    Raises CompileError if a newly captured program mixes requests; otherwise it is saved under
-    `key`. On CPU the measured memory is saved with it, so that later starts do not run the steps.
+    Raises CompileError if a newly captured program mixes requests; otherwise it is kept in `cache`.
+    On CPU the measured memory is kept with it, so that later starts do not run the steps.
     """
     config, program = model.source.config, model.program
     graph = lowered(program)
@@ -47,15 +47,14 @@ def profile_model(
     scored = "-scored" if _scores_tokens(model) else ""
     name = f"{tokens}-tokens-{config.max_num_seqs}-requests{scored}-{threads}-threads-{kernels}"
     is_kept = program.device.type == "cpu" and mode.kernels_built and not config.swap_space
-    if is_kept and program.from_cache and cache is not None:
-        activations = cache.load_figure(key, name)
+    if is_kept and program.from_cache:
+        activations = cache.load_figure(compiled.key, name)
         if activations is not None:
             return _profile(model, graph, activations)
     profile = _measured(model, graph, mode, tokens)
-    if cache is not None and key and not program.from_cache:
-        cache.save(key, program)
-    if cache is not None and is_kept:
-        cache.save_figure(key, name, profile.overhead_bytes - _kept_bytes(model))
+    keep(compiled, cache)
+    if is_kept:
+        cache.save_figure(compiled.key, name, profile.overhead_bytes - _kept_bytes(model))
     return profile
 
 

@@ -206,8 +206,8 @@ def size_engine(resolved: ResolvedModels, loaded: LoadedModels, clock: PhaseCloc
         ]
         modes[0] = replace(modes[0], ranks=loaded.ranks)
         profiles = [
-            profile_model(one, mode, key=each.key, cache=resolved.programs)
-            for each, one, mode in zip(loaded.compiled, loaded.models, modes, strict=True)
+            profile_model(*each, resolved.programs)
+            for each in zip(loaded.compiled, loaded.models, modes, strict=True)
         ]
         if isinstance(images, ImageModel):
             keep(images.compiled, resolved.programs)

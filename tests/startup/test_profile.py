@@ -20,39 +20,39 @@ from llmc.config import EngineConfig
 from llmc.speculative_config import SpeculativeConfig
 from llmc.startup import profile
 from llmc.startup.bind import StepMode, make_runner
-from llmc.startup.compile import LoadedModel, compile_model, load_model
+from llmc.startup.compile import CompiledModel, LoadedModel, compile_model, load_model
 from llmc.startup.resolve import resolve
 
 MODE = StepMode(level=0, kernels_built=True, max_in_flight=1)
 
 
-def start(path: Path, cache: ProgramCache, **options: int) -> tuple[LoadedModel, str]:
+def start(path: Path, cache: ProgramCache, **options: int) -> tuple[CompiledModel, LoadedModel]:
     config = EngineConfig(model=str(path), device="cpu", max_model_len=64, **options)
     compiled = compile_model(resolve(config, torch.device("cpu")), cache)
-    return load_model(compiled), compiled.key
+    return compiled, load_model(compiled)
 
 
 def test_a_warm_start_runs_no_step(tmp_path: Path) -> None:
     require_cpu_ops()
     path, cache = save_checkpoint("llama", tmp_path / "model"), ProgramCache(tmp_path / "cache")
-    cold, key = start(path, cache)
+    compiled, cold = start(path, cache)
     tensors = load_file(path / "model.safetensors").values()
     assert cold.num_parameters == sum(tensor.numel() for tensor in tensors)
-    first = profile.profile_model(cold, MODE, key=key, cache=cache)
-    warm, _ = start(path, cache)
+    first = profile.profile_model(compiled, cold, MODE, cache)
+    compiled, warm = start(path, cache)
     assert warm.program.from_cache
     with mock.patch.object(profile, "make_runner", side_effect=AssertionError("a step ran")):
-        again = profile.profile_model(warm, MODE, key=key, cache=cache)
+        again = profile.profile_model(compiled, warm, MODE, cache)
         assert dataclasses.replace(again, graph=first.graph) == first
-        more, _ = start(path, cache, max_num_seqs=7)
+        more = start(path, cache, max_num_seqs=7)
         with pytest.raises(AssertionError, match="a step ran"):
-            profile.profile_model(more, MODE, key=key, cache=cache)
+            profile.profile_model(*more, MODE, cache)
         on_references = dataclasses.replace(MODE, kernels_built=False)
         with pytest.raises(AssertionError, match="a step ran"):
-            profile.profile_model(warm, on_references, key=key, cache=cache)
+            profile.profile_model(compiled, warm, on_references, cache)
     [figure] = (tmp_path / "cache").rglob("*.figure")
     figure.write_text("-1", encoding="ascii")
-    assert cache.load_figure(key, figure.stem) is None
+    assert cache.load_figure(compiled.key, figure.stem) is None
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_the_logits_of_draft_tokens_and_scored_ones_are_counted(
 
 def test_a_dummy_run_has_as_many_samples(tmp_path: Path) -> None:
     require_cpu_ops()
-    model, _ = start(save_checkpoint("llama", tmp_path / "model"), ProgramCache(tmp_path / "cache"))
+    _, model = start(save_checkpoint("llama", tmp_path / "model"), ProgramCache(tmp_path / "cache"))
     made = make_runner(model, lowered(model.program), MODE, num_blocks=8, max_model_len=32)
     tokens, logits = made.runner.dummy_run(3, 4, 2)
     assert len(tokens) == len(logits) == 6
