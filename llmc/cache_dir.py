@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 STALE_S = 3600.0  # no writer takes this long between two files of a folder
@@ -18,6 +19,14 @@ def cache_dir() -> Path:
     """The folder for everything that is compiled: $LLMC_CACHE_DIR, else ~/.cache/llmc."""
     given = os.environ.get("LLMC_CACHE_DIR")
     return Path(given).expanduser() if given else Path.home() / ".cache" / "llmc"
+
+
+def files_digest(files: Iterable[Path]) -> str:
+    """128-bit digest of the files' contents, for the key of what depends on them."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def write_atomically(path: Path, text: str, *, is_durable: bool = False) -> None:

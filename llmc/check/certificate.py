@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import llmc.kernels
-from llmc.cache_dir import write_atomically
+from llmc.cache_dir import files_digest, write_atomically
 from llmc.check.bisect import Culprit
 from llmc.check.compare import LogitsDeviation, Tolerance
 from llmc.kernels.cpu.levels import cpu_model, pick_level
@@ -181,12 +181,8 @@ def certificate_key(program: str, weights: str, device: torch.device, level: int
 
 def _kernels_digest() -> str:
     """A digest of the kernels' sources in every language."""
-    digest = hashlib.blake2b(digest_size=16)
-    for folder in llmc.kernels.__path__:
-        for file in sorted(Path(folder).rglob("*")):
-            if file.suffix in (".py", ".cpp", ".h"):
-                digest.update(file.read_bytes())
-    return digest.hexdigest()
+    files = (file for folder in llmc.kernels.__path__ for file in sorted(Path(folder).rglob("*")))
+    return files_digest(file for file in files if file.suffix in (".py", ".cpp", ".h"))
 
 
 def fingerprint(path: Path) -> str:

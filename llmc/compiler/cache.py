@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from llmc.cache_dir import new_folder, write_atomically
+from llmc.cache_dir import files_digest, new_folder, write_atomically
 from llmc.compiler.program import Program, RewriteOptions
 from llmc.compiler.serialize import CannotSerialize, dump_graph, load_graph
 from llmc.passes.base import PassReport
@@ -123,10 +123,7 @@ class ProgramCache:
 
 
 def _digest_of(entry: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name in (_GRAPH, _CONSTANTS):
-        digest.update((entry / name).read_bytes())
-    return digest.hexdigest()
+    return files_digest(entry / name for name in (_GRAPH, _CONSTANTS))
 
 
 def config_digest(config: Any) -> str:
@@ -180,7 +177,7 @@ def _code_digest(config_class: type) -> str:
     """Digest of the folder with a custom model's code; "" for transformers, which has a version."""
     if is_of_transformers(config_class):
         return ""
-    return _digest([str(Path(inspect.getfile(config_class)).parent)], "*.py")
+    return files_digest(sorted(Path(inspect.getfile(config_class)).parent.glob("*.py")))
 
 
 def is_of_transformers(config_class: type) -> bool:
@@ -197,13 +194,5 @@ def sources_digest() -> str:
     import llmc.weights
 
     packages = (llmc.compiler, llmc.passes, llmc.kernels, llmc.weights)
-    return _digest([folder for package in packages for folder in package.__path__], "**/*.py")
-
-
-def _digest(folders: Iterable[str], pattern: str) -> str:
-    """Digest of the matching files in these folders."""
-    digest = hashlib.blake2b(digest_size=16)
-    for folder in folders:
-        for file in sorted(Path(folder).glob(pattern)):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
+    folders = (Path(folder) for package in packages for folder in package.__path__)
+    return files_digest(file for folder in folders for file in sorted(folder.rglob("*.py")))

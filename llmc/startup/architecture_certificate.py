@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmc.cache_dir import cache_dir, write_atomically
+from llmc.cache_dir import cache_dir, files_digest, write_atomically
 from llmc.model_info import ModelInfo
 
 if TYPE_CHECKING:
@@ -162,7 +162,4 @@ def _sources() -> str:
     files = sorted((Path(__file__).parents[1] / "check").glob("*.py"))
     for folder in llmc.kernels.__path__:
         files += sorted(p for p in Path(folder).rglob("*") if p.suffix in (".cpp", ".h"))
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return files_digest(files)

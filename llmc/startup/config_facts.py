@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llmc.cache_dir import write_atomically
+from llmc.cache_dir import files_digest, write_atomically
 from llmc.config import EngineConfig
 from llmc.startup.model_files import ModelFiles
 
@@ -127,10 +127,7 @@ def _own_sources() -> str:
     """Digest of the code that reads a config: this package and the compiler."""
     from llmc.compiler.cache import sources_digest
 
-    digest = hashlib.blake2b(sources_digest().encode(), digest_size=16)
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return sources_digest() + files_digest(sorted(Path(__file__).parent.glob("*.py")))
 
 
 def _text_part(hf_config: Any) -> Any:
