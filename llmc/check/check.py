@@ -33,11 +33,11 @@ from llmc.lora_request import LoRARequest
 from llmc.model_info import OnPhase
 from llmc.passes.layers import find_layers
 from llmc.runner.adapter_store import lora_targets, target_sizes
-from llmc.startup.compile import build_as_stored, for_parameters
+from llmc.startup.compile import build_as_stored, for_parameters, weights_of
 from llmc.startup.phase_clock import PhaseClock
 from llmc.startup.resolve import ModelSource
 from llmc.text.tokenizer import Tokenizer
-from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
+from llmc.weights.load import WeightSource
 from llmc.weights.lora import LoraWeights, PlainWeight, open_adapter, read_adapter
 
 _MAX_CACHED_ERROR = 2e-4  # relative, in float32: ten times the tolerance of the logits
@@ -180,11 +180,7 @@ def _subject(
     )
 
     def open_weights() -> WeightSource:
-        weights: WeightSource
-        if source.is_dummy:
-            weights = DummyWeights(source.config.seed)
-        else:
-            weights = CheckpointWeights(built.module, source.open_tensors())
+        weights = weights_of(source, built.module)
         if rounded_as is None:
             return weights
         dtypes = {name: t.dtype for name, t in rounded_as.module.state_dict().items()}

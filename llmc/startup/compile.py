@@ -34,7 +34,7 @@ from llmc.pooling import Head, Method
 from llmc.runner import kv_cache
 from llmc.startup.resolve import ModelSource
 from llmc.weights.checkpoint import Readable
-from llmc.weights.load import DummyWeights, WeightSource, check_tables
+from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource, check_tables
 from llmc.weights.quantized.kept_quantized import (
     KeptWeights,
     kept_parameters,
@@ -282,6 +282,13 @@ def load_model(
     """
     weights = load_weights(model.program, open_source(model, given), rank, given)
     return LoadedModel(source=model.source, program=model.program, weights=weights)
+
+
+def weights_of(source: ModelSource, module: nn.Module) -> WeightSource:
+    """Any parameter of `module` from the checkpoint, or generated."""
+    if source.is_dummy:
+        return DummyWeights(source.config.seed)
+    return CheckpointWeights(module, source.open_tensors())
 
 
 def open_source(

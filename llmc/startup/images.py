@@ -33,11 +33,10 @@ from llmc.passes.inputs import AdapterInput
 from llmc.passes.options import Where
 from llmc.pooling import Head
 from llmc.runner.images import CACHE_BYTES, RowImages, tensors_of
-from llmc.startup.compile import CompiledModel, LoadedModel, compile_model
+from llmc.startup.compile import CompiledModel, LoadedModel, compile_model, weights_of
 from llmc.startup.resolve import ModelSource
 from llmc.text.images import CantRead, ImagePreparer, Prepared
 from llmc.text.processor import load_processor
-from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -156,11 +155,7 @@ def _load(model: LoadedModel, cache: ProgramCache) -> ImageModel:
 def _fill(tower: ImageTower, source: ModelSource) -> None:
     """Read the tower's weights. Raises CheckpointError if the checkpoint lacks any."""
     names = list(tower.parameters())
-    opened: WeightSource
-    if source.is_dummy:
-        opened = DummyWeights(source.config.seed)
-    else:
-        opened = CheckpointWeights(tower.module, source.open_tensors())
+    opened = weights_of(source, tower.module)
     opened.check(names)
     weights: dict[str, Tensor] = {}
     for name in names:
