@@ -37,8 +37,8 @@ class Kind(IntEnum):
     DUMMY_RUN = 1  # rows, tokens per row, samples per row
     CAPTURE = 2  # tokens, requests, samples, whether of the step to swap in
     MAKE_RUNNER = 3  # blocks, context, snapshots, steps in flight, level, whether it will serve
-    ADAPTER = 5  # see `adapter_store.slot_orders`
     LEAST_MEMORY = 4  # no numbers: all ranks compute the minimum of their free memory
+    ADAPTER = 5  # see `adapter_store.slot_orders`
     AGREE = 6  # no numbers: all ranks find out whether each of them has a step to swap in
     SWAP = 7  # whether to swap it in, rather than to drop it
 
