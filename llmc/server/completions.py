@@ -20,7 +20,7 @@ from llmc.server.protocol import CompletionBody
 from llmc.server.respond import OPENAI, Deltas, GenerationResponse, preparing
 from llmc.server.sampling import cache_salt, priority, sampling_params
 from llmc.server.settings import MAX_PROMPTS, MAX_SEQUENCES
-from llmc.server.structured import blaming
+from llmc.server.structured import grammar_field, grammar_from
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -68,7 +68,7 @@ async def _sources(llm: AsyncLLM, body: CompletionBody, prompts: list[Prompt]) -
         best_of=body.best_of,
         prompt_logprobs=_prompt_logprobs(body),
     )
-    with blaming(body):
+    with grammar_from(grammar_field(body)):
         if len(prompts) == 1:
             return [await llm.prepare.prompt(prompts[0], sampling)]
         return await llm.prepare.prompts(prompts, sampling)

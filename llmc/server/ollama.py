@@ -38,7 +38,7 @@ from llmc.server.pooling import PooledCall
 from llmc.server.protocol import ChatBody
 from llmc.server.respond import Deltas, GenerationResponse, Wire, preparing
 from llmc.server.sampling import cache_salt, sampling_params
-from llmc.server.structured import blaming
+from llmc.server.structured import grammar_field, grammar_from
 from llmc.server.turn import Turn, prepare_turn, renamed_params
 from llmc.text.chat import reasoning_format, tool_format
 from llmc.text.infill import has_infill_tokens
@@ -194,7 +194,7 @@ async def _plain_turn(request: Request, body: ChatBody, prompt: Prompt) -> Turn:
     sampling = sampling_params(
         body, llm.inputs, max_tokens=body.max_tokens, logprobs=body.num_logprobs
     )
-    with preparing(request), blaming(body):
+    with preparing(request), grammar_from(grammar_field(body)):
         source = await llm.prepare.prompt(prompt, sampling)
     source = source.salted(cache_salt(request, body)).with_adapter(adapter_named(request, model))
     return Turn(llm=llm, model=model, source=source)

@@ -35,18 +35,22 @@ def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
         )
     if not fields:
         return None
-    with blaming(body):
+    with grammar_from(fields[0]):
         return StructuredOutputsParams(**_options(fields[0], getattr(body, fields[0])))
 
 
+def grammar_field(body: GenerationBody) -> str:
+    """The field that the body's grammar comes from: without any that requests one, that is the
+    limit on reasoning tokens."""
+    return (_asking(body) or ["thinking_token_budget"])[0]
+
+
 @contextmanager
-def blaming(body: GenerationBody) -> Iterator[None]:
-    """Make errors about the grammar name the field that it came from."""
+def grammar_from(field: str) -> Iterator[None]:
+    """Make errors about the grammar name the field of the body that it comes from."""
     try:
         yield
     except InvalidRequestError as exc:
-        # If no field requests a grammar, it comes from the limit on reasoning tokens.
-        [field, *_] = _asking(body) or ["thinking_token_budget"]
         if field != "structured_outputs" and (exc.param or "").startswith("structured_outputs"):
             text = str(exc).replace(str(exc.param), field, 1)
             raise InvalidRequestError(text, param=field, code=exc.code) from exc

@@ -6,8 +6,7 @@ tools, tool_choice, parallel_tool_calls -> ToolUse -> one parser per choice of t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from llmc.async_llm import AsyncLLM
 from llmc.errors import InvalidRequestError
 from llmc.frontend.inputs import Input
 from llmc.server.protocol import ChatBody, ToolBody
+from llmc.server.structured import grammar_from
 from llmc.structured_outputs import StructuredOutputsParams
 from llmc.text.tokenizer import Tokenizer
 from llmc.text.tools.grammar import call_grammar
@@ -71,7 +71,7 @@ async def tool_use(
     if choice.mode == "required" or answer is not None:
         schema = None if choice.mode == "required" else _schema_of(answer)
         marks = _marks(form, llm.inputs.need_tokenizer("tools"))
-        with blaming_tools():
+        with grammar_from("tools"):
             text = call_grammar(form, schemas, marks, parallel=parallel, answer=schema)
             grammar = StructuredOutputsParams(grammar=text)
     return ToolUse(form=form, tools=tools, schemas=schemas, parallel=parallel, grammar=grammar)
@@ -85,18 +85,6 @@ def _schema_of(answer: StructuredOutputsParams | None) -> str | None:
             param="tools",
         )
     return None if answer is None else answer.text
-
-
-@contextmanager
-def blaming_tools() -> Iterator[None]:
-    """Make errors about the grammar of a tool call name the field that it comes from."""
-    try:
-        yield
-    except InvalidRequestError as exc:
-        if (exc.param or "").startswith("structured_outputs"):
-            text = str(exc).replace(str(exc.param), "tools", 1)
-            raise InvalidRequestError(text, param="tools", code=exc.code) from exc
-        raise
 
 
 def template_tools(given: Sequence[ToolBody] | None) -> list[dict[str, Any]]:

@@ -25,8 +25,8 @@ from llmc.server.models import model_name
 from llmc.server.protocol import ChatBody, TokenizeBody
 from llmc.server.respond import Call, GenerationResponse, preparing
 from llmc.server.sampling import cache_salt, priority, sampling_params
-from llmc.server.structured import blaming
-from llmc.server.tools import ToolUse, blaming_tools, tool_use
+from llmc.server.structured import grammar_field, grammar_from
+from llmc.server.tools import ToolUse, tool_use
 from llmc.text.reasoning import ReasoningParser
 from llmc.text.tools.arguments import decoded
 from llmc.text.tools.parse import Delta, ToolParser
@@ -247,7 +247,8 @@ async def _prepared(llm: AsyncLLM, body: ChatBody) -> tuple[Input, ToolUse | Non
     if use is not None:
         sampling = dataclasses.replace(sampling, structured_outputs=use.grammar)
     given = {"max_tokens": "max_completion_tokens"} if body.max_completion_tokens else {}
-    with renamed_params(given), blaming(body) if use is None else blaming_tools():
+    field = grammar_field(body) if use is None else "tools"
+    with renamed_params(given), grammar_from(field):
         source = await prepare_messages(
             llm,
             body,
