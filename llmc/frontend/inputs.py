@@ -12,15 +12,14 @@ import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from llmc.engine import admission
 from llmc.errors import InvalidRequestError
 from llmc.frontend.images import PromptImages, images_of, take_images
 from llmc.image_input import ImageInput
 from llmc.lora_request import LoRARequest
-from llmc.model_info import ImageInfo
+from llmc.model_info import ModelInfo
 from llmc.pooling import SECOND_TEXT, PoolingInfo, Task
 from llmc.sampling_params import BAD_WORD_TOKENS, SamplingParams
 from llmc.structured_outputs import StructuredOutputsParams
@@ -45,37 +44,6 @@ _PROMPT_KEYS = (
     *("prompt", "prompt_token_ids", "add_special_tokens", "cache_salt", "multi_modal_data"),
 )
 Prompt = str | Sequence[int] | Mapping[str, Any]
-
-
-class ModelLimits(Protocol):
-    """The part of `start.ModelInfo` that requests are validated against."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> Sequence[int]: ...
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def pool_tokens(self) -> int: ...
-    @property
-    def generation_defaults(self) -> Mapping[str, Any]: ...
-    @property
-    def extra_args(self) -> Sequence[str]: ...
-    @property
-    def pooling(self) -> PoolingInfo | None: ...
-    @property
-    def images(self) -> ImageInfo | None: ...
-    @property
-    def image_refusal(self) -> str: ...
-    @property
-    def path(self) -> Path: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +92,7 @@ class Input:
 class InputProcessor:
     """Turns prompts and options into `Input`s. InvalidRequestError says what is wrong."""
 
-    def __init__(self, model: ModelLimits, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, model: ModelInfo, tokenizer: Tokenizer | None) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self._images = PromptImages(model.images, model.image_refusal, model.name, model.path)
@@ -355,7 +323,7 @@ class InputProcessor:
         )
 
 
-def _usable_defaults(model: ModelLimits, *, has_tokenizer: bool) -> dict[str, Any]:
+def _usable_defaults(model: ModelInfo, *, has_tokenizer: bool) -> dict[str, Any]:
     """The valid defaults of a model. Invalid ones are ignored with a warning."""
     known = {f.name for f in dataclasses.fields(SamplingParams) if f.init}
     usable: dict[str, Any] = {}
