@@ -87,7 +87,7 @@ class DraftModel:
             # a head's differ, as its tokens are shifted by one
             table=BlockTable(digests=[] if self.is_head else target.table.digests),
         )
-        return DraftSequence(speculation, self, target, request)
+        return DraftSequence(speculation, target, request, is_head=self.is_head, on_end=self.remove)
 
     def _salt(self, target: Request) -> bytes:
         """Whatever determines the keys and values besides the tokens in the rows."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from llmc.engine.plan import RowWork
 from llmc.engine.request import BlockTable, Request
 from llmc.engine.spec_decode.speculation import Drafter, Speculation
-
-if TYPE_CHECKING:
-    from llmc.engine.spec_decode.draft_model import DraftModel
 
 NEAR = 8  # tokens: sequences no further behind catch up in their first draft step
 
@@ -24,33 +20,40 @@ class DraftSequence(Drafter):
 
     `target` is the request being served. `request` is its counterpart here, with its own row,
     blocks and number of computed tokens. It shares the target's list of tokens, except that a head
-    has its own.
+    has its own. `on_end` is called with the sequence when its target has finished.
     """
 
     def __init__(
-        self, speculation: Speculation, model: DraftModel, target: Request, request: Request
+        self,
+        speculation: Speculation,
+        target: Request,
+        request: Request,
+        *,
+        is_head: bool,
+        on_end: Callable[[DraftSequence], None],
     ) -> None:
         super().__init__(speculation)
         self.target = target
         self.request = request
+        self._is_head = is_head
+        self._on_end = on_end
         self.num_wanted = 0  # draft tokens in the step that is being planned
         self.num_entered = 0  # leading tokens of its row that are correct in the runner
         self.num_sent_blocks = 0  # blocks that the runner knows of; 0: the row is not sent either
         self.num_known = 0  # tokens that the draft tokens follow
         self.tokens: list[int] = []  # the draft tokens
         self.is_at_end = False  # no draft token can follow these
-        self._model = model
         self._their_table: BlockTable | None = None  # the target's
         self._sent_theirs = 0  # the target's blocks that the runner knows of
 
     def expects_draft(self, request: Request) -> bool:
-        return self.num_wanted > 0 and (self.is_near or self._model.is_head)
+        return self.num_wanted > 0 and (self.is_near or self._is_head)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         return self.tokens[:most] if self.num_known == self.num_target_tokens else ()
 
     def on_finish(self, request: Request, error: str | None) -> None:
-        self._model.remove(self)
+        self._on_end(self)
 
     @property
     def num_behind(self) -> int:
@@ -60,7 +63,7 @@ class DraftSequence(Drafter):
     @property
     def num_target_tokens(self) -> int:
         """Number of the target's tokens that have a position here."""
-        return len(self.target.token_ids) - self._model.is_head
+        return len(self.target.token_ids) - self._is_head
 
     @property
     def is_near(self) -> bool:
@@ -69,9 +72,9 @@ class DraftSequence(Drafter):
     def settle(self) -> None:
         """Keep accepted draft tokens as computed, except a head's; the others are overwritten."""
         tokens, place = self.request.token_ids, self.num_known
-        if self._model.is_head:
+        if self._is_head:
             tokens += self.target.token_ids[len(tokens) + 1 :]
-        for token in () if self._model.is_head else self.tokens:
+        for token in () if self._is_head else self.tokens:
             if place == len(tokens) or tokens[place] != token:
                 break
             place += 1
@@ -116,7 +119,7 @@ class DraftSequence(Drafter):
         target's, or 0 if the target has none yet. They are sent again when the target has it, or
         after the target was preempted."""
         own, theirs = self.request.table.blocks, self.target.table
-        if not self._model.is_head:
+        if not self._is_head:
             work.new_blocks = own[self.num_sent_blocks :]
         else:
             num_theirs = min(len(own), len(theirs.blocks))
