@@ -85,7 +85,7 @@ class RotaryTables(nn.Module):
     """(cos, sin) [1, T, D] for position_ids [1, T], from tables [rows, D] float32; for models that
     rotate complex numbers, complex64 [1, T, D / 2] instead.
 
-    position_ids [axes, 1, T] are those of text, equal on every axis (llmc/startup/images.py).
+    position_ids [axes, 1, T] are those of text, equal on every axis (startup/verify_images.py).
     """
 
     def __init__(self, tables: dict[str | None, tuple[Tensor, ...]]) -> None:

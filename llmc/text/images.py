@@ -4,7 +4,7 @@
 
 Each image is processed separately, so that its digest and its rows do not depend on other images
 in the prompt. That the processor gives the same result for several images is verified at start-up
-(startup/images.py).
+(startup/verify_images.py).
 """
 
 from __future__ import annotations

@@ -18,9 +18,10 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 from llmc.compiler.image_tower import build_tower
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, ConfigError
-from llmc.startup import images
-from llmc.startup.images import _fill, _unwanted, verify_images
+from llmc.startup import verify_images as verification
+from llmc.startup.images import _fill, _unwanted
 from llmc.startup.resolve import resolve
+from llmc.startup.verify_images import verify_images
 from llmc.text.images import ImagePreparer, _packed
 from llmc.text.processor import load_processor, without_video
 
@@ -131,7 +132,7 @@ def test_a_tensor_that_does_not_depend_on_images(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(modeling_llava.LlavaModel, "forward", forward)
     proved("llava")
-    monkeypatch.setattr(images, "is_captured", lambda *_: False)
+    monkeypatch.setattr(verification, "is_captured", lambda *_: False)
     with pytest.raises(CheckpointError, match="passes text_bias to its text model"):
         proved("llava")
 
