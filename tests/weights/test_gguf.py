@@ -274,6 +274,55 @@ def test_a_directory_with_one_file_is_a_model(tmp_path: Path) -> None:
         resolve_model(EngineConfig(model=str(folder)))
 
 
+def write_other(path: Path, stated: dict[str, str]) -> Path:
+    """Write a file that has no model. `stated`: metadata under `general.`."""
+    writer = GGUFWriter(path, stated.get("architecture", "llama"))
+    if "architecture" not in stated:
+        del writer.kv_data[0]["general.architecture"]
+    if "type" in stated:
+        writer.add_type(stated["type"])
+    writer.add_tensor("v.patch_embd.weight", np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+OTHERS: tuple[tuple[dict[str, str], str], ...] = (
+    ({"architecture": "clip", "type": "mmproj"}, "is the image or audio encoder of a model, and"),
+    ({"architecture": "clip"}, "is the image or audio encoder .* name the file of the language"),
+    ({"type": "imatrix"}, "is an importance matrix, .* and not a model; name the model's file"),
+    ({"architecture": "llama", "type": "adapter"}, "is an adapter, .* convert it to PEFT's format"),
+    ({"architecture": "controlvector"}, "is a control vector, which llmc does not support"),
+)
+
+
+@pytest.mark.parametrize(("stated", "message"), OTHERS)
+def test_a_file_that_is_no_model_is_told_by_what_it_is(
+    stated: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    path = write_other(tmp_path / "a.gguf", stated)
+    for place in (path, tmp_path):
+        with pytest.raises(CheckpointError, match=f"a.gguf {message}"):
+            resolve_model(EngineConfig(model=str(place)))
+    write_other(tmp_path / "b.gguf", stated)
+    with pytest.raises(CheckpointError, match=r"several GGUF models \(a.gguf, b.gguf\); name one"):
+        resolve_model(EngineConfig(model=str(tmp_path)))
+
+
+def test_the_model_of_a_directory_may_have_other_files_beside_it(tmp_path: Path) -> None:
+    for i, (stated, _) in enumerate(OTHERS):
+        write_other(tmp_path / f"{i}.gguf", stated)
+    (tmp_path / "short.gguf").write_bytes(b"GGUF")
+    model = write_gguf(tmp_path / "m.gguf", "llama")
+    with pytest.raises(CheckpointError, match=r"several GGUF models \(m.gguf, short.gguf\)"):
+        resolve_model(EngineConfig(model=str(tmp_path)))
+    (tmp_path / "short.gguf").unlink()
+    found = resolve_model(EngineConfig(model=str(tmp_path)))
+    assert gguf_files(found.path) == [model]
+
+
 def test_an_architecture_without_a_map_is_refused_by_name(tmp_path: Path) -> None:
     def rename(writer: GGUFWriter) -> None:
         writer.kv_data[0]["general.architecture"].value = "nobodys-model"

@@ -33,13 +33,19 @@ def name_of(file: str) -> str:
 
 
 def first_part(folder: Path) -> Path | None:
-    """The GGUF model of a directory; None if there is none, CheckpointError for several."""
+    """The GGUF model of a directory; None if there is none, CheckpointError for several.
+
+    Image encoders and other files that are no models are not counted if there is a model."""
     models = []
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() == SUFFIX)
     for file in files:
         part = PART.fullmatch(file.name)
         if part is None or int(part["number"]) == 1:
             models.append(file)
+    if len(models) > 1:
+        from llmc.weights.gguf.reader import is_other_file
+
+        models = [file for file in models if not is_other_file(file)] or models
     if len(models) > 1:
         names = ", ".join(m.name for m in models[:5])
         raise CheckpointError(

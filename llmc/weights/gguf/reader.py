@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +29,17 @@ _MAX_DIMS = 4
 _LONGEST_LIST = 1 << 22  # values; vocabularies have a quarter of a million
 _LONGEST_TEXT = 1 << 26  # bytes
 _LONGEST_NAME = 65535  # bytes, of a key or a tensor; the format's limit for a key
+
+
+# What a file is if not a model, by general.type or general.architecture, and what to do.
+_OTHERS = {
+    "mmproj": ("the image or audio encoder of a model", "name the file of the language model"),
+    "imatrix": ("an importance matrix, which is used to quantize a model", "name the model's file"),
+    "adapter": ("an adapter", "convert it to PEFT's format, and serve it with --enable-lora"),
+    "controlvector": ("a control vector, which llmc does not support", "name the model's file"),
+}
+_OTHERS["clip"] = _OTHERS["mmproj"]  # older ones state only the architecture
+_KINDS = ("general.architecture", "general.type")
 
 
 def shown(value: object) -> str:
@@ -72,6 +85,8 @@ def read_header(path: Path) -> GgufHeader:
     """
     files = _parts(path)
     metadata, tensors = _read_file(files[0])
+    if other := _other_kind(metadata):
+        raise CheckpointError(f"{files[0].name} is {other[0]}, and not a model; {other[1]}")
     number = metadata.get("split.no")
     if type(number) is int and number != 0:
         raise CheckpointError(
@@ -91,6 +106,22 @@ def read_header(path: Path) -> GgufHeader:
             f"{files[0].name} and its parts have {len(tensors)} tensors instead of {stated}"
         )
     return GgufHeader(files=files, metadata=metadata, tensors=tensors)
+
+
+def is_other_file(path: Path) -> bool:
+    """Whether a GGUF file is readable and states that it is something else than a model."""
+    try:
+        with _mapped(path) as data:
+            return _other_kind(_Cursor(path, data).kinds()) is not None
+    except CheckpointError:
+        return False
+
+
+def _other_kind(metadata: dict[str, Any]) -> tuple[str, str] | None:
+    stated = (metadata.get(key) for key in _KINDS)
+    return next(
+        (_OTHERS[kind] for kind in stated if isinstance(kind, str) and kind in _OTHERS), None
+    )
 
 
 def _parts(path: Path) -> tuple[Path, ...]:
@@ -114,15 +145,18 @@ def _parts(path: Path) -> tuple[Path, ...]:
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensorInfo]]:
+    with _mapped(path) as data:
+        return _Cursor(path, data).read()
+
+
+def _mapped(path: Path) -> mmap.mmap:
     try:
         with open(path, "rb") as file:
             if path.stat().st_size < 24:
                 raise CheckpointError(f"{path.name} is too short for a GGUF file")
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{path.name} can't be read: {e}") from e
-    with data:
-        return _Cursor(path, data).read()
 
 
 class _Cursor:
@@ -133,6 +167,27 @@ class _Cursor:
         self._size = len(data)
 
     def read(self) -> tuple[dict[str, Any], dict[str, GgufTensorInfo]]:
+        count, pairs = self._counts()
+        metadata: dict[str, Any] = {}
+        for key, value in self._metadata(pairs):
+            if key in metadata:
+                self._fail(f"has metadata {shown(key)} twice")
+            metadata[key] = value
+        entries = [self._tensor() for _ in range(count)]
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & alignment - 1:
+            self._fail(f"has alignment {shown(alignment)}, which is not a power of two up to 2^20")
+        start = -(-self._at // alignment) * alignment
+        return metadata, self._placed(entries, start, alignment)
+
+    def kinds(self) -> dict[str, Any]:
+        """What the file says it is. Reading ends where the vocabulary begins, which is long."""
+        _, pairs = self._counts()
+        before = takewhile(lambda pair: not pair[0].startswith("tokenizer."), self._metadata(pairs))
+        return {key: value for key, value in before if key in _KINDS}
+
+    def _counts(self) -> tuple[int, int]:
+        """The numbers of tensors and of metadata entries."""
         if self._data[:4] != MAGIC:
             self._fail("does not begin with the magic number of a GGUF file")
         self._at = 4
@@ -144,22 +199,12 @@ class _Cursor:
         count, pairs = self._scalar("Q"), self._scalar("Q")
         self._expect(count, 24, "tensors")  # a name's length, a size, a type and an offset
         self._expect(pairs, 13, "metadata entries")
-        metadata = self._metadata(pairs)
-        entries = [self._tensor() for _ in range(count)]
-        alignment = metadata.get("general.alignment", 32)
-        if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & alignment - 1:
-            self._fail(f"has alignment {shown(alignment)}, which is not a power of two up to 2^20")
-        start = -(-self._at // alignment) * alignment
-        return metadata, self._placed(entries, start, alignment)
+        return count, pairs
 
-    def _metadata(self, count: int) -> dict[str, Any]:
-        metadata: dict[str, Any] = {}
+    def _metadata(self, count: int) -> Iterator[tuple[str, Any]]:
         for _ in range(count):
             key = self._string(_LONGEST_NAME, "a key")
-            if key in metadata:
-                self._fail(f"has metadata {shown(key)} twice")
-            metadata[key] = self._value(key)
-        return metadata
+            yield key, self._value(key)
 
     def _value(self, key: str) -> Any:
         kind = self._scalar("I")
