@@ -24,6 +24,8 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types
 _SENTENCEPIECE = {"unknown": _UNKNOWN, "bos": _CONTROL, "eos": _CONTROL}  # its first tokens
 _SPACE = "\u2581"
 _BRACKETED = re.compile(r"\[\w+\]")  # special tokens of WordPiece vocabularies
+# The default, or one of other names, which become those of files.
+_TEMPLATE = re.compile(r"tokenizer\.chat_template(?:\.(\w{1,64}))?", re.ASCII)
 _TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 
 
@@ -45,7 +47,7 @@ def write_tokenizer(
     source = _Vocabulary(metadata, frozenset(end_ids))
     if source.kind in ("", "none", "no_vocab"):
         return False
-    template = source.template()
+    templates = source.templates()
     try:
         backend = source.build()
         special: dict[str, Any] = {
@@ -59,7 +61,7 @@ def write_tokenizer(
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=backend, clean_up_tokenization_spaces=False, **special
         )
-        tokenizer.chat_template = template
+        tokenizer.chat_template = templates
         tokenizer.save_pretrained(folder)
     except (CheckpointError, OSError):
         raise
@@ -78,6 +80,19 @@ def with_special_tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
         return dict(metadata)
     own = {f"tokenizer.ggml.{name}_token_id": i for i, name in enumerate(_SENTENCEPIECE)}
     return {**own, **metadata}
+
+
+def _checked_template(key: str, template: Any) -> str:
+    from jinja2 import Environment, TemplateSyntaxError
+
+    if not isinstance(template, str) or "\0" in template:
+        raise CheckpointError(f"{key} is not a string")
+    try:
+        # Parsed, not run. transformers adds a tag, which marks the assistant's messages.
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_TAG.sub("", template))
+    except (TemplateSyntaxError, RecursionError) as e:
+        raise CheckpointError(f"{key} is not a Jinja template: {reason_of(e)}") from e
+    return template
 
 
 class _Vocabulary:
@@ -115,23 +130,14 @@ class _Vocabulary:
             )
         return tokens[number]
 
-    def template(self) -> str | None:
-        """The chat template, if there is one. CheckpointError if it is not valid Jinja."""
-        from jinja2 import Environment, TemplateSyntaxError
-
-        template = self._data.get("tokenizer.chat_template")
-        if template is None:
-            return None
-        if not isinstance(template, str) or "\0" in template:
-            raise CheckpointError("tokenizer.chat_template is not a string")
-        try:
-            # Parsed, not run. transformers adds a tag, which marks the assistant's messages.
-            Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_TAG.sub("", template))
-        except (TemplateSyntaxError, RecursionError) as e:
-            raise CheckpointError(
-                f"tokenizer.chat_template is not a Jinja template: {reason_of(e)}"
-            ) from e
-        return template
+    def templates(self) -> str | dict[str, str] | None:
+        """The chat template, or several by name. CheckpointError if one is not valid Jinja."""
+        found = {}
+        for key, value in self._data.items():
+            named = _TEMPLATE.fullmatch(key)
+            if named is not None and value is not None:
+                found[named[1] or "default"] = _checked_template(key, value)
+        return found["default"] if found.keys() == {"default"} else found or None
 
     def build(self) -> Any:
         """The Rust tokenizer."""

@@ -392,6 +392,34 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
 
 
+def test_templates_may_have_names(tmp_path: Path) -> None:
+    def tokenizer(name: str, **templates: str) -> Tokenizer:
+        def edit(writer: GGUFWriter) -> None:
+            del writer.kv_data[0]["tokenizer.chat_template"]
+            named = [{"name": key, "template": text} for key, text in templates.items()]
+            writer.add_chat_template(named)
+
+        path = write_gguf(tmp_path / name, "llama", edit=edit)
+        return Tokenizer.load(model_directory(path))
+
+    several = tokenizer("a.gguf", default="plain", tool_use="with tools", rag="documents")
+    assert [several.template_for(tools=tools) for tools in (False, True)] == ["plain", "with tools"]
+    single = tokenizer("b.gguf", tool_use="with tools")
+    assert [single.template_for(tools=tools) for tools in (False, True)] == [None, "with tools"]
+    default = tokenizer("c.gguf", default="plain")
+    assert [default.template_for(tools=tools) for tools in (False, True)] == ["plain", "plain"]
+    with pytest.raises(CheckpointError, match=r"chat_template\.tool_use is not a Jinja template"):
+        tokenizer("d.gguf", default="plain", tool_use="{% if %}")
+
+
+def test_a_name_of_a_template_is_no_path(tmp_path: Path) -> None:
+    def edit(writer: GGUFWriter) -> None:
+        writer.add_string("tokenizer.chat_template.../../stray", "x")
+
+    folder = model_directory(write_gguf(tmp_path / "m.gguf", "llama", edit=edit))
+    assert not list(folder.rglob("*stray*")) and not list(folder.parent.glob("*stray*"))
+
+
 def use_sentencepiece(writer: GGUFWriter) -> None:
     letters = ["\u2581", "a", "b", "ab", "\u2581ab", "aba", "<0xC3>", "<0xA4>"]
     words = ["<unk>", "<s>", "</s>", *letters]
