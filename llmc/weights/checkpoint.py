@@ -228,10 +228,10 @@ def open_checkpoint(path: Path) -> dict[str, StoredTensor]:
         return open_file(path / others[0])
     if shards := _numbered_shards(others):
         return {n: t for file in shards for n, t in open_file(path / file).items()}
-    if any(list(path.glob(f"*.{kind}")) for kind in PICKLED):
+    if pickled := sorted(p.name for kind in PICKLED for p in path.glob(f"*.{kind}")):
         raise CheckpointError(
-            f"{path.name!r} contains only pickled weights, none of them named "
-            "pytorch_model*.bin; use a checkpoint in safetensors"
+            f"{path.name!r} contains only pickled weights (such as {pickled[0]!r:.80}), none of "
+            "them named pytorch_model*.bin; use a checkpoint in safetensors"
         )
     raise no_weights(path)
 

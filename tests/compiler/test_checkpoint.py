@@ -205,4 +205,8 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
 
 def test_a_vendors_pickles_are_never_read(tmp_path: Path) -> None:
     (tmp_path / "consolidated.00.pth").write_bytes(b"")
-    refused(tmp_path, "only pickled weights", "use a checkpoint in safetensors")
+    refused(
+        tmp_path,
+        "pickled weights (such as 'consolidated.00.pth')",
+        "use a checkpoint in safetensors",
+    )

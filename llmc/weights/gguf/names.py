@@ -87,7 +87,8 @@ def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]
     if unknown:
         raise CheckpointError(
             f"{len(unknown)} tensors of {file} have no place in transformers' model of "
-            f"architecture {header.architecture!r}: {', '.join(map(shown, unknown[:5]))}"
+            f"architecture {header.architecture!r}: {', '.join(map(shown, unknown[:5]))}; "
+            "use the safetensors checkpoint"
         )
     numbers = dict(_numbers(header, shapes))
     for end, value in rule.get("absent", {}).items():  # of parameters that files may omit
