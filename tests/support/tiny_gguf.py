@@ -160,6 +160,7 @@ FACTORS = {
     GGMLQuantizationType.Q5_K: ((0, 2e-4), (2, 3e-3)),
     GGMLQuantizationType.IQ4_XS: ((0, 3e-5),),
     GGMLQuantizationType.Q6_K: ((208, 1e-4),),
+    GGMLQuantizationType.IQ4_NL: ((0, 1e-3),),
 }
 
 

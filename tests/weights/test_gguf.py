@@ -671,8 +671,13 @@ def test_a_part_of_a_tensor_has_the_numbers_of_its_place(kind: Type, tmp_path: P
         [
             ("llama", Type.Q4_0, "linear"),
             ("llama", Type.Q4_1, "linear"),
+            ("llama", Type.Q5_0, "linear"),
             ("llama", Type.Q5_1, "linear"),
+            ("llama", Type.IQ4_NL, "linear"),
             ("llama", Type.Q8_0, "linear"),
+            ("qwen3moe", Type.Q5_0, "expert_linear"),
+            ("qwen3moe", Type.Q5_1, "expert_linear"),
+            ("qwen3moe", Type.IQ4_NL, "expert_linear"),
             ("qwen3moe", Type.Q4_0, "expert_linear"),
             ("qwen3moe", Type.Q8_0, "expert_linear"),
             ("qwen3moe", Type.MXFP4, "expert_linear"),
