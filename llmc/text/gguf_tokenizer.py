@@ -132,7 +132,7 @@ class _Vocabulary:
 
     def templates(self) -> str | dict[str, str] | None:
         """The chat template, or several by name. CheckpointError if one is not valid Jinja."""
-        found = {}
+        found: dict[str, str] = {}
         for key, value in self._data.items():
             named = _TEMPLATE.fullmatch(key)
             if named is not None and value is not None:
