@@ -85,8 +85,9 @@ def read_header(path: Path) -> GgufHeader:
     """
     files = _parts(path)
     metadata, tensors = _read_file(files[0])
-    if other := _other_kind(metadata):
-        raise CheckpointError(f"{files[0].name} is {other[0]}, and not a model; {other[1]}")
+    if described := _other_kind(metadata):
+        what, advice = described
+        raise CheckpointError(f"{files[0].name} is {what}, and not a model; {advice}")
     number = metadata.get("split.no")
     if type(number) is int and number != 0:
         raise CheckpointError(
