@@ -29,7 +29,7 @@ from llmc.compiler.heads import HeadOutput
 from llmc.compiler.interface import KEY_CACHE, NAME, VALUE_CACHE, unpacked_positions
 from llmc.compiler.program import CapturedModel
 from llmc.compiler.recurrent import replaced_functions
-from llmc.compiler.traceable import lists_to_slices, traceable_torch
+from llmc.compiler.traceable import lists_to_slices, meta_by_default, traceable_torch
 from llmc.errors import CompileError
 from llmc.passes.base import remove_dead_code, run_passes
 from llmc.passes.find_key_biases import find_key_biases
@@ -170,12 +170,11 @@ def _run_dynamo(
     wrapper = HeadOutput(model, head).eval()
     config: Any = model.config
     has_markers = config._attn_implementation == NAME
-    default_device: Any = torch.device("meta") if on_meta else nullcontext()
     torch._dynamo.reset()
     try:
         with (
             torch.no_grad(),
-            default_device,
+            meta_by_default() if on_meta else nullcontext(),
             torch._dynamo.config.patch(specialize_float=True),
             replaced_functions(model),
             traceable_torch(),

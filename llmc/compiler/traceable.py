@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._device import _device_constructors
 
 _tensor = torch.tensor
 
@@ -80,6 +81,21 @@ def traceable_torch() -> Iterator[None]:
         mock.patch.object(torch, "tensor", _constant),
         mock.patch.object(F, "scaled_dot_product_attention", _attention),
         mock.patch.object(FakeTensorMode, "__init__", lenient),
+    ):
+        yield
+
+
+@contextmanager
+def meta_by_default() -> Iterator[None]:
+    """Inside this context, captured code that names no device makes tensors on meta."""
+    from torch._dynamo.variables import torch as dynamo_torch  # late: slow to import
+
+    known = dynamo_torch.get_overridable_functions()
+    makers = _device_constructors()
+    # Dynamo of torch 2.11 applies the default only to some: not to arange, for example
+    with (
+        torch.device("meta"),
+        mock.patch.object(dynamo_torch, "get_overridable_functions", lambda: known | makers),
     ):
         yield
 
