@@ -564,7 +564,8 @@ def _packed_cases(gen: torch.Generator, device: torch.device, dtype: torch.dtype
     ):  # fmt: skip
         to = Quantization(format=format, group=group)  # type: ignore[arg-type]
         weight = packed_draw(gen, to, 48, 288).to(device)
-        fine = (0.5 + torch.rand(to.shape("scale", 48, 288), generator=gen)) / 250
+        fine = (0.5 + torch.rand(to.shape("scale", 48, 288), generator=gen)) / 16
+        fine /= MIDDLES.get(to.format, 128)
         scale = fine.to(device, scale_dtype)
         minimum = scale * -15.5 if format == "int5" else None
         for rows in _ROUNDED_ROWS:
@@ -600,7 +601,7 @@ def superblock_draw(
     parts, shape = 2 if minimum else 1, (*blocks, size[-1] // SUPERBLOCK, lanes)
     middle = MIDDLES.get(format, 0.5) - 0.5
     factors = 0.5 + torch.rand(*shape, parts, generator=gen)
-    factors /= 125 * MIDDLES.get(format, 64 if format == "iq4" else 32)
+    factors /= 250 * MIDDLES.get(format, 128 if format == "iq4" else 32)
     groups = *shape, SUPERBLOCK // group, parts
     steps = torch.randint(5, 16, groups, generator=gen, dtype=torch.int8)
     if minimum:
