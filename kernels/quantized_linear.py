@@ -214,10 +214,10 @@ def _codes(stored: Tensor) -> tuple[Tensor, int]:
     """[..., lines, bytes] -> q [..., K], and the value that stands for 0."""
     if stored.dtype != torch.uint8:
         return stored.flatten(-2), 0
-    if stored.shape[-1] == LINE:
-        return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-3), MIDDLES["int4"]
-    if stored.shape[-1] == 2 * LINE:
+    if stored.shape[-1] <= 2 * LINE:
         codes = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-3)
+        if stored.shape[-1] == LINE:
+            return codes, MIDDLES["int4"]
         return torch.tensor(_IQ4, dtype=torch.int8, device=stored.device)[codes.int()], 0
     unit = stored.unflatten(-1, (-1, LINE))
     if unit.shape[-2] == 3:

@@ -11,9 +11,10 @@ constexpr int64_t kWidened = 1 << 20;   // bytes of bf16 weight at a time: they 
 
 Format format_of(const Tensor& weight, const Tensor& scale) {
   if (weight.scalar_type() == at::kChar) return Format::int8;
-  const int64_t lines = weight.size(2) / kLineBytes;  // that are stored together
-  if (weight.scalar_type() == at::kByte && lines > 1)
-    return lines == 2 ? Format::iq4 : lines == 3 ? Format::int6 : Format::int5;
+  for (Format format : {Format::iq4, Format::int6, Format::int5})
+    if (weight.scalar_type() == at::kByte &&
+        weight.size(2) == layout_of(format).lines * kLineBytes)
+      return format;
   if (weight.scalar_type() == at::kByte)
     return scale.scalar_type() == at::kByte ? Format::mxfp4 : Format::int4;
   if (weight.scalar_type() == at::kFloat8_e4m3fn) return Format::fp8;
@@ -29,6 +30,11 @@ const void* bias_data(const optional<Tensor>& bias, const Tensor& x, int64_t cha
   return bias->data_ptr();
 }
 
+// Groups are multiples of this, so that kernels read whole lines for each.
+int64_t least_group(const LowBitArgs& a) {
+  return std::max<int64_t>(kMinGroup, layout_of(a.stored).inputs);
+}
+
 // Superblocks of scales and any minimums: the group and the number of parts, from the words of each.
 void set_superblocks(const Tensor& weight, const Tensor& scale, const optional<Tensor>& zero,
                      const optional<Tensor>& minimum, LowBitArgs& a) {
@@ -36,12 +42,12 @@ void set_superblocks(const Tensor& weight, const Tensor& scale, const optional<T
   const bool is_whole = scale.dim() == 3 && scale.is_contiguous() && count > 0 &&
                         scale.size(0) == weight.size(0) && scale.size(2) == kChannels &&
                         a.depth % kSuperblock == 0 && scale.size(1) % count == 0;
-  const bool is_integers = a.format == Format::int8 || a.format == Format::int4 ||
-                           (a.format == Format::iq4 && scale.dim() == 3 && count > 0 &&
-                            scale.size(1) / count % 2);  // an odd number of words: no minimums
+  const bool is_table = a.format == Format::iq4;  // which has no minimums
+  const bool is_integers = a.format == Format::int8 || a.format == Format::int4 || is_table;
   for (int64_t group : {16, 32})
     for (int parts : {1, 2})
-      if (is_whole && (a.stored != Format::int5 || group == kDepthStep) && scale.size(1) / count == (1 + kSuperblock / group / 2) * parts)
+      if (is_whole && group % least_group(a) == 0 && !(is_table && parts == 2) &&
+          scale.size(1) / count == (1 + kSuperblock / group / 2) * parts)
         a.group = group, a.superblock_parts = parts;
   TORCH_CHECK(a.superblock_parts && is_integers && !zero && !minimum, "scale ", scale.sizes(),
               " of int16 is not dense, does not fit weight ", weight.sizes(), " of ",
@@ -54,8 +60,7 @@ void check_groups(const Tensor& weight, const Tensor& scale, const optional<Tens
   const bool is_int4 = a.format == Format::int4;
   TORCH_CHECK(scale.dim() == 3 && scale.is_contiguous() && scale.size(0) == weight.size(0) &&
                   scale.size(2) == kChannels && scale.size(1) > 0 &&
-                  a.depth % (scale.size(1) * (a.stored == Format::int5 ? kDepthStep : kMinGroup)) == 0 &&
-                  a.depth % kDepthStep == 0,
+                  a.depth % (scale.size(1) * least_group(a)) == 0 && a.depth % kDepthStep == 0,
               "scale ", scale.sizes(), " does not fit weight ", weight.sizes());
   TORCH_CHECK(scale.scalar_type() == at::kFloat || scale.scalar_type() == at::kHalf ||
                   scale.scalar_type() == at::kBFloat16 || a.format == Format::mxfp4,
@@ -74,19 +79,15 @@ void check_groups(const Tensor& weight, const Tensor& scale, const optional<Tens
 // The arguments for the weight only.
 LowBitArgs weight_args(const Tensor& weight, const Tensor& scale, const optional<Tensor>& zero,
                        const optional<Tensor>& minimum) {
-  const bool is_known = weight.dim() == 3 && weight.is_contiguous() &&
-                        (weight.size(2) == kLineBytes ||
-                         (weight.scalar_type() == at::kByte &&
-                          (weight.size(2) == 2 * kLineBytes || weight.size(2) == 3 * kLineBytes ||
-                           weight.size(2) == 5 * kLineBytes)));
-  TORCH_CHECK(is_known, "weight must be a dense [N / 16, lines, 64], or uint8 [.., 128] for iq4, "
+  const bool is_dense = weight.dim() == 3 && weight.is_contiguous();
+  const Format stored = is_dense ? format_of(weight, scale) : Format::int8;
+  TORCH_CHECK(is_dense && weight.size(2) == layout_of(stored).lines * kLineBytes, "weight must be a dense [N / 16, lines, 64], or uint8 [.., 128] for iq4, "
               "[.., 320] for int5 or [.., 192] for int6, got ", weight.sizes(), " of ",
               weight.scalar_type());
   LowBitArgs a{};
-  a.stored = format_of(weight, scale);
+  a.stored = stored;
   a.format = is_packed(a.stored) ? Format::int8 : a.stored;
-  const bool is_pair = a.stored == Format::iq4 || a.stored == Format::int6;
-  a.depth = weight.size(1) * (a.stored == Format::int5 ? 32 : is_pair ? 16 : is_4_bit(a.stored) ? 8 : 4);
+  a.depth = weight.size(1) * layout_of(stored).inputs;
   a.channels = weight.size(0) * kChannels;
   a.weight = static_cast<const uint8_t*>(weight.data_ptr());
   a.threads = at::num_threads();

@@ -33,10 +33,19 @@ constexpr bool is_packed(Format format) { return format == Format::int5 || forma
 constexpr int middle_of(Format format) {
   return format == Format::int4 ? 8 : format == Format::int5 ? 16 : format == Format::int6 ? 32 : 0;
 }
+// Lines that are stored together, and their inputs.
+struct Layout {
+  int lines, inputs;
+};
+constexpr Layout layout_of(Format format) {
+  if (format == Format::int5) return {5, 32};
+  if (format == Format::int6) return {3, 16};
+  if (format == Format::iq4) return {2, 16};
+  return {1, is_4_bit(format) ? 8 : 4};
+}
 // Lines of so many inputs.
 constexpr int64_t lines_of(Format format, int64_t inputs) {
-  if (is_packed(format)) return format == Format::int5 ? inputs / 32 * 5 : inputs / 16 * 3;
-  return inputs / (is_4_bit(format) ? 8 : 4);
+  return inputs / layout_of(format).inputs * layout_of(format).lines;
 }
 
 struct LowBitArgs {

@@ -12,7 +12,7 @@ template <Format kFormat, class V>
 struct Unit {
   static_assert(is_packed(kFormat));
   static constexpr bool kIs6 = kFormat == Format::int6;
-  static constexpr int kLines = kIs6 ? 3 : 5, kInputs = kIs6 ? 16 : 32;
+  static constexpr int kLines = layout_of(kFormat).lines, kInputs = layout_of(kFormat).inputs;
   V line[kLines];
 
   // Inputs 4 i to 4 i + 3, as unsigned bytes.
