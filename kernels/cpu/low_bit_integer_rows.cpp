@@ -13,22 +13,60 @@ namespace llmc {
 #ifdef __AVX2__
 namespace {
 
-constexpr int64_t kPiece = 256;            // inputs: at most 8 KB when unpacked
-constexpr int64_t kPassBytes = 256 << 10;  // of x: fits in the L2 cache
-constexpr int64_t kMaxPass = 504;          // rows whose sums fit on the stack
-constexpr int64_t kStretch = 32;           // inputs of x that are rounded together, or 16
+constexpr int64_t kPiece = 256;    // inputs: at most 8 KB when unpacked
+constexpr int64_t kPassRows = 96;  // of x: so many that unpacking hardly counts
+constexpr int64_t kStretch = 32;   // inputs of x that are rounded together, or 16
 constexpr int kParts = kLineBytes / sizeof(Register);
+// Rows that are multiplied together, padded to the step: all if there are few, else so many that
+// their sums are never spilled from the registers.
 #ifdef LLMC_AVX512
-constexpr int64_t kMaxRows = 12, kRowStep = 4;  // rows multiplied together; padded to the step
+constexpr int64_t kMaxRows = 12, kManyRows = 12, kRowStep = 4;
 #else
-constexpr int64_t kMaxRows = 6, kRowStep = 1;
+constexpr int64_t kMaxRows = 6, kManyRows = 4, kRowStep = 1;
 #endif
 
-// A line is unpacked to kSteps registers, each of which is multiplied by one word of x. Sums are
-// per stretch.
+// How a register of a weight, which is a step, is multiplied by a word of x. Sums are per stretch.
+
+struct WordProduct {  // pairs of 16-bit values
+  static constexpr int kInputs = 2;
+  LLMC_INLINE Register add(Register sum, Register w, Register x) { return add_pairs(sum, w, x); }
+  LLMC_INLINE vf total(Register sum) { return convert<vf>((vi)sum); }
+};
+
+struct NibbleProduct {  // unsigned bytes of at most 15 by signed ones
+  static constexpr int kInputs = 4;
+#ifdef LLMC_BYTE_PRODUCTS
+  LLMC_INLINE Register add(Register sum, Register w, Register x) { return add_bytes(sum, w, x); }
+  LLMC_INLINE vf total(Register sum) { return convert<vf>((vi)sum); }
+#else
+  LLMC_INLINE Register add(Register sum, Register w, Register x) {
+    return add_words(sum, multiply_bytes(w, x));  // at most 32 * 15 * 127 / 2 in 16 bits
+  }
+  LLMC_INLINE vf total(Register sum) {
+    return convert<vf>((vi)multiply_words(sum, every_word(1)));
+  }
+#endif
+};
+
+struct ByteProduct {  // unsigned bytes of at most 63 by signed ones
+  static constexpr int kInputs = 4;
+#ifdef LLMC_BYTE_PRODUCTS
+  LLMC_INLINE Register add(Register sum, Register w, Register x) { return add_bytes(sum, w, x); }
+#else
+  static constexpr int kTogether = 2;  // steps; their products fit in 16 bits: 4 * 63 * 127
+  LLMC_INLINE Register add(Register sum, const Register (&w)[2], const Register (&x)[2]) {
+    const Register both = add_words(multiply_bytes(w[0], x[0]), multiply_bytes(w[1], x[1]));
+    return (Register)((vi)sum + (vi)multiply_words(both, every_word(1)));
+  }
+#endif
+  LLMC_INLINE vf total(Register sum) { return convert<vf>((vi)sum); }
+};
+
+// How a line of a weight is unpacked to kSteps registers, and x is packed to match.
 
 template <Format kFormat>
 struct Words {  // inputs j and j + kSteps of a line are a pair of 16-bit values
+  using Product = WordProduct;
   static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs / 2, kLines = 1;
   static constexpr bool kFoldsZero = false;
   LLMC_INLINE Register load(const uint8_t* at) { return load_as<Register>(at); }
@@ -37,8 +75,6 @@ struct Words {  // inputs j and j + kSteps of a line are a pair of 16-bit values
       return subtract_words((Register)((vu)line >> (4 * step) & 0x000f000fu), zero);
     return signed_words<kFormat>(line, step);
   }
-  LLMC_INLINE Register add(Register sum, Register w, Register x) { return add_pairs(sum, w, x); }
-  LLMC_INLINE vf total(Register sum) { return convert<vf>((vi)sum); }
   static Packed pack(const float* x, int64_t count, int64_t width, int32_t* to) {
     const FixedPoint<int16_t, 1> fixed(x, count);
     const __m128i order = kSteps == 4  // bytes of pairs
@@ -68,23 +104,13 @@ struct Words<kFormat> : Words<Format::int8> {
 };
 
 struct Nibbles {  // low nibbles of a line's bytes, for even inputs, then high ones
+  using Product = NibbleProduct;
   static constexpr int kInputs = 8, kSteps = 2, kLines = 1;
   static constexpr bool kFoldsZero = true;  // the zero point is folded into the minimums
   LLMC_INLINE Register load(const uint8_t* at) { return load_as<Register>(at); }
   LLMC_INLINE Register get(Register line, int step, Register) {
     return (Register)((vu)line >> (4 * step) & 0x0f0f0f0fu);
   }
-#ifdef LLMC_BYTE_PRODUCTS
-  LLMC_INLINE Register add(Register sum, Register w, Register x) { return add_bytes(sum, w, x); }
-  LLMC_INLINE vf total(Register sum) { return convert<vf>((vi)sum); }
-#else
-  LLMC_INLINE Register add(Register sum, Register w, Register x) {
-    return add_words(sum, multiply_bytes(w, x));  // at most 32 * 15 * 127 / 2 in 16 bits
-  }
-  LLMC_INLINE vf total(Register sum) {
-    return convert<vf>((vi)multiply_words(sum, every_word(1)));
-  }
-#endif
   static Packed pack(const float* x, int64_t count, int64_t width, int32_t* to) {
     DigitWords<1> words[kStretch / 4];
     const Packed packed = pack_nibbles(x, count, words);
@@ -95,6 +121,7 @@ struct Nibbles {  // low nibbles of a line's bytes, for even inputs, then high o
 
 template <Format kFormat>
 struct PackedBytes {  // int5 and int6 as unsigned bytes
+  using Product = ByteProduct;
   using Own = UnsignedBytes<kFormat>;
   static constexpr int kInputs = Own::kInputs, kSteps = kInputs / 4, kLines = Own::kLines;
   static constexpr bool kFoldsZero = true;
@@ -102,16 +129,6 @@ struct PackedBytes {  // int5 and int6 as unsigned bytes
   LLMC_INLINE Register get(const typename Own::Lines& unit, int step, Register) {
     return Own::get(unit, step);
   }
-#ifdef LLMC_BYTE_PRODUCTS
-  LLMC_INLINE Register add(Register sum, Register w, Register x) { return add_bytes(sum, w, x); }
-#else
-  static constexpr int kTogether = 2;  // steps; their products fit in 16 bits: 4 * 63 * 127
-  LLMC_INLINE Register add(Register sum, const Register (&w)[2], const Register (&x)[2]) {
-    const Register both = add_words(multiply_bytes(w[0], x[0]), multiply_bytes(w[1], x[1]));
-    return (Register)((vi)sum + (vi)multiply_words(both, every_word(1)));
-  }
-#endif
-  LLMC_INLINE vf total(Register sum) { return convert<vf>((vi)sum); }
   static Packed pack(const float* x, int64_t count, int64_t width, int32_t* to) {
     DigitWords<1> words[kStretch / 4];
     const Packed packed = Own::pack(x, count, words);
@@ -168,31 +185,40 @@ void add_minimums(const Stretches& weight, const float* x, int64_t count, float*
     for (int p = 0; p < kParts; ++p) store_as(sums + m * kChannels + p * kNative, acc[m][p]);
 }
 
-template <class Reader>
+template <class Product>
 constexpr int steps_together() {
-  if constexpr (requires { Reader::kTogether; }) return Reader::kTogether;
+  if constexpr (requires { Product::kTogether; }) return Product::kTogether;
   return 1;
 }
 
-// A piece by M rows. The first group of rows unpacks its lines to `piece`, which the others read.
-template <class Reader, int M, bool kFirst>
+struct Unpacked {  // reads steps that were unpacked before
+  static constexpr int kSteps = 4, kLines = 0;  // a stretch has a multiple of 4 steps
+};
+
+// A piece by M rows. Readers of lines also write their steps to `piece`.
+template <class Product, class Reader, int M>
 void multiply(const uint8_t* line, Register* piece, const Stretches& weight, const PackedRows& rows,
               int64_t stretch, int64_t count, bool has_minimum, float* sums) {
-  constexpr int T = steps_together<Reader>();
+  constexpr int T = steps_together<Product>();
   const int32_t* x = rows.words;
+  constexpr bool kKeepsSums = kParts == 1;  // in registers; AVX2 has not enough of them
+  vf total[M];
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m)
+    if constexpr (kKeepsSums) total[m] = load_as<vf>(sums + m * kChannels);
   for (int64_t s = 0; s < count; ++s) {
     Register acc[M][kParts] = {};
-    for (int64_t k = 0; k < stretch; k += Reader::kInputs, line += Reader::kLines * kLineBytes) {
+    for (int64_t k = 0; k < stretch; k += Reader::kSteps * Product::kInputs) {
 #pragma GCC unroll 5
       for (int i = 0; i < Reader::kLines; ++i)
-        if (kFirst) __builtin_prefetch(line + i * kLineBytes + 2048, 0, 3);
+        __builtin_prefetch(line + i * kLineBytes + 2048, 0, 3);
 #pragma GCC unroll 16
       for (int step = 0; step < Reader::kSteps; step += T, piece += T * kParts, x += T * M) {
         Register w[kParts][T];
 #pragma GCC unroll 4
         for (int i = 0; i < T * kParts; ++i) {
           const int t = i / kParts, p = i % kParts;
-          if constexpr (kFirst)
+          if constexpr (Reader::kLines > 0)
             piece[i] = Reader::get(Reader::load(line + p * sizeof(Register)), step + t,
                                    load_as<Register>(weight.zero[s] + p * kNative));
           w[p][t] = piece[i];
@@ -205,38 +231,46 @@ void multiply(const uint8_t* line, Register* piece, const Stretches& weight, con
 #pragma GCC unroll 2
           for (int p = 0; p < kParts; ++p) {
             if constexpr (T == 1)
-              acc[m][p] = Reader::add(acc[m][p], w[p][0], both[0]);
+              acc[m][p] = Product::add(acc[m][p], w[p][0], both[0]);
             else
-              acc[m][p] = Reader::add(acc[m][p], w[p], both);
+              acc[m][p] = Product::add(acc[m][p], w[p], both);
             asm volatile("" : "+v"(acc[m][p]));  // else GCC interleaves steps and spills registers
           }
         }
       }
+      line += Reader::kLines * kLineBytes;
     }
     const float* const scale = rows.scale + s * M;
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
       for (int p = 0; p < kParts; ++p) {
-        float* const to = sums + m * kChannels + p * kNative;
         const vf both = load_as<vf>(weight.scale[s] + p * kNative) * scale[m];
-        store_as(to, load_as<vf>(to) + Reader::total(acc[m][p]) * both);
+        const vf scaled = Product::total(acc[m][p]) * both;
+        float* const to = sums + m * kChannels + p * kNative;
+        if constexpr (kKeepsSums)
+          total[m] += scaled;
+        else
+          store_as(to, load_as<vf>(to) + scaled);
       }
   }
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m)
+    if constexpr (kKeepsSums) store_as(sums + m * kChannels, total[m]);
   if (has_minimum) add_minimums<M>(weight, rows.sum, count, sums);
 }
 
-using Multiply = decltype(&multiply<Nibbles, 4, false>);
+using Multiply = decltype(&multiply<WordProduct, Unpacked, 4>);
 
-template <class Reader, bool kFirst>
+template <class Product, class Reader>
 Multiply multiply_rows(int64_t rows) {
 #ifdef LLMC_AVX512
-  constexpr Multiply kAll[] = {multiply<Reader, 4, kFirst>, multiply<Reader, 8, kFirst>,
-                               multiply<Reader, 12, kFirst>};
+  constexpr Multiply kAll[] = {multiply<Product, Reader, 4>, multiply<Product, Reader, 8>,
+                               multiply<Product, Reader, 12>};
 #else
-  constexpr Multiply kAll[] = {multiply<Reader, 1, kFirst>, multiply<Reader, 2, kFirst>,
-                               multiply<Reader, 3, kFirst>, multiply<Reader, 4, kFirst>,
-                               multiply<Reader, 5, kFirst>, multiply<Reader, 6, kFirst>};
+  constexpr Multiply kAll[] = {multiply<Product, Reader, 1>, multiply<Product, Reader, 2>,
+                               multiply<Product, Reader, 3>, multiply<Product, Reader, 4>,
+                               multiply<Product, Reader, 5>, multiply<Product, Reader, 6>};
 #endif
   return kAll[rows / kRowStep - 1];
 }
@@ -246,7 +280,7 @@ struct Pass {
   int64_t row, rows, stretch, row_words, stretches;
   PackedRows all;
 
-  int64_t groups() const { return (rows + kMaxRows - 1) / kMaxRows; }
+  int64_t groups() const { return rows <= kMaxRows ? 1 : (rows + kManyRows - 1) / kManyRows; }
   int64_t first(int64_t group) const {
     const int64_t steps = (rows + kRowStep - 1) / kRowStep;
     return steps * group / groups() * kRowStep;
@@ -281,8 +315,9 @@ void pack_group(const LowBitArgs& a, const Pass& x, int64_t group) {
 
 template <class Reader>
 void block_rows(const LowBitArgs& a, const Pass& x, int64_t block) {
+  using Product = typename Reader::Product;
   Register piece[kPiece / 2 * kParts];
-  alignas(64) float sums[(kMaxPass + kMaxRows) * kChannels];
+  alignas(64) float sums[(kPassRows + kMaxRows) * kChannels];
   Stretches weight;
   const int64_t groups = x.groups();
   const bool has_minimum = a.has_minimum() || (Reader::kFoldsZero && middle_of(a.format));
@@ -292,8 +327,9 @@ void block_rows(const LowBitArgs& a, const Pass& x, int64_t block) {
     const uint8_t* const line = a.weight + (block * a.lines() + lines_of(a.format, k)) * kLineBytes;
     weight.read(a, block, k, x.stretch, count, Reader::kFoldsZero);
     for (int64_t g = 0; g < groups; ++g) {
-      const auto run =
-          g ? multiply_rows<Reader, false>(x.width(g)) : multiply_rows<Reader, true>(x.width(g));
+      const int64_t width = x.width(g);
+      const auto run = g ? multiply_rows<Product, Unpacked>(width)
+                         : multiply_rows<Product, Reader>(width);
       run(line, piece, weight, x.packed(g, k / x.stretch), x.stretch, count, has_minimum,
           sums + x.first(g) * kChannels);
     }
@@ -308,8 +344,7 @@ void by_passes(const LowBitArgs& a) {
   x.stretch = stretch_of(a, kStretch);
   x.stretches = a.depth / x.stretch;
   x.row_words = a.depth / Reader::kInputs * Reader::kSteps;
-  const int64_t most = std::clamp<int64_t>(kPassBytes / (4 * x.row_words), 4 * kMaxRows, kMaxPass);
-  const int64_t passes = (a.rows + most - 1) / most, blocks = a.channels / kChannels;
+  const int64_t passes = (a.rows + kPassRows - 1) / kPassRows, blocks = a.channels / kChannels;
   const int64_t room = (a.rows + passes - 1) / passes + kRowStep;
   static thread_local Arena arena;
   arena.reset(4 * room * (x.row_words + 2 * x.stretches) + 4096);
