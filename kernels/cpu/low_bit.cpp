@@ -216,12 +216,11 @@ void multiply(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t row, i
     for (int b = 0; b < kAdjacent; ++b) write_block(a, row + m, block + b * next, total[m][b]);
 }
 
-// kMost: the maximum number of rows for this reader. `stretch`: the maximum length of a stretch of
-// x.
+// kMost: the maximum number of rows for this reader.
 template <class Reader, int64_t kMost = kMaxFewRows>
-void by_blocks(const LowBitArgs& a, int64_t stretch = Reader::kMaxStretch) {
+void by_blocks(const LowBitArgs& a) {
   using In = Input<Reader, kMost>;
-  const In x(a, stretch);
+  const In x(a, a.x_bits < kExactBits ? kRounded : Reader::kMaxStretch);
   const int64_t step = a.rows > 2 ? kBlocks : 1;
   parallel_rows(a.channels / kChannels, a.depth * kChannels * (a.rows + 3) / 8, a.threads,
                 [&](int64_t begin, int64_t end) {
@@ -257,23 +256,17 @@ void run(const LowBitArgs& a) {
   // integers cost less per value of the weight and more per row of x
   [[maybe_unused]] const bool is_narrow = a.dtype != Dtype::f32;
   if constexpr (kFormat == Format::int4)
-    if (a.x_bits == 8) return by_blocks<ShortReader<kFormat, 1>, kMaxByteRows>(a);
-  if constexpr (kFormat != Format::fp8)
-    if (a.x_bits == 16) {
-#ifdef LLMC_BYTE_PRODUCTS
-      if (a.rows > 1 || has_table(kFormat)) return by_blocks<ByteReader<kFormat>>(a, kRounded);
-#endif
-      if constexpr (kIsShort) return by_blocks<ShortReader<kFormat, 2>, 2>(a);
-      if constexpr (kIsWords) return by_blocks<WordReader<kFormat, 1>, 2>(a);
-    }
+    if (a.x_bits == 8) return by_blocks<DigitReader<kFormat, 1>, kMaxByteRows>(a);
 #ifdef LLMC_BYTE_PRODUCTS
   if constexpr (kMultipliesBytes)
-    if (is_narrow) return by_blocks<ByteReader<kFormat>>(a);
+    if (a.x_bits == 16 || is_narrow) return by_blocks<ByteReader<kFormat, 2>>(a);
 #endif
   if constexpr (!kMultipliesBytes && kIsShort)
-    if (is_narrow && a.rows <= 2) return by_blocks<ShortReader<kFormat, 2>, 2>(a);
+    if (a.x_bits == 16 || (is_narrow && a.rows <= 2))
+      return by_blocks<ShortReader<kFormat, 2>, 2>(a);
   if constexpr (!kMultipliesBytes && kIsWords)
-    if (is_narrow && a.rows <= 2) return by_blocks<WordReader<kFormat, 1>, 2>(a);
+    if (a.x_bits == 16 || (is_narrow && a.rows <= 2))
+      return by_blocks<WordReader<kFormat, 1>, 2>(a);
   if constexpr (kIsShort)
     if (a.rows == 1) return by_blocks<ShortReader<kFormat, 3>, 1>(a);
   if constexpr (kIsWords)
@@ -302,12 +295,8 @@ constexpr int64_t kMaxPackedRows = 2;
 template <Format kFormat>
 void run_packed(LowBitArgs a) {
   a.format = kFormat;
-  if (a.x_bits == 8) return by_blocks<ShortReader<kFormat, 1>, kMaxByteRows>(a);
-#ifdef LLMC_BYTE_PRODUCTS
-  by_blocks<ByteReader<kFormat>>(a, a.x_bits == 16 ? kRounded : ByteReader<kFormat>::kMaxStretch);
-#else
-  by_blocks<ShortReader<kFormat, 2>, 2>(a);
-#endif
+  if (a.x_bits == 8) return by_blocks<DigitReader<kFormat, 1>, kMaxByteRows>(a);
+  by_blocks<DigitReader<kFormat, 2>, kMaxPackedRows>(a);
 }
 #endif
 

@@ -339,28 +339,36 @@ struct WordReader {
 };
 
 #ifdef LLMC_BYTE_PRODUCTS
-// Integers and mxfp4 with x in 16 bits, four byte products per lane and instruction.
-template <Format kFormat>
+// Integers and mxfp4 with one-byte digits, four products per lane and instruction. More sums than
+// one per digit would take longer to add up than they save: stretches overlap anyway.
+template <Format kFormat, int kDigits>
 struct ByteReader : UnsignedBytes<kFormat> {
-  static constexpr int kSteps = UnsignedBytes<kFormat>::kInputs / 4, kSums = 4;
+  static constexpr int kSteps = UnsignedBytes<kFormat>::kInputs / 4, kSums = 1;
   static constexpr int64_t kMaxStretch = 128;
-  using X = DigitWords<2>;
+  using X = DigitWords<kDigits>;
   using Line = Register;
   struct Sum {
-    Register digit[2] = {};
-    void operator+=(const Sum& other) {
-      for (int d = 0; d < 2; ++d) digit[d] = (Register)((vi)digit[d] + (vi)other.digit[d]);
-    }
+    Register digit[kDigits] = {};
   };
   LLMC_INLINE void add(Sum& sum, Register w, const X& x) {
 #pragma GCC unroll 2
-    for (int d = 0; d < 2; ++d)
+    for (int d = 0; d < kDigits; ++d)
       sum.digit[d] = add_bytes(sum.digit[d], w, every_pair(x.digit[d]));
   }
   LLMC_INLINE vf total(const Sum& sum) {
-    return 256.0f * convert<vf>((vi)sum.digit[1]) + convert<vf>((vi)sum.digit[0]);
+    const vf highest = convert<vf>((vi)sum.digit[kDigits - 1]);
+    return kDigits == 1 ? highest : 256.0f * highest + convert<vf>((vi)sum.digit[0]);
   }
 };
+#endif
+
+// Fewer than 8 bits with one-byte digits.
+#ifdef LLMC_BYTE_PRODUCTS
+template <Format kFormat, int kDigits>
+using DigitReader = ByteReader<kFormat, kDigits>;
+#else
+template <Format kFormat, int kDigits>
+using DigitReader = ShortReader<kFormat, kDigits>;
 #endif
 
 }  // namespace llmc
