@@ -37,6 +37,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llmc.kernels.chain_linears import chain_linears
+from llmc.kernels.fused_linear import add_linear
+from llmc.kernels.fused_linear import fused_linear as one_linear
 from llmc.kernels.triton import dependent_launch, fused_linear
 from llmc.kernels.triton.counters import arrive, counters, is_last, wait_until
 from llmc.kernels.triton.define import (
@@ -253,11 +255,14 @@ def _run(
             hidden, x, weight, bias, up_weight, up_bias, up_norm, up_eps, up_offset, act,
             down_weight, down_bias, next_weight, next_bias, next_norm, next_eps, next_offset,
         ).run()  # fmt: skip
-    run, run_add = fused_linear.run, fused_linear.run_add
-    run_add(hidden, x, weight, bias, None, None, 0.0, None)
-    inner = run(hidden, up_weight, up_bias, up_norm, up_eps, up_offset, act, None)
-    run_add(hidden, inner, down_weight, down_bias, None, None, 0.0, None)
-    return run(hidden, next_weight, next_bias, next_norm, next_eps, next_offset, None, None)
+    # each op falls back by itself: `hidden` has changed after the first
+    add_linear.run(hidden, x, weight, bias, None, None, 0.0, None)
+    inner = one_linear.run(hidden, up_weight, up_bias, up_norm, up_eps, up_offset, act, None)
+    add_linear.run(hidden, inner, down_weight, down_bias, None, None, 0.0, None)
+    out: Tensor = one_linear.run(
+        hidden, next_weight, next_bias, next_norm, next_eps, next_offset, None, None
+    )
+    return out
 
 
 def _supports(**given: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch import Tensor
 from triton import knobs
 
 from llmc.kernels.registry import Fn, Impl, Op
-from llmc.kernels.triton.launch import Plan
+from llmc.kernels.triton.launch import KernelError, Plan
+
+logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -58,8 +61,12 @@ def define(
     op: Op, *, supports: Fn, plan: Callable[..., Plan[Any]] | None = None, run: Fn | None = None
 ) -> None:
     """Register a Triton version of `op`. `plan` makes its launches from the arguments; if it takes
-    more than launches, `run` computes the result instead."""
-    compute = run or _runner(plan)
+    more than launches, `run` computes the result instead.
+
+    Where a kernel of it can't be compiled, the reference computes the result. So an op changes its
+    arguments in its last launch only, or in others to what the reference writes there too.
+    """
+    compute = _or_reference(op, run or _runner(plan))
     overload = op.declare("llmc_triton", compute)
     op.impl(
         Impl(
@@ -71,3 +78,23 @@ def define(
 def _runner(plan: Callable[..., Plan[Any]] | None) -> Fn:
     assert plan is not None, "an op needs either plan or run"
     return lambda *args: plan(*args).run()
+
+
+def _or_reference(op: Op, run: Fn) -> Fn:
+    is_reported = False
+
+    def compute(*args: Any) -> Any:
+        nonlocal is_reported
+        try:
+            return run(*args)
+        except KernelError as error:
+            if not is_reported:
+                is_reported = True
+                logger.warning(
+                    "%s runs its reference implementation, which is slow, where its kernel can't "
+                    "be compiled for this GPU: %s",
+                    op.name, error,
+                )  # fmt: skip
+        return op.reference(*args)
+
+    return compute

@@ -12,8 +12,21 @@ from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
+from triton.errors import TritonError
 
 T = TypeVar("T")
+
+_REFUSED = (  # by Triton's passes, and by the driver before it launches anything
+    "PassManager::run failed",
+    "too many resources requested for launch",
+    "too many blocks in cooperative launch",
+)
+_uncompilable: dict[str, KernelError] = {}  # by variant, so that the compiler is asked only once
+
+
+class KernelError(RuntimeError):
+    """A kernel cannot be compiled for this GPU, or needs more than it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +44,21 @@ class Launch:
     cooperative: bool = False  # all programs are resident at once, or the launch is an error
 
     def run(self) -> None:
+        """Queue the kernel. Raises KernelError, before anything is queued, if there is none."""
         if 0 in self.grid:
             return
+        if _uncompilable and (known := _uncompilable.get(self._variant())) is not None:
+            raise known
+        try:
+            self._queue()
+        except Exception as error:
+            if not _is_compilers(error):
+                raise
+            made = KernelError(f"{self.kernel.__name__}: {_first_line(error)}")
+            _uncompilable[self._variant()] = made
+            raise made from error
+
+    def _queue(self) -> None:
         self.kernel[self.grid](
             **self.args,
             **self.constants,
@@ -42,6 +68,24 @@ class Launch:
             **({"maxnreg": self.max_registers} if self.max_registers else {}),
             **({"launch_cooperative_grid": True} if self.cooperative else {}),
         )
+
+    def _variant(self) -> str:
+        """What is the same for launches that share compiled code, and usually nothing else is."""
+        dtypes = [value.dtype for value in self.args.values() if isinstance(value, Tensor)]
+        options = self.num_warps, self.num_stages, self.constants, dtypes
+        return f"{self.kernel.__name__} {options}"
+
+
+def _is_compilers(error: Exception) -> bool:
+    """Whether this is about compiling or loading a kernel, and not about running one."""
+    if isinstance(error, TritonError):  # in the source, from ptxas, or out of resources
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _REFUSED)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

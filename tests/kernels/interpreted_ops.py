@@ -25,6 +25,7 @@ from state_draws import STATE_OPS, state_cases
 from tiers import tiered
 from torch import Tensor
 from triton.runtime import interpreter
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
@@ -36,6 +37,7 @@ from llmc.kernels.rope_attention import make_rope_case
 from llmc.kernels.sample import filter_logits, gumbel
 from llmc.kernels.state_cases import make_step
 from llmc.kernels.triton import delta_rule as triton_delta_rule
+from llmc.kernels.triton import launch as launch_module
 from llmc.kernels.triton import paged_attention as triton_attention
 from llmc.kernels.triton import rope_attention as triton_rope
 from llmc.kernels.triton import sample_rows
@@ -155,6 +157,55 @@ def test_registered_cases(name: str, dtype: torch.dtype) -> None:
     assert cases
     for case in cases:
         check(OPS[name], case, dtype)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "sort_experts"])  # torch's
+def test_an_op_whose_kernel_cannot_be_compiled_runs_its_reference(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever of its kernels that is, also where an earlier one has changed an argument."""
+    op = OPS[name]
+    case = next(op.case_makers[0](CPU, torch.float32))
+    call = triton_impl(op).op()
+    want = op_cases.effect(op.reference, case)
+    queue = Launch._queue
+    queued: list[Launch] = []
+    fails_at = -1
+
+    def counted(launch: Launch) -> None:
+        queued.append(launch)
+        if len(queued) - 1 == fails_at:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        queue(launch)
+
+    monkeypatch.setattr(Launch, "_queue", counted)
+    op_cases.effect(call, case)
+    num_launches = len(queued)
+    assert num_launches > 0
+    for fails_at in range(num_launches):
+        monkeypatch.setattr(launch_module, "_uncompilable", {})
+        queued.clear()
+        for got, expected in zip(op_cases.effect(call, case), want, strict=True):
+            assert torch.equal(got.nan_to_num(7), expected.nan_to_num(7))
+        assert len(queued) == fails_at + 1
+        op_cases.effect(call, case)
+        assert len(queued) <= 2 * fails_at + 1, "the compiler was asked again"
+    records = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(records) == 1 and name in records[0].getMessage()
+    assert "Required: 300000" in records[0].getMessage()
+
+
+def test_only_errors_of_the_compiler_are_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an illegal access, the GPU computes nothing anymore, and the reference can't either."""
+    op = OPS["act_mul"]
+    case = next(op.case_makers[0](CPU, torch.float32))
+
+    def illegal(launch: Launch) -> None:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Launch, "_queue", illegal)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        triton_impl(op).op()(*case)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,15 +15,21 @@ import fake_triton
 import pytest
 import tiny_engine
 import torch
+import triton
 from fake_graphs import FakeGraphs
 from oracle import AlwaysOn
 from tiers import tiered
 from tiny_configs import save_random, tiny_config
 from torch import Tensor
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import PTXASError
 
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
 from llmc.engine.spec_decode.ngram import NgramSpeculation
+from llmc.kernels.registry import OPS
+from llmc.kernels.triton import launch as launch_module
+from llmc.kernels.triton.act_mul import act_mul_kernel
 from llmc.passes.options import PipelineOptions
 from llmc.runner.device import Download, HostDevice
 from llmc.runner.model_runner import ModelRunner
@@ -125,3 +131,30 @@ def test_nothing_is_compiled_while_serving(
             drain(drafting)
         assert drafting.stats().num_accepted_tokens > 50
     assert len(COMPILED) == before, "\n".join(COMPILED[before:])
+
+
+def test_a_kernel_that_fails_to_compile_leaves_the_answer_to_the_reference(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What Triton's own launch raises is recognized."""
+    op = OPS["act_mul"]
+    x = torch.randn(3, 16)
+    for error in (
+        CompilationError("", None, "no such instruction"),
+        PTXASError("ptxas fatal"),
+        RuntimeError("PassManager::run failed"),
+    ):
+        asked: list[Any] = []
+
+        def fail(source: Any, error: Exception = error, asked: list[Any] = asked, **_: Any) -> None:
+            asked.append(source)
+            raise error
+
+        act_mul_kernel.device_caches.clear()
+        monkeypatch.setattr(triton.compiler, "compile", fail)
+        monkeypatch.setattr(launch_module, "_uncompilable", {})
+        for _ in range(2):
+            assert torch.equal(op.run(x, "silu"), op.reference(x, "silu"))
+        assert len(asked) == 1
+    act_mul_kernel.device_caches.clear()
+    assert len([r for r in caplog.records if "reference implementation" in r.message]) == 1

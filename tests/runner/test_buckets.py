@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmc.runner.buckets import Buckets, default_buckets
+from llmc.runner.buckets import Buckets, default_buckets, mixed_tokens
 
 
 def test_default_buckets_grow_and_end_at_the_most_rows() -> None:
@@ -44,6 +44,14 @@ def test_sizes_do_not_grow_without_end() -> None:
         for _ in range(512):
             buckets.observe(rows)
     assert len(buckets.sizes) <= 9
+
+
+def test_steps_with_prompts_are_padded_to_a_few_sizes_up_to_2048_tokens() -> None:
+    sizes = {tokens: mixed_tokens(tokens) for tokens in range(1, 2049)}
+    padded = {tokens: size for tokens, size in sizes.items() if size is not None}
+    assert padded.keys() == sizes.keys() and len(set(padded.values())) < 40
+    assert all(tokens <= size < 1.25 * tokens + 8 for tokens, size in padded.items())
+    assert padded[2048] == 2048 and mixed_tokens(2049) is None
 
 
 @pytest.mark.parametrize("sizes", [(), (0, 4), (-1,)])

@@ -73,7 +73,7 @@ def test_captures_take_a_small_part_of_the_time(took: float) -> None:
         while not pace.is_due():
             clock.now += STEP_S
     elapsed = clock.now - start
-    assert 5 * took <= 1.01 * SHARE * elapsed
+    assert 5 * took <= 1.01 * 0.05 * elapsed
     assert (elapsed > 5 * LONG_PAUSE_S) == (took > LONG_S)
 
 
