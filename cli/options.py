@@ -404,9 +404,9 @@ ENGINE_OPTIONS = (
         panel=COMPILER_PANEL,
         flags=("--opt-level", "--optimization-level", "-O"),
         metavar="0..3",
-        help="-O0 runs the rewritten graph uncompiled and starts fastest, -O1 compiles it, "
-        "-O2 adds CUDA graphs, -O3 adds autotuning. On CPUs -O0 is usually the fastest too. "
-        "Default: 0 on CPUs, 2 on GPUs.",
+        help="-O0 runs the rewritten graph op by op, -O1 adds CUDA graphs on GPUs, -O2 compiles it "
+        "with Inductor in the background, -O3 adds autotuning. On CPUs -O1 is the same as -O0, "
+        "which is usually the fastest. Default: 0 on CPUs, 1 on GPUs.",
     ),
     EngineOption(
         field="cuda_graph_buckets",

@@ -23,6 +23,8 @@ QUANTIZATIONS = ("int8", "int4", "fp8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 EXECUTOR_BACKENDS = ("mp", "ray")
 DEVICES = ("auto", "cpu", "cuda")
+# the optimization levels from which steps are CUDA graphs, Inductor's code, and tuned for the GPU
+GRAPHS_LEVEL, INDUCTOR_LEVEL, TUNED_LEVEL = 1, 2, 3
 ActivationBits = Literal[8, 16, 32]
 SchedulingPolicy = Literal["fcfs", "priority"]
 SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = ("fcfs", "priority")
@@ -77,7 +79,7 @@ class EngineConfig:
     scheduling_policy: SchedulingPolicy = "fcfs"
     speculative_config: SpeculativeConfig | None = None  # or a mapping of its fields
     opt_level: Literal[0, 1, 2, 3] | None = None
-    cuda_graph_buckets: Sequence[int] | None = None  # decode batch sizes captured at -O2
+    cuda_graph_buckets: Sequence[int] | None = None  # decode batch sizes captured from -O1 on
     limit_mm_per_prompt: Mapping[str, int] | None = None  # {"image": 4}; 0: no images
     enable_lora: bool = False
     max_loras: int = 1  # adapters that a step can use at once, in slots of device memory

@@ -92,7 +92,7 @@ def _bare(bench: Bench) -> Subject:
 
 
 def _compiled(bench: Bench) -> Subject:
-    return bench.variant("-O1", opt_level=1)
+    return bench.variant("-O2", opt_level=2)
 
 
 def _uncompiled(bench: Bench) -> Subject:
@@ -385,7 +385,7 @@ ROWS = (
     ),
     *(_pass_row(name) for name in PASSES),
     _token_row("passes", "all of these passes", "with", "without", _small, _bare),
-    _token_row("opt-level", "compilation with Inductor", "`-O1`", "`-O0`", _compiled, _uncompiled),
+    _token_row("opt-level", "compilation with Inductor", "`-O2`", "`-O0`", _compiled, _uncompiled),
     _token_row(
         "kernels", "C++ ops", "with", "their references in plain torch", _small, _on_references
     ),

@@ -81,7 +81,7 @@ class Certificate:
     limit: Tolerance
     noise: LogitsDeviation | None  # of the model's own rounding
     logits: LogitsDeviation
-    compiled: LogitsDeviation | None  # the same at -O1 and above
+    compiled: LogitsDeviation | None  # the same at -O2 and above
     float32: LogitsDeviation | None  # the same rewrite, computed in float32
     float32_limit: Tolerance | None
     layers: tuple[LayerResult, ...]

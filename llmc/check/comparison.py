@@ -38,7 +38,7 @@ class Comparison:
     limit: Tolerance  # the same, allowing for the model's own rounding
     noise: LogitsDeviation | None  # of the model's own rounding
     logits: LogitsDeviation
-    compiled: LogitsDeviation | None  # the same at -O1 and above
+    compiled: LogitsDeviation | None  # the same at -O2 and above
     layers: tuple[LayerResult, ...]  # empty if hidden states can't be compared
     changed: tuple[ChangedResult, ...]
     notes: tuple[str, ...]

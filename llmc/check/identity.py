@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from llmc.check.certificate import certificate_key, fingerprint
 from llmc.compiler.cache import program_key
 from llmc.compiler.program import RewriteOptions
-from llmc.config import EngineConfig
+from llmc.config import INDUCTOR_LEVEL, EngineConfig
 from llmc.errors import ConfigError
 from llmc.startup.compile import rewrite_options
 from llmc.startup.resolve import ModelSource, pick_device, pick_level, resolve
@@ -43,6 +43,7 @@ def identify(config: EngineConfig) -> Identity:
             "compares the logits of text generation; select them with --task generate"
         )
     level = pick_level(config.opt_level, source.device)
+    level = level if level >= INDUCTOR_LEVEL else 0  # graphs replay what is checked
     options = replace(rewrite_options(source), processors=())
     made_up = f"random, from seed {config.seed}"
     weights = made_up if source.is_dummy else fingerprint(source.files.path)

@@ -1,4 +1,4 @@
-"""The rewritten graph -> Inductor's code for it (level -O1 and up), compiled once for all sizes.
+"""The rewritten graph -> Inductor's code for it (level -O2 and up), compiled once for all sizes.
 
 The numbers of tokens, rows and samples stay symbolic. Inductor treats sizes 0 and 1 as constants,
 so a compiled step is called with at least MIN_SIZE of each (the runner pads), and one graph works
@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from llmc.compiler.lower import StepFunction
+from llmc.config import TUNED_LEVEL
 from llmc.kernels.step_inputs import input_named
 from llmc.passes.base import copy_graph
 from llmc.passes.inputs import StepInput, input_of
@@ -71,9 +72,19 @@ def compile_step(
         copy,
         fakes,
         dynamic_shapes="from_graph",
-        options={"config_patches": {"max_autotune": level >= 3}},
+        options={"config_patches": _config(level, next(iter(tables.values())).device)},
     )
     return _bind(artifact, names, fixed, level)
+
+
+def _config(level: int, device: torch.device) -> dict[str, Any]:
+    """Inductor's options. On a GPU it measures kernels in another process: here, that could run
+    while the engine's thread captures a graph, and would end the capture."""
+    is_tuned = level >= TUNED_LEVEL
+    return {
+        "max_autotune": is_tuned,
+        "autotune_in_subproc": is_tuned and device.type == "cuda",
+    }
 
 
 def _fake_step_input(

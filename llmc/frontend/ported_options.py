@@ -85,7 +85,7 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
     "--reranking": ("--task", "score"),
     "--language-model-only": ("--limit-mm-per-prompt", '{"image":0}'),
     "--disable-overlap-schedule": ("--no-async-scheduling",),
-    "--enable-torch-compile": ("-O1",),
+    "--enable-torch-compile": ("-O2",),
     "--no-webui": ("--no-ui",),
     "-v": ("--log-level", "debug"),
     "--verbose": ("--log-level", "debug"),

@@ -39,7 +39,7 @@ class KernelChoice:
 def choose_kernels(
     stage: Stage, device: torch.device, copies: Callable[[int], int]
 ) -> tuple[KernelChoice, ...]:
-    """Our ops first; the rest run in torch, and in Inductor's code from -O1 on.
+    """Our ops first; the rest run in torch, and in Inductor's code from -O2 on.
 
     `copies(layer)` is the number of the model's layers that the captured one represents.
     """

@@ -5,7 +5,7 @@ exceeds the time of the op itself. Steps of one shape read the same buffers, so 
 recorded (`kernels/cpu/recording.py`). This is the counterpart of CUDA graphs (`graphs.py`), but
 nothing is padded, and the recorded step is itself a real step.
 
-Inductor's code can't be recorded. So at -O1 and above these steps use the uncompiled step function,
+Inductor's code can't be recorded. So at -O2 and above these steps use the uncompiled step function,
 which is faster when it is replayed.
 """
 

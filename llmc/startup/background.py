@@ -1,6 +1,6 @@
 """Background compilation: C++ ops, and faster versions of a step that is already serving.
 
-On CPU the C++ ops may still be building when the first request arrives; at -O1 and above, Inductor
+On CPU the C++ ops may still be building when the first request arrives; at -O2 and above, Inductor
 takes seconds to minutes. Each version that becomes ready is swapped in between two steps.
 """
 
@@ -21,6 +21,7 @@ import torch
 from llmc.background_thread import BackgroundThread
 from llmc.compiler.lower import StepFunction, lower
 from llmc.compiler.program import lowered
+from llmc.config import INDUCTOR_LEVEL
 from llmc.kernels.cpu.build import Build, BuildError, load, start_build
 from llmc.startup.bind import BoundModel
 
@@ -64,12 +65,12 @@ class Stage:
 def compile_in_background(
     models: Sequence[BoundModel], level: int, cache_dir: Path
 ) -> Upgrade | None:
-    """Upgrade to C++ ops first, then to Inductor's code at -O1 and above. None if the steps are
+    """Upgrade to C++ ops first, then to Inductor's code at -O2 and above. None if the steps are
     final already."""
     makers: list[Callable[[BoundModel], StepFunction | None]] = []
     if not all(model.kernels_built for model in models):
         makers.append(_with_kernels)
-    if level >= 1:
+    if level >= INDUCTOR_LEVEL:
         makers.append(partial(_with_inductor, level=level, cache_dir=cache_dir))
     stages = [
         Stage(partial(make, model), partial(_hot_swap, model))

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from llmc.compiler.lower import lower
 from llmc.compiler.program import Program, bind
+from llmc.config import GRAPHS_LEVEL
 from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
 from llmc.engine.kv.swap import SwapConfig, SwapCost
 from llmc.errors import ConfigError
@@ -141,7 +142,7 @@ def make_runner(
         adapters=adapters,
         device=open_device(program.device, max_in_flight=mode.max_in_flight),
         buckets=config.cuda_graph_buckets,
-        use_graphs=mode.level >= 2,
+        use_graphs=mode.level >= GRAPHS_LEVEL,
         max_in_flight=mode.max_in_flight,
         pools=model.source.pooling is not None,
         ranks=mode.ranks,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmc.config import EngineConfig
+from llmc.config import GRAPHS_LEVEL, EngineConfig
 from llmc.errors import CheckpointError, ConfigError
 from llmc.passes.user_names import check_user_code
 from llmc.pooling import LM, DraftHead, Head
@@ -254,11 +254,13 @@ def _dtype_of_weights(config: EngineConfig, files: ModelFiles) -> str | None:
 def pick_level(level: int | None, device: torch.device) -> int:
     """The optimization level to run.
 
-    On CPU, -O0 with packed ops is as fast as compiled code and starts at once (bench/results).
+    On CPU, -O0 with packed ops is as fast as compiled code and starts at once (bench/results). On
+    GPUs, few ops are left for Inductor to compile, and no figure shows yet that they are worth
+    compiling while requests are served (`python -m bench.gpu --part ladder` compares the levels).
     """
     if level is not None:
         return level
-    return 2 if device.type == "cuda" else 0
+    return GRAPHS_LEVEL if device.type == "cuda" else 0
 
 
 def pick_async(wanted: bool | None, device: torch.device) -> bool:

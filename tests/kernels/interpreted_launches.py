@@ -2,7 +2,7 @@
 
 Two tiny models that differ by one layer start with the passes for GPUs and every op in Triton. Then
 a step of each runs without its kernels: they are counted together with torch's own ops that
-compute, of which each launches at least one kernel (Inductor fuses some of them, from -O1 on). The
+compute, of which each launches at least one kernel (Inductor fuses some of them, from -O2 on). The
 numbers in LAUNCHES may only become lower.
 
 Run by test_ops_triton.py, for the same reason as interpreted_ops.py.

@@ -40,7 +40,7 @@ from triton_aot import (  # noqa: E402
     machine_code,
     variant,
 )
-from triton_builds import BUILDS, SIZED, attention, copied, named_launches, sweep  # noqa: E402
+from triton_builds import BUILDS, CLASSED, SIZED, attention, copied, named_launches, sweep  # noqa: E402
 
 from llmc.kernels.triton import paged_attention  # noqa: E402
 from llmc.kernels.triton.attention_kernel import load_tile  # noqa: E402
@@ -100,6 +100,16 @@ def test_one_compiled_kernel_serves_every_size(op: str) -> None:
     plans = [SIZED[op](size) for size in SIZES]
     for launches in zip(*(plan.launches for plan in plans), strict=True):
         assert len({variant(launch) for launch in launches}) == 1
+
+
+@pytest.mark.parametrize("op", CLASSED)
+def test_one_compiled_kernel_serves_each_class_of_rows(op: str) -> None:
+    launches = [launch for size in range(1, 101) for launch in CLASSED[op](size).launches]
+    classes = {
+        (launch.kernel.__name__, launch.num_warps, launch.num_stages, str(launch.constants))
+        for launch in launches
+    }
+    assert len({variant(launch) for launch in launches}) == len(classes) <= 8
 
 
 def test_attention_is_compiled_once_for_each_class_of_sizes() -> None:

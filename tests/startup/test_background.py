@@ -8,12 +8,17 @@ import threading
 from pathlib import Path
 
 import pytest
+import tiny_engine
 import torch
+from fake_graphs import FakeGraphs
+from op_cases import require_cpu_ops
 from tiny_models import save_checkpoint
 
 from llmc.config import EngineConfig
 from llmc.kernels.cpu import build as cpu_build
-from llmc.startup import background
+from llmc.runner.device import HostDevice
+from llmc.startup import background, bind
+from llmc.startup.resolve import pick_level
 from llmc.startup.start import start_engine
 
 CPU = torch.device("cpu")
@@ -96,3 +101,16 @@ def test_nobody_else_waits_for_a_build(checkpoint: Path, monkeypatch: pytest.Mon
     finished.set()
     assert started.upgrade is not None and started.upgrade.wait(60)
     assert "llmc_cpu" in started.runner.step.source
+
+
+def test_the_default_on_gpus_is_graphs_and_compiles_nothing_while_it_serves(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_cpu_ops()
+    monkeypatch.setattr(bind, "open_device", lambda device, **options: HostDevice(FakeGraphs()))
+    default = pick_level(None, torch.device("cuda"))
+    runners = [tiny_engine.start(checkpoint, opt_level=n).started for n in (0, default)]
+    assert [one.runner.has_graphs for one in runners] == [False, True]
+    assert runners[1].upgrade is None
+    monkeypatch.setattr(background, "_with_inductor", lambda *args, **options: None)
+    assert tiny_engine.start(checkpoint, opt_level=2).started.upgrade is not None

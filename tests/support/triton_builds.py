@@ -736,6 +736,19 @@ SIZED: dict[str, Callable[[int], Plan[Any]]] = {
     "encoder_attention": lambda n: encoder(n, 4),
 }
 
+# ops whose launch options depend on the number of rows, in a few classes
+CLASSED: dict[str, Callable[[int], Plan[Any]]] = {
+    "fused_linear": lambda n: few_rows(min(n, 8), 28672, 4096, "silu"),
+    "chain_linears": lambda n: chained(min(n, 8)),
+    "expert_linear": lambda n: experts(8 * n, choices=8),
+    "quantized_linear int4": lambda n: low_bit(n, "int4", group=128),
+    "quantized_linear int8": lambda n: low_bit(n, "int8"),
+    "quantized_linear mxfp4": lambda n: low_bit(n, "mxfp4"),
+    "quantized_expert_linear": lambda n: low_bit_experts(8 * n, "mxfp4", choices=8),
+    "quantized_expert_linear of fp8": lambda n: scaled_experts(8 * n, 128, choices=8),
+    "add_lora": lambda n: lora(n, 16),
+}
+
 FLAGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 1024},
