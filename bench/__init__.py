@@ -1,7 +1,7 @@
 """Benchmarks: `python -m bench.NAME` from the repository's root. Results are kept in results/.
 
 The root must not stay on the path, because its folders `kernels/`, `passes/` and `cli/` would hide
-packages of the same names.
+packages of the same names. llmc need not be installed.
 """
 
 import sys
@@ -23,4 +23,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 
 if sys.argv[0] == "-m":  # run as a command, not imported
+    from bench.tree import make_importable
+
+    make_importable()
     sys.excepthook = _report

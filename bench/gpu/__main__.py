@@ -1,9 +1,6 @@
-"""Entry point: makes the tree importable if llmc is not installed, then runs the command."""
+"""Entry point of `python -m bench.gpu`."""
 
-from bench.gpu.tree import make_importable
+from bench.gpu.command import main
 
 if __name__ == "__main__":
-    make_importable()
-    from bench.gpu.command import main  # imports llmc
-
     main()

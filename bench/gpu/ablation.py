@@ -1,5 +1,5 @@
-"""`ablate`: the effect of the levels, of each pass (switched off in turn, or on if it is off by
-default), and of async steps.
+"""`ablate`: the effect of each pass (switched off in turn, or on if it is off by default), and of
+async steps.
 
 One small model, a few batch sizes; everything else is as in the other parts.
 """
@@ -24,10 +24,6 @@ def run(settings: Settings, record: Record) -> None:
     release()
     record.measure("async off", partial(variant, settings, {}, async_scheduling=False))
     release()
-    for other in settings.levels:
-        if other != level:
-            record.measure(f"-O{other}", partial(variant, settings, {"opt_level": other}))
-            release()
     default = record.data.get(f"-O{level}", {})
     for name, is_on in pass_switches(settings).items():
         if not is_on and not _matched(name, default.get("passes", ())):
@@ -72,6 +68,7 @@ def variant(
         found = {str(b): _at(subject, b, async_scheduling) for b in settings.ablation_batches}
         return {
             "decode": found,
+            "opt_level": subject.startup["opt_level"],
             "usable_seconds": subject.startup["usable_seconds"],
             "inductor_seconds": subject.startup["inductor_seconds"],
             "passes": subject.startup["passes"],

@@ -2,16 +2,16 @@
 
     python -m bench.gpu [--part NAME[,NAME]] [--list] [--output-json FILE] [--seconds 530] [--tiny]
 
-Parts run in separate processes: untimed ones first and concurrently, then the others one at a time.
-The result file is updated atomically whenever a part has a result, so an interrupted run keeps all
-measurements. A run ends by itself within `--seconds`.
+Parts run in separate processes: `smoke` first, then the other untimed ones concurrently, then the
+others one at a time. The result file is updated atomically whenever a part has a result, so an
+interrupted run keeps all measurements. Logs, test reports and traces are kept in a folder beside
+it (gpu.json: gpu-files/). A run ends by itself within `--seconds`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,12 +84,20 @@ def _child(name: str, output: Path) -> None:
     record.save()
 
 
+def files_of(path: Path) -> Path:
+    """The folder, made if it isn't there, of the files that the parts keep beside the result."""
+    folder = path.with_name(f"{path.stem}-files")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder.resolve()
+
+
 def _here(parts: Sequence[Part], result: dict[str, Any], path: Path, deadline: float) -> None:
     """Run the parts in this process, one after another (for --tiny)."""
     small = settings.tiny()
+    folder = files_of(path)
     for part in parts:
         print(f"== {part.name}: {part.about}", flush=True)
-        start, record = time.monotonic(), Record()
+        start, record = time.monotonic(), Record(folder / f"{part.name}.json")
         found: dict[str, Any] = {"status": "ok", "data": record.data}
         try:
             part.load()(small, record)
@@ -100,23 +108,29 @@ def _here(parts: Sequence[Part], result: dict[str, Any], path: Path, deadline: f
         _write(path, result)
 
 
+def in_groups(parts: Sequence[Part]) -> list[list[Part]]:
+    """Parts that run at the same time, in order."""
+    first = [part for part in parts if part.name == "smoke"]
+    untimed = [part for part in parts if not part.timed and part not in first]
+    timed = [[part] for part in parts if part.timed]
+    return [group for group in (first, untimed, *timed) if group]
+
+
 def _in_processes(
     parts: Sequence[Part], result: dict[str, Any], path: Path, deadline: float
 ) -> None:
-    untimed = [part for part in parts if not part.timed]
-    groups = ([untimed] if untimed else []) + [[part] for part in parts if part.timed]
-    with tempfile.TemporaryDirectory() as folder:
-        for group in groups:
-            left = deadline - time.monotonic() - _LAST_S
-            if left < _LEAST_S:
-                for part in group:
-                    result["parts"][part.name] = {"status": "no time", "seconds": 0.0, "data": {}}
-                continue
-            running = []
+    folder = files_of(path)
+    for group in in_groups(parts):
+        left = deadline - time.monotonic() - _LAST_S
+        if left < _LEAST_S:
             for part in group:
-                print(f"== {part.name}: {part.about} (at most {min(left, part.most_s):.0f} s)")
-                running.append(PartProcess(part, Path(folder), min(left, part.most_s)))
-            _follow(running, result, path)
+                result["parts"][part.name] = {"status": "no time", "seconds": 0.0, "data": {}}
+            continue
+        running = []
+        for part in group:
+            print(f"== {part.name}: {part.about} (at most {min(left, part.most_s):.0f} s)")
+            running.append(PartProcess(part, folder, min(left, part.most_s)))
+        _follow(running, result, path)
 
 
 def _follow(running: list[PartProcess], result: dict[str, Any], path: Path) -> None:

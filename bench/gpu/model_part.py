@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from bench.gpu import limits
@@ -26,17 +27,22 @@ def run(name: str, settings: Settings, record: Record) -> None:
     read = found["read_bytes_per_s"] if found else float("nan")
     flops = peak["flop_per_s"] if peak else float("nan")
     release()  # the memory used to measure the limits
+
+    def trace(rows: str) -> Path | None:
+        return record.beside(f"{name}-replay-{rows}.json.gz")
+
     with running(settings, settings.model(name)) as subject:
         record.measure("start", lambda: subject.startup)
         decode = record.measure("decode", partial(by_batch, subject, read))
         if decode:
             points = {int(b): row["device_ms"] for b, row in decode.items()}
             record.measure("padding_waste", partial(padding_waste, points, max(points)))
-        record.measure("replay", partial(profile_replay, subject, 1))
+        record.measure("replay", partial(profile_replay, subject, 1, trace("1")))
         record.measure("slope", partial(kv_slope, subject, read))
         record.measure("prefill", partial(prefill, subject, flops))
         record.measure("mixed", partial(mixed, subject))
-        record.measure("replay_64", partial(profile_replay, subject, min(64, settings.max_rows)))
+        many = min(64, settings.max_rows)
+        record.measure("replay_64", partial(profile_replay, subject, many, trace("64")))
         record.measure("runtime_compiles", lambda: subject.runner.num_runtime_compiles)
 
 

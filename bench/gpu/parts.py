@@ -25,6 +25,18 @@ class Part:
     timed: bool = True
 
 
+def _smoke() -> Run:
+    from bench.gpu import smoke
+
+    return smoke.run
+
+
+def _ladder() -> Run:
+    from bench.gpu import ladder
+
+    return ladder.run
+
+
 def _limits() -> Run:
     from bench.gpu import limits
 
@@ -80,10 +92,18 @@ def _peer(name: str) -> Run:
 
 
 PARTS = (
+    Part(
+        name="smoke", about="every op once; a small model's graphs, also from another thread",
+        expected_s=20, most_s=60, timed=False, load=_smoke,
+    ),
     Part(name="tests", about="pytest -m gpu", expected_s=90, most_s=250, timed=False, load=_tests),
     Part(
         name="warm", about="compile all that later parts run, cold, several at a time",
-        expected_s=120, most_s=170, timed=False, load=_warm,
+        expected_s=100, most_s=170, timed=False, load=_warm,
+    ),
+    Part(
+        name="ladder", about="-O0, -O1, -O2, and -O1 without dependent launch, on Qwen3-0.6B",
+        expected_s=40, most_s=120, load=_ladder,
     ),
     Part(
         name="limits", about="bandwidths; cuBLAS at 8192 cubed and at the models' shapes",
@@ -91,11 +111,11 @@ PARTS = (
     ),
     Part(
         name="8b", about="all figures of Llama-3.1-8B",
-        expected_s=60, most_s=270, load=partial(_model, "8b"),
+        expected_s=50, most_s=270, load=partial(_model, "8b"),
     ),
     Part(
         name="0.6b", about="all figures of Qwen3-0.6B",
-        expected_s=40, most_s=200, load=partial(_model, "0.6b"),
+        expected_s=30, most_s=200, load=partial(_model, "0.6b"),
     ),
     Part(
         name="kernels", about="single ops, compared with torch",
@@ -115,11 +135,11 @@ PARTS = (
     ),
     Part(
         name="1b", about="all figures of Llama-3.2-1B",
-        expected_s=35, most_s=200, load=partial(_model, "1b"),
+        expected_s=30, most_s=200, load=partial(_model, "1b"),
     ),
     Part(
-        name="ablate", about="levels, each pass off or on, async off, on Qwen3-0.6B",
-        expected_s=80, most_s=145, load=_ablate,
+        name="ablate", about="each pass off or on, async off, on Qwen3-0.6B",
+        expected_s=50, most_s=145, load=_ablate,
     ),
     Part(
         name="peer-1b", about="Llama-3.2-1B compared with transformers",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.parts import Part
-from bench.gpu.tree import ROOT
+from bench.tree import ROOT
 
 _TAIL = 3000
 
@@ -24,6 +24,7 @@ class PartProcess:
     def __init__(self, part: Part, folder: Path, seconds: float) -> None:
         self.part = part
         self._data = folder / f"{part.name}.json"
+        self._data.unlink(missing_ok=True)  # of an earlier run
         self._log = folder / f"{part.name}.log"
         self._begun = time.monotonic()
         self._ended: float | None = None

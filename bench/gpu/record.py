@@ -20,6 +20,10 @@ class Record:
         self.path = path
         self.num_failed = 0
 
+    def beside(self, name: str) -> Path | None:
+        """Where to keep another file of this part; None if nothing is kept."""
+        return None if self.path is None else self.path.with_name(name)
+
     def measure(self, name: str, work: Callable[[], Any]) -> Any:
         """Run a measurement; returns its result, or None if it failed."""
         start = time.perf_counter()

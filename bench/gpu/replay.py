@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import statistics
 import tempfile
@@ -35,8 +36,9 @@ class Span:
         return self.start + self.length
 
 
-def profile_replay(subject: Subject, rows: int) -> dict[str, Any]:
-    """Profile `rows` requests with short contexts. On a CPU, ops are counted instead of kernels."""
+def profile_replay(subject: Subject, rows: int, trace: Path | None = None) -> dict[str, Any]:
+    """Profile `rows` requests with short contexts, and keep the trace of the last step, for
+    chrome://tracing or Perfetto. On a CPU, ops are counted instead of kernels."""
     runner = subject.runner
     is_gpu = runner.rows.device.type == "cuda"
     batch = DirectBatch(subject, rows, subject.settings.prompt_len, 8 + _STEPS)
@@ -50,17 +52,18 @@ def profile_replay(subject: Subject, rows: int) -> dict[str, Any]:
             runner.execute(plan)
             if is_gpu:
                 torch.cuda.synchronize()
-        spans = read_spans(profiler, _ON_GPU if is_gpu else ("cpu_op",))
+        spans = read_spans(profiler, _ON_GPU if is_gpu else ("cpu_op",), trace)
     runner.launch(batch.leave())
     return summary(spans, subject.config["num_hidden_layers"])
 
 
-def read_spans(profiler: Any, kinds: Sequence[str]) -> list[Span]:
+def read_spans(profiler: Any, kinds: Sequence[str], trace: Path | None) -> list[Span]:
     """Spans by start time, from the trace file, whose format is the same in all torch versions."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
+        path = trace or Path(folder) / "trace.json.gz"
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            events = json.load(file)["traceEvents"]
     spans = [
         Span(name=str(e["name"]), start=float(e["ts"]), length=float(e["dur"]))
         for e in events

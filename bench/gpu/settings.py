@@ -42,6 +42,7 @@ class Settings:
     ablated: str = "0.6b"
     ablation_batches: tuple[int, ...] = (1, 32)
     levels: tuple[int, ...] = (0, 1, 2)
+    default_level: int = 1  # which the parts measure: the default on GPUs
     buffer_bytes: int = 4 * GIB
     square: int = 8192
     gemm_rows: tuple[int, ...] = (1, 8, 64, 256, 2048, 8192)
@@ -51,8 +52,8 @@ class Settings:
         return next(m for m in self.models if m.name == name)
 
     @property
-    def default_level(self) -> int:
-        return max(self.levels)
+    def smallest(self) -> Model:
+        return Model(name="tiny", config="tiny.json", cache_bytes=2**24)
 
 
 def full() -> Settings:
@@ -93,7 +94,7 @@ def tiny() -> Settings:
         peer_tokens=6,
         peer_decode=6,
         ablation_batches=(1, 2),
-        levels=(0,),
+        levels=(0, 1),
         buffer_bytes=2**22,
         square=64,
         gemm_rows=(1, 8),

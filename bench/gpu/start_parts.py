@@ -27,7 +27,7 @@ from bench.gpu.record import Record
 from bench.gpu.settings import GIB, Settings
 from bench.gpu.shapes import read_config, step_bytes
 from bench.gpu.subject import running
-from bench.gpu.tree import ROOT
+from bench.tree import ROOT
 
 _AT_ONCE = 8  # processes that compile; each has its own workers
 _TESTS_BYTES = 16 * GIB  # of the tests, which run meanwhile
@@ -41,18 +41,26 @@ def run_tests(settings: Settings, record: Record) -> None:
         engine = ["test_gpu_engine.py", "test_gpu_parity.py"]
         ops = ["test_gpu_ops.py", "test_gpu_prompts.py"]
         runs = {
-            "engine": pool.submit(run_pytest, settings, engine, []),
-            "ops": pool.submit(run_pytest, settings, ops, workers),
+            name: pool.submit(
+                run_pytest, settings, files, options, record.beside(f"tests-{name}.xml")
+            )
+            for name, files, options in (("engine", engine, []), ("ops", ops, workers))
         }
         for name, result in runs.items():
             record.measure(name, result.result)
 
 
 def run_pytest(
-    settings: Settings, files: Sequence[str], options: Sequence[str], seconds: float = TESTS_S
+    settings: Settings,
+    files: Sequence[str],
+    options: Sequence[str],
+    junit: Path | None = None,
+    seconds: float = TESTS_S,
 ) -> dict[str, Any]:
     """Run pytest in a separate process. In miniature, without a GPU, it is a dry run. After
-    `seconds` it is interrupted, and reports what has run."""
+    `seconds` it is interrupted, and reports what has run.
+
+    `junit`: its report as XML; what it prints goes to the same name with .log, as it is printed."""
     command = [sys.executable, "-P", "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
     command += ["--rootdir", str(ROOT), *(str(ROOT / "tests/gpu" / name) for name in files)]
     command += ["-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-ra", *options]
@@ -60,15 +68,21 @@ def run_pytest(
     if settings.tiny:
         environment["LLMC_GPU_DRY_RUN"] = "1"
         command += ["-k", "dry_run"]
-    process = subprocess.Popen(
-        command, cwd=tempfile.gettempdir(), env=environment, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, preexec_fn=_heed_interrupts,
-    )  # fmt: skip
-    late = threading.Timer(seconds, process.send_signal, [signal.SIGINT])
-    late.daemon = True
-    late.start()
-    output, _ = process.communicate()
-    late.cancel()
+    if junit is not None:
+        command += [f"--junitxml={junit}"]
+    with tempfile.TemporaryDirectory() as folder:
+        log = junit.with_suffix(".log") if junit is not None else Path(folder) / "log"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command, cwd=tempfile.gettempdir(), env=environment, stdout=file,
+                stderr=subprocess.STDOUT, preexec_fn=_heed_interrupts,
+            )  # fmt: skip
+        late = threading.Timer(seconds, process.send_signal, [signal.SIGINT])
+        late.daemon = True
+        late.start()
+        process.wait()
+        late.cancel()
+        output = log.read_text(encoding="utf-8", errors="replace")
     print(output[-8000:])
     counts = {k: int(n) for n, k in re.findall(r"(\d+) (passed|failed|skipped|error)", output)}
     if process.returncode != 0 or not counts.get("passed"):
@@ -86,6 +100,7 @@ def run_warm(settings: Settings, record: Record) -> None:
     jobs = [f"model {m.name}" for m in settings.models]
     jobs += [f"generate {m.name}" for m in settings.models]
     switches = pass_switches(settings).items()
+    jobs += [f"level {level}" for level in settings.levels if level > settings.default_level]
     jobs += ["ablation", *(f"{'on' if is_on else 'off'} {name}" for name, is_on in switches)]
     if settings.tiny:
         record.measure("warm", partial(run_warm_job, settings, jobs[0]))
@@ -124,7 +139,7 @@ class Room:
 def job_bytes(settings: Settings, job: str) -> int:
     """About the memory that a job needs: weights, cache, activations, and CUDA's own."""
     kind, _, name = job.partition(" ")
-    is_ablation = kind in ("on", "off", "ablation")
+    is_ablation = kind in ("on", "off", "ablation", "level")
     model = settings.model(settings.ablated if is_ablation else name)
     cache = model.cache_bytes if kind == "model" else 4 * GIB
     weights = step_bytes(read_config(model.config), 2)
@@ -152,6 +167,9 @@ def run_warm_job(settings: Settings, job: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if kind in ("on", "off", "ablation"):
         options = engine_options(settings) | {"passes": {name: kind == "on"} if name else {}}
+        name = settings.ablated
+    elif kind == "level":
+        options = engine_options(settings) | {"opt_level": int(name)}
         name = settings.ablated
     with running(settings, settings.model(name), **options) as subject:
         return subject.startup

@@ -8,7 +8,8 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu.record import failure
 from bench.gpu.settings import CONFIGS, Model, Settings
 from bench.gpu.shapes import Config, read_config
 from bench.gpu.timed_runner import TimedRunner
@@ -92,6 +94,21 @@ def running(settings: Settings, model: Model, **options: Any) -> Iterator[Subjec
 
 
 def start(settings: Settings, model: Model, folder: Path, **options: Any) -> Subject:
+    """At the default level or, if that fails, at the one below; at `opt_level`, if it is given."""
+    failed: dict[str, str] = {}
+    for level in range(settings.default_level, 0, -1) if "opt_level" not in options else ():
+        try:
+            return _start(settings, model, folder, failed, opt_level=level, **options)
+        except Exception as error:  # whatever it is, a slower figure is better than none
+            traceback.print_exc()
+            failed[f"-O{level}"] = failure(error)["error"]
+        release()
+    return _start(settings, model, folder, failed, **{"opt_level": 0, **options})
+
+
+def _start(
+    settings: Settings, model: Model, folder: Path, failed: Mapping[str, str], **options: Any
+) -> Subject:
     config = EngineConfig(
         **{
             "model": str(folder),
@@ -102,7 +119,6 @@ def start(settings: Settings, model: Model, folder: Path, **options: Any) -> Sub
             "max_num_batched_tokens": settings.max_tokens,
             "kv_cache_memory": model.cache_bytes,
             "enable_prefix_caching": False,
-            "opt_level": settings.default_level,
             **options,
         }
     )
@@ -123,6 +139,8 @@ def start(settings: Settings, model: Model, folder: Path, **options: Any) -> Sub
         **graphs,
         "level": started.runner.step.level,  # of the step that is measured
         "not_compiled": missing,
+        "opt_level": config.opt_level,
+        "failed_levels": failed,  # above that one
         "num_blocks": started.info.num_blocks,
         "passes": list(started.info.pass_reports),
     }

@@ -16,23 +16,31 @@ import pytest
 import torch
 from bench_package import ROOT
 from fake_graphs import FakeGraphs
+from op_cases import require_cpu_ops
 
-from bench.gpu import start_parts
+from bench.gpu import command as command_module
+from bench.gpu import smoke, start_parts
+from bench.gpu import subject as subject_module
 from bench.gpu.ablation import pass_switches
-from bench.gpu.decode import padding_waste
+from bench.gpu.decode import padding_waste, steady_steps
 from bench.gpu.parts import PARTS, choose
+from bench.gpu.process import PartProcess
 from bench.gpu.record import Record, finite
 from bench.gpu.replay import Span, summary
 from bench.gpu.report import failures, table
 from bench.gpu.settings import GIB, full, tiny
 from bench.gpu.shapes import linears, prefill_flops, read_config, step_bytes
-from bench.gpu.subject import swap_and_capture
+from bench.gpu.subject import running, swap_and_capture
 from bench.gpu.targets import TARGETS, judge
-from bench.gpu.tree import link_tree
+from bench.tree import link_tree
 from llmc.compiler.lower import StepFunction
+from llmc.config import EngineConfig
+from llmc.kernels.registry import OPS
 from llmc.runner.device import HostDevice
 from llmc.runner.model_runner import ModelRunner
 from llmc.runner.rows import RowTables
+from llmc.startup import bind
+from llmc.startup.resolve import pick_level
 
 # cold and ablate start engines again in ways that others do; they are a minute on a busy machine
 LONG = ("cold", "ablate")
@@ -51,6 +59,20 @@ class Visible(PathFinder):
         if name.partition(".")[0] not in {HIDDEN}:
             return PathFinder.find_spec(name, path, target)
 sys.meta_path[sys.meta_path.index(PathFinder)] = Visible
+"""
+
+
+# llmc is found where bench.tree links it, and nowhere else
+NOT_INSTALLED = """
+import sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+class Visible(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name == "llmc":
+            path = [place for place in sys.path if "llmc-tree-" in place]
+        return PathFinder.find_spec(name, path, target)
+sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Visible]
 """
 
 
@@ -157,9 +179,12 @@ def test_tests_that_take_too_long_are_interrupted_and_what_ran_is_reported(tmp_p
         f"def test_slow_dry_run(): open({str(tmp_path / 'begun')!r}, 'w'); time.sleep(300)\n"
     )
     start = time.monotonic()
+    junit = tmp_path / "tests.xml"
     with pytest.raises(RuntimeError, match=r"'passed': 1.*status 2"):
-        start_parts.run_pytest(tiny(), [str(file)], [], seconds=10)
+        start_parts.run_pytest(tiny(), [str(file)], [], junit, seconds=10)
     assert (tmp_path / "begun").exists() and time.monotonic() - start < 100
+    assert 'name="test_fast_dry_run"' in junit.read_text()
+    assert "1 passed" in (tmp_path / "tests.log").read_text()
 
 
 def test_jobs_that_compile_share_the_memory_of_an_h100() -> None:
@@ -223,9 +248,9 @@ def test_passes_that_are_off_by_default_are_switched_on() -> None:
 
 
 def test_a_full_run_is_expected_to_end_in_time() -> None:
-    timed = sum(p.expected_s for p in PARTS if p.timed and p.name not in ("cold", "peer-1b"))
-    beside = max(p.expected_s for p in PARTS if not p.timed)
-    assert timed + beside < 530
+    parts = [part for part in PARTS if part.name not in ("cold", "peer-1b")]
+    groups = command_module.in_groups(parts)
+    assert sum(max(part.expected_s for part in group) for group in groups) < 530
 
 
 def test_every_target_names_a_part_and_an_aim_beyond_its_floor() -> None:
@@ -291,6 +316,139 @@ def test_a_failed_measurement_is_written_down_and_the_next_one_runs(tmp_path: Pa
     assert kept["second"] == {"x": None}
     assert list(failures({"data": kept})) == ["first (ValueError: no such kernel)"]
     assert finite({"a": (1, float("inf")), 2: ROOT}) == {"a": [1, None], "2": str(ROOT)}
+
+
+def engines_with_graphs(patch: pytest.MonkeyPatch) -> list[FakeGraphs]:
+    """From now on, engines capture on the CPU. -> the backends, one for each runner."""
+    require_cpu_ops()
+    backends: list[FakeGraphs] = []
+
+    def opened(device: torch.device, **options: Any) -> HostDevice:
+        backends.append(FakeGraphs())
+        return HostDevice(backends[-1])
+
+    patch.setattr(bind, "open_device", opened)
+    return backends
+
+
+def test_smoke_compares_graphs_with_eager_steps_also_from_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backends = engines_with_graphs(monkeypatch)
+    with running(tiny(), tiny().smallest) as subject:
+        serving = backends[-1]
+        found = smoke.graphs_equal_eager_steps(subject)
+        assert found == {"batches": [1, 2, 4], "graphs": True, "eager_steps": 0}
+        captured = [shape.requests for shape in serving.captured if shape.is_decode]
+        assert captured == [4, 2, 1, 1, 2, 4] and serving.num_replays == 3 * 3 * 6
+        monkeypatch.setattr(type(serving.steps[-1]), "replay", lambda step: step.outputs)
+        with pytest.raises(RuntimeError, match="batch 1 with graphs: other results"):
+            smoke.graphs_equal_eager_steps(subject)
+
+
+def test_a_capture_that_fails_is_reported_by_smoke_and_leaves_the_model_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines_with_graphs(monkeypatch)
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(FakeGraphs, "capture", fail)
+    with running(tiny(), tiny().smallest) as subject:
+        assert subject.startup["opt_level"] == 1 and subject.startup["num_captures"] == 0
+        with pytest.raises(RuntimeError, match="54 steps ran without a graph"):
+            smoke.graphs_equal_eager_steps(subject)
+        assert steady_steps(subject, 1)["step_ms"] > 0
+
+
+def test_smoke_runs_all_ops_and_names_those_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_cpu_ops()
+    right = smoke.every_op(tiny())
+    assert right["num_ops"] > 20 and right["largest_error"] < 1e-3
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("invalid device function")
+
+    def wrong(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+    for name, call in (("act_mul", broken), ("rms_norm", wrong)):
+        impls = [
+            replace(impl, op=lambda call=call: call) if impl.name == "cpu" else impl
+            for impl in OPS[name].impls
+        ]
+        monkeypatch.setattr(OPS[name], "impls", impls)
+    with pytest.raises(RuntimeError, match=r"^2 of .*'act_mul': .*'rms_norm': 'error"):
+        smoke.every_op(tiny())
+
+
+def test_all_parts_are_rehearsed_although_levels_ops_and_parts_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """-O1 can't start, so models are measured at -O0; every op raises; one part can't run."""
+    require_cpu_ops()
+    start = subject_module.start_engine
+
+    def failing(config: EngineConfig, *args: Any) -> Any:
+        if config.opt_level == 1:
+            raise MemoryError("no room for graphs")
+        return start(config, *args)
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("invalid device function")
+
+    monkeypatch.setattr(subject_module, "start_engine", failing)
+    monkeypatch.setattr(smoke, "_error", broken)
+    monkeypatch.setattr("bench.gpu.limits.run", broken)
+    result: dict[str, Any] = {"parts": {}}
+    command_module._here(choose("smoke,ladder,limits,0.6b"), result, tmp_path / "x.json", 0)
+    states = {name: part["status"] for name, part in result["parts"].items()}
+    assert states == {"smoke": "ok", "ladder": "ok", "limits": "failed", "0.6b": "ok"}
+    data = {name: part["data"] for name, part in result["parts"].items()}
+    assert "invalid device function" in data["smoke"]["ops"]["error"]
+    assert data["smoke"]["graphs"]["graphs"] is False
+    assert data["ladder"]["-O1"]["error"] == "MemoryError: no room for graphs"
+    assert data["ladder"]["-O0"]["decode"]["1"]["step_ms"] > 0
+    started = data["0.6b"]["start"]
+    assert started["failed_levels"] == {"-O1": "MemoryError: no room for graphs"}
+    assert started["opt_level"] == 0 and data["0.6b"]["decode"]["1"]["step_ms"] > 0
+    kept = {path.name for path in (tmp_path / "x-files").iterdir()}
+    assert {"0.6b-replay-1.json.gz", "0.6b-replay-64.json.gz", "smoke.json"} <= kept
+
+
+def test_a_part_that_takes_too_long_is_stopped_and_its_log_is_kept(tmp_path: Path) -> None:
+    (part,) = choose("limits")
+    process = PartProcess(part, tmp_path, 0.0)
+    while not process.poll():
+        time.sleep(0.01)
+    assert process.result()["status"] == "timeout" and (tmp_path / "limits.log").exists()
+
+
+def test_smoke_comes_before_everything_and_the_ladder_before_the_models() -> None:
+    groups = [[part.name for part in group] for group in command_module.in_groups(PARTS)]
+    assert groups[:3] == [["smoke"], ["tests", "warm"], ["ladder"]]
+
+
+def test_the_parts_measure_the_default_level_of_gpus() -> None:
+    assert full().default_level == pick_level(None, torch.device("cuda"))
+    assert set(full().levels) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("name", ["prompts", "kernels", "linears", "ablations", "gpu"])
+def test_a_benchmark_needs_no_installation(name: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NOT_INSTALLED)
+    done = subprocess.run(
+        [sys.executable, "-m", f"bench.{name}", "--help"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    if name == "prompts":
+        assert done.stderr == "torch detects no GPU, which both kernels need\n"
+    else:
+        assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr
 
 
 def test_a_tree_of_links_is_importable_without_an_installation(tmp_path: Path) -> None:

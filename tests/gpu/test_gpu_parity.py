@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny_engine
 import torch
-from gpu import DEVICE, DRY_RUN, LEVEL, needs_gpu
+from gpu import DEVICE, DRY_RUN, LEVELS, needs_gpu
 from tiny_models import load_reference, prompts, reference_logits, save_checkpoint
 
 from llmc.engine.plan import NewRow, RowWork, StepPlan
@@ -43,7 +43,7 @@ def our_logprobs(running: tiny_engine.Running, tokens: tuple[int, ...]) -> torch
     return logits[0].float().log_softmax(-1).cpu()
 
 
-@pytest.mark.parametrize("level", sorted({0, LEVEL}))
+@pytest.mark.parametrize("level", sorted({0, *LEVELS}))
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_bfloat16_logits(family: str, level: int, tmp_path: Path) -> None:
     path = save_checkpoint(family, tmp_path, dtype=torch.bfloat16)
@@ -64,7 +64,7 @@ def test_bfloat16_logits(family: str, level: int, tmp_path: Path) -> None:
     assert ours.mean() <= 1.2 * others.mean()
 
 
-@pytest.mark.parametrize("level", sorted({0, LEVEL}))
+@pytest.mark.parametrize("level", sorted({0, *LEVELS}))
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_float32_logits_dry_run(family: str, level: int, tmp_path: Path) -> None:
     path = save_checkpoint(family, tmp_path)
