@@ -7,15 +7,24 @@ so they measure exactly what a GPU would run.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import torch
+import triton
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from triton.errors import TritonError
 
 T = TypeVar("T")
+_COMPILERS = 8  # threads; most of their time they are outside of Python
+_only_compiles = ContextVar("_only_compiles", default=False)
 
 _REFUSED = (  # by Triton's passes, and by the driver before it launches anything
     "PassManager::run failed",
@@ -50,7 +59,7 @@ class Launch:
         if _uncompilable and (known := _uncompilable.get(self._variant())) is not None:
             raise known
         try:
-            self._queue()
+            self._compile() if _only_compiles.get() else self._queue()
         except Exception as error:
             if not _is_compilers(error):
                 raise
@@ -59,15 +68,21 @@ class Launch:
             raise made from error
 
     def _queue(self) -> None:
-        self.kernel[self.grid](
+        self.kernel[self.grid](**self._options())
+
+    def _compile(self) -> None:
+        self.kernel.run(grid=self.grid, warmup=True, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return {
             **self.args,
             **self.constants,
-            num_warps=self.num_warps,
-            num_stages=self.num_stages,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
             **({"launch_pdl": True} if self.pdl else {}),
             **({"maxnreg": self.max_registers} if self.max_registers else {}),
             **({"launch_cooperative_grid": True} if self.cooperative else {}),
-        )
+        }
 
     def _variant(self) -> str:
         """What is the same for launches that share compiled code, and usually nothing else is."""
@@ -98,7 +113,27 @@ class Plan(Generic[T]):
     def run(self) -> T:
         for launch in self.launches:
             launch.run()
+        if _only_compiles.get():  # other ops may use the results as indices
+            for made in tree_leaves(self.out):
+                if isinstance(made, Tensor):
+                    made.zero_()
         return self.out
+
+
+@contextmanager
+def compiling_together() -> Iterator[None]:
+    """Within this, kernels are not run but compiled, several at a time; results are zeros.
+
+    On leaving, all are compiled. One that cannot be is reported when it is to run."""
+    with (
+        ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True),
+    ):
+        token = _only_compiles.set(True)
+        try:
+            yield
+        finally:
+            _only_compiles.reset(token)
 
 
 @lru_cache

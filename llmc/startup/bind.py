@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -79,12 +81,21 @@ def bind_model(
     )
     runner = made.runner
     if model.program.device.type == "cuda":
-        runner.warm_up()
+        warm_up(runner)
         runner.capture_largest()
         while runner.capture_next() is not None:
             pass
     swap_config = _swap_config(runner.swap_space, profile.prefill_seconds_per_token)
     return replace(made, swap_config=swap_config)
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Compile every kernel that a step may need, several at a time, and run each once."""
+    if importlib.util.find_spec("triton") is not None:
+        launch = importlib.import_module("llmc.kernels.triton.launch")
+        with launch.compiling_together():
+            runner.warm_up()
+    runner.warm_up()
 
 
 def make_runner(

@@ -7,6 +7,8 @@ Run by test_warm_up.py, in a process of its own.
 from __future__ import annotations
 
 import itertools
+import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from llmc.engine.spec_decode.ngram import NgramSpeculation
 from llmc.kernels.registry import OPS
 from llmc.kernels.triton import launch as launch_module
 from llmc.kernels.triton.act_mul import act_mul_kernel
+from llmc.kernels.triton.launch import Launch, compiling_together
 from llmc.passes.options import PipelineOptions
 from llmc.runner.device import Download, HostDevice
 from llmc.runner.model_runner import ModelRunner
@@ -76,7 +79,7 @@ def start(kind: str, folder: Path, patch: pytest.MonkeyPatch) -> tiny_engine.Run
         max_num_batched_tokens=1024, kv_cache_memory=2**26, enable_prefix_caching=False,
     )  # fmt: skip
     runner = running.started.runner
-    runner.warm_up()
+    bind.warm_up(runner)
     while runner.capture_next() is not None:
         pass
     return running
@@ -158,3 +161,52 @@ def test_a_kernel_that_fails_to_compile_leaves_the_answer_to_the_reference(
         assert len(asked) == 1
     act_mul_kernel.device_caches.clear()
     assert len([r for r in caplog.records if "reference implementation" in r.message]) == 1
+
+
+def test_kernels_are_compiled_several_at_a_time_before_the_first_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_one = triton.compiler.compile
+    meeting = threading.Barrier(2, timeout=60)
+    lock, threads = threading.Lock(), set[str]()
+    ran: list[str] = []
+
+    def counted(source: Any, **options: Any) -> Any:
+        with lock:
+            name = threading.current_thread().name
+            is_new = name not in threads
+            threads.add(name)
+            waits = is_new and len(threads) <= 2
+        if waits:  # the first two threads wait for each other
+            meeting.wait()
+        return compile_one(source, **options)
+
+    queue = Launch._queue
+
+    def recorded(launch: Launch) -> None:
+        ran.append(launch.kernel.__name__)
+        queue(launch)
+
+    runner = start("dense", tmp_path, monkeypatch).started.runner
+    for kernel in _kernels():
+        kernel.device_caches.clear()
+    monkeypatch.setattr(triton.compiler, "compile", counted)
+    monkeypatch.setattr(Launch, "_queue", recorded)
+    with compiling_together():
+        runner.warm_up()
+    assert len(threads) >= 2 and threading.main_thread().name not in threads
+    assert ran == [] and not meeting.broken
+    compiled = len(COMPILED)
+    runner.warm_up()
+    assert len(ran) > 100 and len(COMPILED) == compiled, "all were compiled before"
+
+
+def _kernels() -> set[Any]:
+    """Those of all modules that define launches."""
+    return {
+        value
+        for name, module in list(sys.modules.items())
+        if name.startswith("llmc.kernels.triton")
+        for value in vars(module).values()
+        if isinstance(value, triton.JITFunction)
+    }
