@@ -298,8 +298,8 @@ ENGINE_OPTIONS = (
         read=lambda text: parse_size(text, "--swap-space"),
         default="0",
         help="Host memory for the KV cache of preempted requests, such as 4G. A request is "
-        "recomputed instead when that was measured to be faster, and for models with attention "
-        "windows or recurrent layers.",
+        "recomputed instead when that was measured to be faster, and for models with recurrent "
+        "layers.",
     ),
     EngineOption(
         field="gpu_memory_utilization",

@@ -23,7 +23,7 @@ from itertools import islice, repeat
 from llmc.engine.adapters import AdapterSlots, Readiness
 from llmc.engine.fault_bisection import FaultBisection
 from llmc.engine.kv.block_pool import BlockPool
-from llmc.engine.kv.layout import WHOLE, CacheLayout
+from llmc.engine.kv.layout import CacheLayout
 from llmc.engine.kv.row_table import NO_SOURCE, RowTable, Source, new_row
 from llmc.engine.messages import STEP_SIZES, FinishedRequest, RequestUpdate
 from llmc.engine.options import EngineFeatures, EngineLimits
@@ -45,7 +45,7 @@ class Scheduler:
     """Continuous batching over `max_num_seqs` rows and one BlockPool.
 
     With the policy "priority", requests with a lower `priority` value go first, and preempt running
-    ones if necessary. There is no swapping for models with windowed layers.
+    ones if necessary.
     """
 
     def __init__(self, limits: EngineLimits, features: EngineFeatures) -> None:
@@ -60,14 +60,13 @@ class Scheduler:
             step_tokens=limits.max_num_batched_tokens,
             windows=tuple(features.windows),
         )
-        swap = features.swap_config if self.layout.windows == (WHOLE,) else None
         loader = features.adapters
         self.adapters = AdapterSlots(loader) if loader is not None else None
         self.rows = RowTable(
             limits.max_num_seqs,
             self.pool,
             self.layout,
-            swap,
+            features.swap_config,
             self.adapters,
             features.long_context_from,
         )

@@ -236,8 +236,6 @@ def why_not_swapped(model: LoadedModel) -> str:
         return "recurrent states are not in blocks"
     if not model.program.caches:
         return "there is no KV cache"
-    if cache_layout(model).windows != (WHOLE,):
-        return "layers have attention windows"
     return ""
 
 

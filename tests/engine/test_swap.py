@@ -8,6 +8,8 @@ import pytest
 from fake_runner import FakeRunner, Outcome, run, run_alone
 
 from llmc.engine.core import EngineCore
+from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
+from llmc.engine.kv.prefix_cache import NO_BLOCK
 from llmc.engine.kv.swap import SwapConfig, SwapCost, Swapper
 from llmc.engine.messages import AddRequest
 from llmc.engine.options import EngineFeatures, EngineLimits
@@ -35,13 +37,13 @@ def engine(swap: SwapConfig | None, depth: int = 2) -> tuple[EngineCore, FakeRun
     return core, runner
 
 
-def crowd() -> list[AddRequest]:
+def crowd(max_tokens: int = 12) -> list[AddRequest]:
     """Four that fit at first and then don't."""
     return [
         AddRequest(
             request_id=f"r{index}",
             prompt_token_ids=[index + 1, 2, 3, 4],
-            sampling=SamplingParams(max_tokens=12, ignore_eos=True, seed=index),
+            sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=index),
         )
         for index in range(4)
     ]
@@ -66,6 +68,60 @@ def test_whatever_is_cheaper_is_done_and_the_answers_are_the_same(
     assert (runner.num_swapped_in > 0) == swaps
     for seed, message in enumerate(crowd()):
         assert outcomes[message.request_id] == run_alone(message, seed, room=24)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("window", [AttentionWindow(window=5), AttentionWindow(chunk=4)])
+def test_requests_with_attention_windows_are_swapped_without_what_left_them(
+    window: AttentionWindow, caching: bool
+) -> None:
+    """Layers of both kinds, in blocks of one pool; the cost counts only blocks that are there."""
+    windows = (WHOLE, window)
+    runner = FakeRunner(
+        num_blocks=24, block_size=2, max_tokens=8, max_rows=4, max_in_flight=2,
+        layout=CacheLayout(block_size=2, step_tokens=8, windows=windows),
+    )  # fmt: skip
+    limits = EngineLimits(
+        num_blocks=24, block_size=2, max_num_seqs=4, max_num_batched_tokens=8, max_model_len=32,
+        vocab_size=9,
+    )  # fmt: skip
+    core = EngineCore(
+        runner,
+        limits,
+        EngineFeatures(
+            eos_token_ids=[0],
+            enable_prefix_caching=caching,
+            windows=windows,
+            swap_config=SwapConfig(48, CHEAP),
+        ),
+    )
+    for message in crowd(20):
+        core.add(message)
+    outcomes = run(core)
+    core.check()
+    assert core.stats().num_swaps == core.stats().num_preemptions > 0
+    assert runner.num_computed == 4 * (4 + 20 - 1), "nothing was computed twice"
+    assert 0 < runner.num_swapped_in < core.stats().num_swaps * 2 * 12
+    for seed, message in enumerate(crowd(20)):
+        assert outcomes[message.request_id] == run_alone(message, seed, room=32)
+
+
+def test_blocks_that_left_a_window_take_no_slots() -> None:
+    swapper = Swapper(SwapConfig(3, CHEAP), block_size=2)
+    one = saved("a", 6, [5, NO_BLOCK, 6, NO_BLOCK, 7, 8])
+    one.table.num_freed = [0, 2]
+    swapper.save(one)
+    assert not swapper.holds(one), "four blocks do not fit into three slots"
+    swapper = Swapper(SwapConfig(4, CHEAP), block_size=2)
+    swapper.save(one)
+    _, out, _ = swapper.pop()
+    assert [copy.source for copy in out] == [5, 6, 7, 8]
+    found = swapper.find(one, num_computed=2)
+    assert found is not None and found.num_freed == (0, 2)
+    one.table.blocks = [1, NO_BLOCK, 2, NO_BLOCK, 3, 4]
+    assert swapper.restore(one, num_shared=2, num_computed=2) == 6
+    assert [copy.target for copy in swapper.pop()[2]] == [2, 3, 4]
+    swapper.check([])
 
 
 def test_nothing_is_computed_twice() -> None:
@@ -130,7 +186,7 @@ def saved(name: str, num_computed: int, blocks: list[int]) -> Request:
         max_total_tokens=99,
         state=RequestState.PREEMPTED,
         num_computed=num_computed,
-        table=BlockTable(blocks=blocks),
+        table=BlockTable(blocks=blocks, num_freed=[0]),
     )
 
 

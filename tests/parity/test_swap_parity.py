@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_engine
 import tiny_models
+from tiny_configs import save_random, tiny_config
 
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
@@ -27,24 +28,27 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(running: tiny_engine.Running, swap: SwapConfig | None) -> EngineCore:
-    info = running.started.info
+    info, windows = running.started.info, running.started.engine.scheduler.layout.windows
     for cache in running.caches:
         cache.fill_(float("nan"))
     return EngineCore(
         running.started.runner,
         EngineLimits(
-            num_blocks=NUM_BLOCKS,
+            num_blocks=NUM_BLOCKS * len(windows),
             block_size=info.block_size,
             max_num_seqs=4,
             max_num_batched_tokens=64,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
         ),
-        EngineFeatures(enable_prefix_caching=False, swap_config=swap),
+        EngineFeatures(enable_prefix_caching=False, swap_config=swap, windows=windows),
     )
 
 
-def test_swapped_requests_go_on_as_recomputed_ones(path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_swapped_requests_go_on_as_recomputed_ones(family: str, tmp_path: Path) -> None:
+    """The second has layers with and without attention windows."""
+    path = tiny_models.save_checkpoint(family, tmp_path)
     running = tiny_engine.start(path, swap_space=2**20)
     swapper = running.started.runner.swap_space
     assert swapper is not None and swapper.num_slots >= NUM_BLOCKS
@@ -68,12 +72,12 @@ def test_a_space_for_less_than_a_block_is_refused(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "why"), [("mistral", "layers have attention windows"), ("llama", None)]
+    ("family", "why"), [("mamba2", "recurrent states are not in blocks"), ("mistral", None)]
 )
 def test_host_memory_is_reserved_only_for_models_that_swap(
     family: str, why: str | None, tmp_path: Path
 ) -> None:
-    model = tiny_models.save_checkpoint(family, tmp_path / family)
+    model = save_random(tiny_config(family), tmp_path / family)
     details: list[str] = []
 
     def on_phase(phase: Phase | PhaseBegins) -> None:

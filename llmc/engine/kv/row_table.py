@@ -100,10 +100,18 @@ class RowTable:
             num_computed = source.num_tokens
             shared = forked
             num_published = min(parent.table.num_published, num_computed // size)
-        num_last = request.num_tokens
+        num_freed = [self.layout.first_needed(group, num_computed) for group in range(groups)]
+        num_last, num_ready = request.num_tokens, num_computed
+        saved = self.swap.find(request, num_computed) if self.swap is not None else None
+        if saved is not None:
+            num_ready, num_freed = saved.num_tokens, list(saved.num_freed)
         if not self.is_whole:
-            num_last = min(num_last, num_computed + self.layout.step_tokens)
-        num_new = -(-num_last // size) * groups - len(shared)
+            num_last = min(num_last, num_ready + self.layout.step_tokens)
+        # by group and block: whether its tokens have left the window
+        places = range(-(-num_last // size) * groups)
+        is_gone = [place // groups < num_freed[place % groups] for place in places]
+        shared = [NO_BLOCK if is_gone[i] else block for i, block in enumerate(shared)]
+        num_new = is_gone[len(shared) :].count(False)
         found = live(shared)
         num_to_come = self.layout.blocks_for(request.num_tokens) - len(found)
         wanted = max(num_new, num_to_come) + num_spare * groups
@@ -114,14 +122,14 @@ class RowTable:
         snapshot = None
         if pool.snapshots is not None and num_computed:  # before its block can be evicted
             snapshot = pool.snapshots.use(request.table.digests[num_published - 1])
-        blocks = shared + [pool.allocate() for _ in range(num_new)]
+        blocks = shared + [NO_BLOCK if gone else pool.allocate() for gone in is_gone[len(shared) :]]
         if parent is not None and forked is not None and num_computed % size:
             first = len(shared)  # the block in which the shared tokens end, in each group
             pairs = zip(parent.table.blocks[first:], blocks[first : first + groups], strict=False)
             self._copies += [BlockCopy(source=a, target=b) for a, b in pairs]
         request.table = BlockTable(
             blocks=blocks,
-            num_freed=[self.layout.first_needed(group, num_computed) for group in range(groups)],
+            num_freed=num_freed,
             capacity=len(blocks) // groups * size,
             digests=request.table.digests,
             num_published=num_published,

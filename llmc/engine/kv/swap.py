@@ -5,7 +5,8 @@
 
 A device block can be reused as soon as its copy is planned: the runner makes a plan's copies before
 it computes tokens, and plans run in order. Within a plan, blocks are swapped out before others are
-swapped in, so a slot that this plan empties is free from the next plan on.
+swapped in, so a slot that this plan empties is free from the next plan on. Blocks that had left an
+attention window are neither saved nor allocated again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from llmc.engine.kv.prefix_cache import NO_BLOCK, live
 from llmc.engine.plan import BlockCopy
 from llmc.engine.request import Request
 
@@ -41,10 +43,13 @@ class SwapConfig:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The first `num_tokens` tokens of a request, in these slots."""
+    """The first `num_tokens` tokens of a request, in these slots, which are in the order of
+    `BlockTable.blocks`. In each group of layers the first `num_freed` blocks were gone: NO_BLOCK
+    takes the place of their slots."""
 
     slots: list[int]
     num_tokens: int
+    num_freed: tuple[int, ...]
 
 
 class Swapper:
@@ -65,19 +70,29 @@ class Swapper:
 
     def save(self, request: Request) -> None:
         """A preempted request is about to lose its blocks: swap them out if that is cheaper."""
-        num_blocks = -(-request.num_computed // self._block_size)
+        table, num_computed = request.table, request.num_computed
+        num_groups = len(table.num_freed)
+        blocks = table.blocks[: -(-num_computed // self._block_size) * num_groups]
+        num_blocks = len(live(blocks))
         if not 0 < num_blocks <= len(self._free):
             return
-        if not self.config.cost.is_cheaper(request.num_computed, num_blocks):
+        if not self.config.cost.is_cheaper(num_computed, num_blocks):
             return
-        slots = [self._free.pop() for _ in range(num_blocks)]
-        self._saved[request.request_id] = Saved(slots, request.num_computed)
-        for block, slot in zip(request.table.blocks, slots, strict=False):
-            self._out.append((request, BlockCopy(source=block, target=slot)))
+        slots = [NO_BLOCK if block == NO_BLOCK else self._free.pop() for block in blocks]
+        self._saved[request.request_id] = Saved(slots, num_computed, tuple(table.num_freed))
+        for block, slot in zip(blocks, slots, strict=True):
+            if block != NO_BLOCK:
+                self._out.append((request, BlockCopy(source=block, target=slot)))
         self.num_swaps += 1
 
+    def find(self, request: Request, num_computed: int) -> Saved | None:
+        """What was saved of a request, if that is more than `num_computed` tokens."""
+        saved = self._saved.get(request.request_id)
+        return saved if saved is not None and saved.num_tokens > num_computed else None
+
     def restore(self, request: Request, num_shared: int, num_computed: int) -> int:
-        """Plan to copy saved blocks back, except for the first `num_shared`, which are present.
+        """Plan to copy saved blocks back, except for the first `num_shared`, which are present. The
+        request has blocks for them.
 
         Returns the number of computed tokens afterwards. Nothing is copied if the saved tokens are
         no more than the `num_computed` that the device already has.
@@ -88,9 +103,10 @@ class Swapper:
         if saved.num_tokens > num_computed:
             blocks = request.table.blocks[num_shared : len(saved.slots)]
             for slot, block in zip(saved.slots[num_shared:], blocks, strict=True):
-                self._in.append(BlockCopy(source=slot, target=block))
+                if slot != NO_BLOCK:
+                    self._in.append(BlockCopy(source=slot, target=block))
             num_computed = saved.num_tokens
-        self._emptied += saved.slots
+        self._emptied += live(saved.slots)
         return num_computed
 
     def drop(self, request: Request) -> None:
@@ -98,7 +114,7 @@ class Swapper:
         saved = self._saved.pop(request.request_id, None)
         if saved is not None:
             self._out = [(one, copy) for one, copy in self._out if one is not request]
-            self._free += saved.slots
+            self._free += live(saved.slots)
 
     def pop(self) -> tuple[list[Request], list[BlockCopy], list[BlockCopy]]:
         """For the next plan: the requests to save, the copies out and the copies in."""
@@ -115,7 +131,7 @@ class Swapper:
         gone = self._saved.keys() - {request.request_id for request in waiting}
         if gone:
             raise AssertionError(f"host memory slots are kept for finished {sorted(gone)}")
-        used = [slot for saved in self._saved.values() for slot in saved.slots]
+        used = [slot for saved in self._saved.values() for slot in live(saved.slots)]
         slots = sorted([*self._free, *self._emptied, *used])
         if slots != list(range(self.config.num_slots)):
             raise AssertionError(f"host memory slots are lost or used twice: {slots}")
