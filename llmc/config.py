@@ -23,8 +23,8 @@ QUANTIZATIONS = ("int8", "int4", "fp8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 EXECUTOR_BACKENDS = ("mp", "ray")
 DEVICES = ("auto", "cpu", "cuda")
-# the optimization levels from which steps are CUDA graphs, Inductor's code, and tuned for the GPU
-GRAPHS_LEVEL, INDUCTOR_LEVEL, TUNED_LEVEL = 1, 2, 3
+# the optimization levels from which steps are CUDA graphs on GPUs, and Inductor's code
+GRAPHS_LEVEL, INDUCTOR_LEVEL = 1, 2
 ActivationBits = Literal[8, 16, 32]
 SchedulingPolicy = Literal["fcfs", "priority"]
 SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = ("fcfs", "priority")

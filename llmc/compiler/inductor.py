@@ -23,7 +23,6 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from llmc.compiler.lower import StepFunction
-from llmc.config import TUNED_LEVEL
 from llmc.kernels.step_inputs import input_named
 from llmc.passes.base import copy_graph
 from llmc.passes.inputs import StepInput, input_of
@@ -80,7 +79,7 @@ def compile_step(
 def _config(level: int, device: torch.device) -> dict[str, Any]:
     """Inductor's options. On a GPU it measures kernels in another process: here, that could run
     while the engine's thread captures a graph, and would end the capture."""
-    is_tuned = level >= TUNED_LEVEL
+    is_tuned = level >= 3
     return {
         "max_autotune": is_tuned,
         "autotune_in_subproc": is_tuned and device.type == "cuda",
