@@ -28,6 +28,7 @@ import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels.registry import OPS
 from llmc.kernels.triton import (
     chain_linears,
+    dependent_launch,
     expert_linear,
     fused_linear,
     paged_attention,
@@ -111,6 +112,7 @@ class Recorded(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.late: set[str] = set()  # kernels that start when the previous one has ended
 
     def __torch_dispatch__(
         self,
@@ -138,6 +140,8 @@ class Recorded(TorchDispatchMode):
     def record(self, launch: Launch) -> None:
         if 0 not in launch.grid:
             self.names.append(launch.kernel.__name__)
+            if not (launch.pdl and launch.constants["PDL"]):
+                self.late.add(launch.kernel.__name__)
 
 
 def _is_view(args: Any, out: Any) -> bool:
@@ -161,6 +165,10 @@ def start(path: Path, **options: Any) -> ModelRunner:
 
 def launches(runner: ModelRunner, rows: int) -> Counter[str]:
     """What a decode step of `rows` requests launches."""
+    return Counter(recorded_step(runner, rows).names)
+
+
+def recorded_step(runner: ModelRunner, rows: int) -> Recorded:
     recorded = Recorded()
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         inputs = runner._dummies(StepShape.decode(rows))
@@ -172,7 +180,7 @@ def launches(runner: ModelRunner, rows: int) -> Counter[str]:
         patch.setattr(Launch, "run", lambda launch: recorded.record(launch))
         with recorded:
             runner._run(runner.step, inputs)
-    return Counter(recorded.names)
+    return recorded
 
 
 def save(kind: str, layers: int, path: Path) -> Path:
@@ -201,6 +209,19 @@ def test_launches_of_a_further_layer(kind: str, tmp_path: Path) -> None:
     assert tuple(made) == LAUNCHES[kind]
     if kind == "dense":
         assert tuple(besides) == LAUNCHES["step"]
+
+
+@pytest.mark.parametrize("kind", tiered(MODELS, "dense", "routed", "hybrid"))
+def test_the_kernels_of_a_layer_are_launched_before_the_previous_one_ends(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs since sm_90."""
+    runner = start(save(kind, 2, tmp_path))
+    monkeypatch.setattr(dependent_launch, "applies_to", lambda device: True)
+    for rows in (1, MANY):
+        recorded = recorded_step(runner, rows)
+        assert len(recorded.names) > 10
+        assert recorded.late <= {"record_tokens_kernel"}, "which nothing of the step follows"
 
 
 def test_chained_linears_of_a_further_layer_are_one_launch(tmp_path: Path) -> None:
