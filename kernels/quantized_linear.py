@@ -8,7 +8,9 @@ Formats: int8, fp8 (e4m3) and int4 (two values per byte, low half first), with s
 (OCP microscaling formats). A scale is for a whole channel or for a group of its inputs, as the
 shapes imply. `quantize` uses one scale per channel for 8 bits; checkpoints can also have groups.
 
-iq4 has the sixteen values of GGUF's IQ4 types, in pairs of lines like those of int4.
+iq4, iq3_s, iq3_xxs and iq2 are codes of four bits, stored like int4, whose values are in a table:
+those of GGUF's types IQ4, IQ3_S, IQ3_XXS, and IQ2 and IQ1. Lines are counted in pairs or in fours,
+of uint8 or int8, which tells the formats apart.
 
 int5 and int6 have several lines for 32 or 16 inputs, so that they are unpacked with few operations.
 Each line has the low bits of four inputs per channel; the last inputs are in what its bytes have
@@ -34,7 +36,9 @@ from torch import Tensor
 
 from llmc.kernels.registry import Case, op
 
-Format = Literal["int8", "int4", "int5", "int6", "fp8", "mxfp4", "iq4"]
+Format = Literal[
+    "int8", "int4", "int5", "int6", "fp8", "mxfp4", "iq4", "iq3_s", "iq3_xxs", "iq2"
+]  # fmt: skip
 Scale = Literal["float32", "float16", "bfloat16", "exponent", "superblock"]
 Part = Literal["weight", "scale", "zero", "minimum"]
 FORMATS: tuple[Format, ...] = ("int8", "int4", "fp8")  # formats that `quantize` supports
@@ -54,6 +58,9 @@ _DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "mxfp4": torch.uint8,
     "iq4": torch.uint8,
+    "iq3_s": torch.uint8,
+    "iq3_xxs": torch.int8,  # of codes, like the next
+    "iq2": torch.int8,
 }
 _SCALES = {
     "float32": torch.float32,
@@ -63,10 +70,31 @@ _SCALES = {
     "superblock": torch.int16,
 }
 # (inputs, lines) that are stored together, if they are not a line of four or eight inputs
-_UNITS: dict[Format, tuple[int, int]] = {"int5": (32, 5), "int6": (16, 3), "iq4": (16, 2)}
-_WIDE = {lines * LINE * CHANNELS: form for form, (_, lines) in _UNITS.items()}  # by their bytes
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0 to 7; 8 to 15 are their negatives
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_UNITS: dict[Format, tuple[int, int]] = {
+    "int5": (32, 5),
+    "int6": (16, 3),
+    "iq4": (16, 2),
+    "iq3_s": (32, 4),
+    "iq3_xxs": (32, 4),
+    "iq2": (16, 2),
+}
+_WIDE = {(_DTYPES[form], lines): form for form, (_, lines) in _UNITS.items()}
+
+
+def _signed(*sizes: float) -> tuple[float, ...]:
+    """The values of codes 0 to 7; 8 to 15 are their negatives."""
+    return (*sizes, *(-size for size in sizes))
+
+
+# the values of formats with codes of four bits
+TABLES: dict[Format, tuple[float, ...]] = {
+    "mxfp4": _signed(0.0, 0.5, 1, 1.5, 2, 3, 4, 6),  # e2m1, which has a -0
+    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    "iq3_s": _signed(1, 3, 5, 7, 9, 11, 13, 15),
+    "iq3_xxs": _signed(1, 3, 5, 7, 9, 11, 13, 15.5),
+    # sums of -1, 0 or 1 and 1/8 or -1/8 in IQ1; a quarter of 4, 12.5 or 21.5 in IQ2
+    "iq2": _signed(1 / 8, 7 / 8, 9 / 8, 1, 25 / 8, 43 / 8, 0, 0),
+}
 _FP8_MAX = 448.0
 
 
@@ -88,10 +116,11 @@ def quantized_linear(
 
     weight [N / 16, lines, 64] is q in blocks: int8 and float8_e4m3fn have K / 4 lines, uint8 (two
     values per byte) K / 8. Or it is uint8 [N / 16, K / 32, 320] for int5, [N / 16, K / 16, 192] for
-    int6 and [N / 16, K / 16, 128] for iq4. scale [N / 16, K / group, 16]: float32, float16 or
-    bfloat16; group sizes are multiples of 16, or of 32 for int5. zero: uint8 with the shape of
-    scale, for int4 only; None means 8 (16 for int5, 32 for int6). bias [N]. minimum: float32 or
-    float16 with the shape of scale, for integers without zero; then w = q * scale + minimum.
+    int6, [N / 16, K / 16, 128] for iq4 (int8: iq2), and [N / 16, K / 32, 256] for iq3_s (int8:
+    iq3_xxs). scale [N / 16, K / group, 16]: float32, float16 or bfloat16; group sizes are
+    multiples of 16, or of 32 for int5, iq3_s and iq3_xxs. zero: uint8 with the shape of scale, for
+    int4 only; None means 8 (16 for int5, 32 for int6). bias [N]. minimum: float32 or float16 with
+    the shape of scale, for integers without zero; then w = q * scale + minimum.
     A uint8 scale is an exponent: 2 ** (scale - 127), 255 is NaN. Then q are e2m1 codes in uint8,
     and there is neither zero nor minimum. An int16 scale [N / 16, K / 256 * words, 16] has scales
     and minimums in superblocks, for integers; then zero and minimum are None.
@@ -125,8 +154,13 @@ def inputs_of(weight: Tensor) -> int:
 
 
 def packed_format(weight: Tensor) -> Format | None:
-    """int5, int6 or iq4, if the shape [.., N / 16, lines, bytes] of a weight says so."""
-    return _WIDE.get(weight.shape[-1]) if weight.dtype == torch.uint8 else None
+    """int5, int6 or one with a table other than mxfp4, if the dtype and shape [.., N / 16, lines,
+    bytes] of a weight say so."""
+    return _WIDE.get((weight.dtype, weight.shape[-1] // (CHANNELS * LINE)))
+
+
+def _is_4_bit(format: Format) -> bool:
+    return format == "int4" or format in TABLES
 
 
 def _per_line(weight: Tensor) -> int:
@@ -141,7 +175,8 @@ def supports_bits(weight: Tensor, scale: Tensor, bits: int) -> int:
     if weight.dtype == torch.float8_e4m3fn:
         group = inputs_of(weight) // scale.shape[-2]
         return bits if bits == 8 and group % INPUTS == 0 else EXACT_BITS
-    if weight.dtype != torch.uint8 or scale.dtype == torch.uint8 or packed_format(weight) == "iq4":
+    is_table = scale.dtype == torch.uint8 or packed_format(weight) in TABLES
+    if weight.dtype != torch.uint8 or is_table:
         return max(bits, 16)
     return bits
 
@@ -197,12 +232,15 @@ def numbers(
 ) -> Tensor:
     """Dequantize rows [..., lines, bytes] with per-group scales, zeros or minimums [..., G]:
     [..., K]."""
-    codes, middle = _codes(stored)
+    form: Format | None = _WIDE.get((stored.dtype, stored.shape[-1] // LINE))
+    if scale.dtype == torch.uint8:
+        form, scale = "mxfp4", powers_of_two(scale)
+    codes, middle = _codes(stored, form)
     if scale.dtype == torch.int16:
         scale, minimum = read_superblocks(scale, codes.shape[-1])
-    if scale.dtype == torch.uint8:
-        known = torch.tensor(_E2M1 + tuple(-v for v in _E2M1), device=stored.device)
-        return known[codes.int()] * _spread(powers_of_two(scale), codes)
+    if form in TABLES:
+        known = torch.tensor(TABLES[form], dtype=torch.float32, device=stored.device)
+        return known[codes.int()] * _spread(scale, codes)
     values = codes.float()
     if minimum is not None:
         return values * _spread(scale, values) + _spread(minimum, values)
@@ -210,24 +248,30 @@ def numbers(
     return values * _spread(scale, values)
 
 
-def _codes(stored: Tensor) -> tuple[Tensor, int]:
-    """[..., lines, bytes] -> q [..., K], and the value that stands for 0."""
-    if stored.dtype != torch.uint8:
+def _codes(stored: Tensor, form: Format | None) -> tuple[Tensor, int]:
+    """[..., lines, bytes] -> q [..., K], and the value that stands for 0. `form`: as in
+    `packed_format`, or mxfp4."""
+    if form in ("int5", "int6"):
+        unit = stored.unflatten(-1, (-1, LINE))
+        return (_codes_of_5 if form == "int5" else _codes_of_6)(unit), MIDDLES[form]
+    if form is None and stored.dtype != torch.uint8:
         return stored.flatten(-2), 0
-    if stored.shape[-1] <= 2 * LINE:
-        codes = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-3)
-        if stored.shape[-1] == LINE:
-            return codes, MIDDLES["int4"]
-        return torch.tensor(_IQ4, dtype=torch.int8, device=stored.device)[codes.int()], 0
-    unit = stored.unflatten(-1, (-1, LINE))
-    if unit.shape[-2] == 3:
-        a, b, c = unit.unbind(-2)
-        last = [a >> 6 | b >> 6 << 2 | c >> 6 << 4]
-        return _in_order(unit & 63, last), MIDDLES["int6"]
+    bytes = stored.view(torch.uint8)
+    return torch.stack((bytes & 15, bytes >> 4), dim=-1).flatten(-3), MIDDLES["int4"]
+
+
+def _codes_of_6(unit: Tensor) -> Tensor:
+    """[..., units, 3, 4] -> [..., K]."""
+    a, b, c = unit.unbind(-2)
+    return _in_order(unit & 63, [a >> 6 | b >> 6 << 2 | c >> 6 << 4])
+
+
+def _codes_of_5(unit: Tensor) -> Tensor:
+    """[..., units, 5, 4] -> [..., K]."""
     a, b, c, d, e = unit.unbind(-2)
     last = [a >> 5 | (b >> 5 & 3) << 3, c >> 5 | (d >> 5 & 3) << 3]
     last.append(e >> 5 | b >> 7 << 3 | d >> 7 << 4)
-    return _in_order(unit & 31, last), MIDDLES["int5"]
+    return _in_order(unit & 31, last)
 
 
 def _in_order(first: Tensor, last: Sequence[Tensor]) -> Tensor:
@@ -334,7 +378,7 @@ class Quantization:
     @property
     def _unit(self) -> tuple[int, int]:
         """Inputs that are stored together in a number of lines."""
-        return _UNITS.get(self.format, (8 if self.dtype == torch.uint8 else 4, 1))
+        return _UNITS.get(self.format, (8 if _is_4_bit(self.format) else 4, 1))
 
     def shape(self, part: Part, *size: int) -> tuple[int, ...]:
         """The shape of the quantized weight, or of its scales, zero points or minimums.
@@ -392,10 +436,10 @@ def pack_weight(q: Tensor, to: Quantization) -> Tensor:
     if to.format in ("int5", "int6"):
         return _pack_units(pack_bytes(q), to.format)
     shape = to.shape("weight", *q.shape)
-    if to.dtype == torch.uint8:
+    if _is_4_bit(to.format):
         pairs = q.contiguous().view(torch.int16)  # little-endian, as on all platforms of torch
         q = (pairs & 15 | pairs >> 4).to(torch.uint8)
-    return pack_bytes(q).view(shape)
+    return pack_bytes(q).view(to.dtype).view(shape)
 
 
 def _pack_units(lines: Tensor, format: Format) -> Tensor:
@@ -557,15 +601,15 @@ def _superblock_cases(
 
 
 def _packed_cases(gen: torch.Generator, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Q5_0, Q5_1, IQ4_NL, and Q6_K whose superblocks are cut apart."""
+    """Q5_0, Q5_1, IQ4_NL, and Q6_K, IQ3_S and IQ2_S whose superblocks are cut apart."""
     for format, group, scale_dtype in (
         ("int5", 32, torch.float16), ("int5", 96, torch.float32), ("int6", 16, torch.float32),
-        ("iq4", 32, torch.float16),
+        ("iq4", 32, torch.float16), ("iq3_s", 32, torch.float32), ("iq2", 16, torch.float32),
     ):  # fmt: skip
         to = Quantization(format=format, group=group)  # type: ignore[arg-type]
         weight = packed_draw(gen, to, 48, 288).to(device)
         fine = (0.5 + torch.rand(to.shape("scale", 48, 288), generator=gen)) / 16
-        fine /= MIDDLES.get(to.format, 128)
+        fine /= _size(to.format)
         scale = fine.to(device, scale_dtype)
         minimum = scale * -15.5 if format == "int5" else None
         for rows in _ROUNDED_ROWS:
@@ -576,7 +620,8 @@ def _packed_cases(gen: torch.Generator, device: torch.device, dtype: torch.dtype
                     yield x, weight, scale, None, None, minimum, bits
 
 
-# (format, group, minimum, K) of Q4_K, Q2_K, Q3_K, Q5_K, Q6_K and IQ4_XS
+# (format, group, minimum, K) of Q4_K, Q2_K, Q3_K, Q5_K, Q6_K, IQ4_XS, IQ3_S, IQ3_XXS, IQ2_XXS and
+# IQ2_S
 SUPERBLOCK_DRAWS: tuple[tuple[Format, int, bool, int], ...] = (
     ("int4", 32, True, 512),
     ("int4", 16, True, 256),
@@ -584,6 +629,10 @@ SUPERBLOCK_DRAWS: tuple[tuple[Format, int, bool, int], ...] = (
     ("int5", 32, True, 256),
     ("int6", 16, False, 512),
     ("iq4", 32, False, 512),
+    ("iq3_s", 32, False, 256),
+    ("iq3_xxs", 32, False, 512),
+    ("iq2", 32, False, 256),
+    ("iq2", 16, False, 512),
     ("int8", 32, False, 256),
 )
 
@@ -596,12 +645,12 @@ def superblock_draw(
     to = Quantization(format=format, group=group, scale="superblock", minimum=minimum)
     codes = packed_draw(gen, to, *size)
     if format == "int8":
-        codes = codes.view(torch.int8) >> 2
+        codes = codes >> 2
     *blocks, words, lanes = to.shape("scale", *size)
     parts, shape = 2 if minimum else 1, (*blocks, size[-1] // SUPERBLOCK, lanes)
     middle = MIDDLES.get(format, 0.5) - 0.5
     factors = 0.5 + torch.rand(*shape, parts, generator=gen)
-    factors /= 250 * MIDDLES.get(format, 128 if format == "iq4" else 32)
+    factors /= 250 * _size(format)
     groups = *shape, SUPERBLOCK // group, parts
     steps = torch.randint(5, 16, groups, generator=gen, dtype=torch.int8)
     if minimum:
@@ -612,9 +661,15 @@ def superblock_draw(
     return codes, torch.cat(bits, -1).mT.reshape(*blocks, words, lanes).contiguous()
 
 
+def _size(format: Format) -> float:
+    """About the largest value; a quarter of it for int8, as `superblock_draw` draws it."""
+    return max(map(abs, TABLES[format])) if format in TABLES else MIDDLES.get(format, 32)
+
+
 def packed_draw(gen: torch.Generator, to: Quantization, *size: int) -> Tensor:
-    """A random weight [..., N, K] whose codes are all possible ones of fewer than 8 bits."""
-    return torch.randint(0, 256, to.shape("weight", *size), generator=gen, dtype=torch.uint8)
+    """A random weight [..., N, K] whose codes are all possible ones."""
+    shape = to.shape("weight", *size)
+    return torch.randint(0, 256, shape, generator=gen, dtype=torch.uint8).view(to.dtype)
 
 
 def mxfp4_draw(gen: torch.Generator, *size: int) -> tuple[Tensor, Tensor]:

@@ -10,11 +10,11 @@ constexpr int64_t kFewPairRows = 12;    // more rows use pairs of bf16, if there
 constexpr int64_t kWidened = 1 << 20;   // bytes of bf16 weight at a time: they fit in the caches
 
 Format format_of(const Tensor& weight, const Tensor& scale) {
-  if (weight.scalar_type() == at::kChar) return Format::int8;
-  for (Format format : {Format::iq4, Format::int6, Format::int5})
-    if (weight.scalar_type() == at::kByte &&
-        weight.size(2) == layout_of(format).lines * kLineBytes)
-      return format;
+  const auto has_lines = [&](int64_t lines) { return weight.size(2) == lines * kLineBytes; };
+  if (weight.scalar_type() == at::kChar)
+    return has_lines(2) ? Format::iq2 : has_lines(4) ? Format::iq3_xxs : Format::int8;
+  for (Format format : {Format::iq4, Format::iq3_s, Format::int6, Format::int5})
+    if (weight.scalar_type() == at::kByte && has_lines(layout_of(format).lines)) return format;
   if (weight.scalar_type() == at::kByte)
     return scale.scalar_type() == at::kByte ? Format::mxfp4 : Format::int4;
   if (weight.scalar_type() == at::kFloat8_e4m3fn) return Format::fp8;
@@ -42,7 +42,7 @@ void set_superblocks(const Tensor& weight, const Tensor& scale, const optional<T
   const bool is_whole = scale.dim() == 3 && scale.is_contiguous() && count > 0 &&
                         scale.size(0) == weight.size(0) && scale.size(2) == kChannels &&
                         a.depth % kSuperblock == 0 && scale.size(1) % count == 0;
-  const bool is_table = a.format == Format::iq4;  // which has no minimums
+  const bool is_table = has_table(a.format);  // which has no minimums
   const bool is_integers = a.format == Format::int8 || a.format == Format::int4 || is_table;
   for (int64_t group : {16, 32})
     for (int parts : {1, 2})
@@ -81,8 +81,9 @@ LowBitArgs weight_args(const Tensor& weight, const Tensor& scale, const optional
                        const optional<Tensor>& minimum) {
   const bool is_dense = weight.dim() == 3 && weight.is_contiguous();
   const Format stored = is_dense ? format_of(weight, scale) : Format::int8;
-  TORCH_CHECK(is_dense && weight.size(2) == layout_of(stored).lines * kLineBytes, "weight must be a dense [N / 16, lines, 64], or uint8 [.., 128] for iq4, "
-              "[.., 320] for int5 or [.., 192] for int6, got ", weight.sizes(), " of ",
+  TORCH_CHECK(is_dense && weight.size(2) == layout_of(stored).lines * kLineBytes, 
+              "weight must be a dense [N / 16, lines, 64], or uint8 [.., 128] for iq4, [.., 256] for iq3_s, "
+              "[.., 320] for int5 or [.., 192] for int6, or int8 [.., 128] for iq2 or [.., 256] for iq3_xxs, got ", weight.sizes(), " of ",
               weight.scalar_type());
   LowBitArgs a{};
   a.stored = stored;

@@ -244,9 +244,9 @@ void by_blocks(const LowBitArgs& a) {
 // Branches that can't be reached are not compiled: each reader is a dozen unrolled loops.
 template <Format kFormat>
 void run(const LowBitArgs& a) {
-  // whether products of bytes fit in 16 bits, or those of 16-bit values are used
-  constexpr bool kIsShort = kFormat == Format::int4 || kFormat == Format::mxfp4;
-  constexpr bool kIsWords = kFormat == Format::int8 || kFormat == Format::iq4;
+  // whether two products of bytes fit in 16 bits, or those of 16-bit values are used
+  constexpr bool kIsShort = is_4_bit(kFormat) && codebook_of(kFormat).most() < 128;
+  constexpr bool kIsWords = !kIsShort && kFormat != Format::fp8;
 #ifdef LLMC_BYTE_PRODUCTS
   constexpr bool kMultipliesBytes = kFormat != Format::fp8;
 #else
@@ -312,14 +312,7 @@ void quantized_linear(const LowBitArgs& a) {
   if (a.stored != a.format && (a.x_bits <= 16 || a.dtype != Dtype::f32) && a.rows <= kMaxPackedRows)
     return a.stored == Format::int6 ? run_packed<Format::int6>(a) : run_packed<Format::int5>(a);
 #endif
-  switch (a.format) {
-    case Format::int8: return run<Format::int8>(a);
-    case Format::int4: return run<Format::int4>(a);
-    case Format::fp8: return run<Format::fp8>(a);
-    case Format::mxfp4: return run<Format::mxfp4>(a);
-    case Format::iq4: return run<Format::iq4>(a);
-    case Format::int5: case Format::int6: break;  // read as int8
-  }
+  with_format(a.format, [&](auto format) { run<format()>(a); });
 }
 
 }  // namespace llmc

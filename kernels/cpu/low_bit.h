@@ -19,14 +19,37 @@ constexpr int kExactBits = 24;  // bits of x without rounding
 constexpr int64_t kMinGroup = 16, kDepthStep = 32;  // inputs; groups and depths are multiples
 constexpr int64_t kSuperblock = 256;                // inputs
 
-enum class Format { int8, int4, fp8, mxfp4, iq4, int5, int6 };
+enum class Format { int8, int4, fp8, mxfp4, iq4, iq3_s, iq3_xxs, iq2, int5, int6 };
 
-// The values of iq4's codes, which are those of GGUF's IQ4 types.
-inline constexpr int8_t kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                    1,    13,   25,  38,  53,  69,  89,  113};
+// The values of a format with codes of four bits: integers times `unit`.
+struct Codebook {
+  int8_t integers[16];
+  float unit;
 
-// The values of four bits are in a table.
-constexpr bool has_table(Format format) { return format == Format::mxfp4 || format == Format::iq4; }
+  constexpr float value(int code) const { return integers[code] * unit; }
+  // What makes the integers unsigned, and the largest one then.
+  constexpr int offset() const { return -*std::min_element(integers, integers + 16); }
+  constexpr int most() const { return *std::max_element(integers, integers + 16) + offset(); }
+};
+// Codes 8 to 15 are the negatives of the others.
+constexpr Codebook with_negatives(std::array<int8_t, 8> sizes, float unit) {
+  Codebook book{{}, unit};
+  for (int i = 0; i < 16; ++i) book.integers[i] = i < 8 ? sizes[i] : -sizes[i - 8];
+  return book;
+}
+// kernels/quantized_linear.py says where they come from.
+constexpr Codebook codebook_of(Format format) {
+  if (format == Format::mxfp4) return with_negatives({0, 1, 2, 3, 4, 6, 8, 12}, 0.5f);
+  if (format == Format::iq3_s) return with_negatives({1, 3, 5, 7, 9, 11, 13, 15}, 1);
+  if (format == Format::iq3_xxs) return with_negatives({2, 6, 10, 14, 18, 22, 26, 31}, 0.5f);
+  if (format == Format::iq2) return with_negatives({1, 7, 9, 8, 25, 43, 0, 0}, 0.125f);
+  if (format == Format::iq4)
+    return {{-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}, 1};
+  return {};
+}
+constexpr bool has_table(Format format) { return codebook_of(format).unit != 0; }
+// What values are multiples of.
+constexpr float unit_of(Format format) { return has_table(format) ? codebook_of(format).unit : 1; }
 constexpr bool is_4_bit(Format format) { return format == Format::int4 || has_table(format); }
 constexpr bool is_packed(Format format) { return format == Format::int5 || format == Format::int6; }
 // The value that stands for zero without zero points and minimums.
@@ -40,8 +63,25 @@ struct Layout {
 constexpr Layout layout_of(Format format) {
   if (format == Format::int5) return {5, 32};
   if (format == Format::int6) return {3, 16};
-  if (format == Format::iq4) return {2, 16};
+  if (format == Format::iq4 || format == Format::iq2) return {2, 16};
+  if (format == Format::iq3_s || format == Format::iq3_xxs) return {4, 32};
   return {1, is_4_bit(format) ? 8 : 4};
+}
+template <Format kFormat>
+using FormatConstant = std::integral_constant<Format, kFormat>;
+// Calls run(constant), whose value is the format: int8 if it is int5 or int6, which are read as int8.
+template <class Run>
+void with_format(Format format, Run run) {
+  switch (format) {
+    case Format::int8: case Format::int5: case Format::int6: return run(FormatConstant<Format::int8>{});
+    case Format::int4: return run(FormatConstant<Format::int4>{});
+    case Format::fp8: return run(FormatConstant<Format::fp8>{});
+    case Format::mxfp4: return run(FormatConstant<Format::mxfp4>{});
+    case Format::iq4: return run(FormatConstant<Format::iq4>{});
+    case Format::iq3_s: return run(FormatConstant<Format::iq3_s>{});
+    case Format::iq3_xxs: return run(FormatConstant<Format::iq3_xxs>{});
+    case Format::iq2: return run(FormatConstant<Format::iq2>{});
+  }
 }
 // Lines of so many inputs.
 constexpr int64_t lines_of(Format format, int64_t inputs) {
@@ -246,21 +286,21 @@ struct FloatReader {  // any CPU
       return convert<v16f>((v16i)(line >> (4 * step) & 15u));
     if (kFormat == Format::int8)
       return convert<v16f>((v16i)(line << (24 - 8 * step)) >> 24);
-    // twice the normal value minus the smallest normal one is smaller only for subnormal codes,
-    // and there it is their value
-    if (kFormat == Format::iq4) {
-      alignas(64) static constexpr auto kValues = [] {
-        std::array<float, 16> all{};
-        for (int i = 0; i < 16; ++i) all[i] = kIq4[i];
-        return all;
-      }();
-      return look_up_floats(kValues.data(), line >> (4 * step) & 15u);
-    }
     if (kFormat == Format::mxfp4) {
+      // twice the normal value minus the smallest normal one is smaller only for subnormal codes,
+      // and there it is their value
       const v16u code = line >> (4 * step);
       const v16f normal = (v16f)(((code & 7u) << 22) + (126u << 23));
       const v16f value = vmin(normal, 2.0f * normal - 1.0f);
       return (v16f)((v16u)value | (code << 28 & 0x80000000u));
+    }
+    if (has_table(kFormat)) {
+      alignas(64) static constexpr auto kValues = [] {
+        std::array<float, 16> all{};
+        for (int i = 0; i < 16; ++i) all[i] = codebook_of(kFormat).value(i);
+        return all;
+      }();
+      return look_up_floats(kValues.data(), line >> (4 * step) & 15u);
     }
     return fp8_floats<v16f, v16i>(line >> (8 * step));
   }
@@ -279,12 +319,10 @@ struct Table {  // value(i) in bf16 for the low five bits i of an index
   }
   __attribute__((always_inline)) __m512i load() const { return _mm512_load_si512(bits); }
 };
-inline constexpr Table kNibbles([](int i) { return i % 16; });
-inline constexpr Table kE2m1([](int i) {
-  constexpr float kSizes[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-  return i % 16 < 8 ? kSizes[i % 8] : -kSizes[i % 8];
+template <Format kFormat>  // int4 as stored, and formats with tables
+inline constexpr Table kCodes([](int i) {
+  return has_table(kFormat) ? codebook_of(kFormat).value(i % 16) : i % 16;
 });
-inline constexpr Table kIq4Pairs([](int i) { return kIq4[i % 16]; });
 inline constexpr Table kSigned([](int i) { return i - 16; });
 inline constexpr Table kTiny([](int i) { return i % 8 / 512.0f; });
 
@@ -355,12 +393,8 @@ struct PairReader {
   }
   LLMC_INLINE V get(v16u words, int step) {
     const __m512i line = (__m512i)words;
-    if (is_4_bit(kFormat)) {
-      const Table& values = kFormat == Format::int4    ? kNibbles
-                            : kFormat == Format::mxfp4 ? kE2m1
-                                                       : kIq4Pairs;
-      return _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4 * step), values.load());
-    }
+    if (is_4_bit(kFormat))
+      return _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4 * step), kCodes<kFormat>.load());
 #ifdef __AVX512VBMI__
     constexpr __mmask64 kOdd = 0xaaaaaaaaaaaaaaaaull;
     const Bytes b = bytes_of<kFormat>(line);

@@ -1,5 +1,5 @@
-// The reader of fp8, mxfp4 and iq4 for AVX2, which unpacks all bytes of a register together: four inputs
-// for eight channels.
+// The reader of fp8 and of formats with tables for AVX2, which unpacks all bytes of a register together:
+// four inputs for eight channels.
 #pragma once
 
 #include "low_bit.h"
@@ -32,7 +32,7 @@ struct FourReader {
 
   // For nibbles, the first step has the low ones: inputs 0, 2, 4 and 6.
   static constexpr int input(int step, int i) { return i * kSteps + step; }
-  static constexpr float kScale = kFormat == Format::mxfp4 ? 0.5f : 1.0f;  // of the result of get()
+  static constexpr float kScale = unit_of(kFormat);  // of the result of get()
 
   static Packed pack(const float* x, int64_t count, X* to) {
     for (int64_t k = 0; k < count; k += kInputs)
@@ -52,7 +52,7 @@ struct FourReader {
 
  private:
   LLMC_INLINE V integers(__m256i codes) {
-    const auto four = (vi)look_up(values_of_codes<kFormat>(),
+    const auto four = (vi)look_up(integers_of_codes<kFormat>(),
                                   _mm256_and_si256(codes, _mm256_set1_epi8(15)));
     return {{convert<vf>(four << 24 >> 24), convert<vf>(four << 16 >> 24),
              convert<vf>(four << 8 >> 24), convert<vf>(four >> 24)}};

@@ -84,15 +84,9 @@ void run(const LowBitArgs& a, const int64_t* ids) {
 }  // namespace
 
 void quantized_embedding(const LowBitArgs& a, const int64_t* ids) {
-  switch (a.stored) {
-    case Format::int5: return run<Format::int5>(a, ids);
-    case Format::int6: return run<Format::int6>(a, ids);
-    case Format::int8: return run<Format::int8>(a, ids);
-    case Format::int4: return run<Format::int4>(a, ids);
-    case Format::fp8: return run<Format::fp8>(a, ids);
-    case Format::mxfp4: return run<Format::mxfp4>(a, ids);
-    case Format::iq4: return run<Format::iq4>(a, ids);
-  }
+  if (a.stored == Format::int5) return run<Format::int5>(a, ids);
+  if (a.stored == Format::int6) return run<Format::int6>(a, ids);
+  with_format(a.stored, [&](auto format) { run<format()>(a, ids); });
 }
 
 }  // namespace llmc

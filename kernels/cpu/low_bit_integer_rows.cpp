@@ -86,8 +86,7 @@ struct Words {  // inputs j and j + kSteps of a line are a pair of 16-bit values
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j, to += width) *to = pairs[j];
     }
-    const float scale = kFormat == Format::mxfp4 ? 0.5f : 1.0f;  // values are read as twice theirs
-    return {fixed.packed.scale * scale, fixed.packed.sum * scale};
+    return {fixed.packed.scale * unit_of(kFormat), fixed.packed.sum * unit_of(kFormat)};
   }
 };
 
@@ -368,14 +367,14 @@ bool rounds_x() {
 void quantized_integer_rows(const LowBitArgs& given) {
   LowBitArgs a = given;
   a.format = a.stored;
-  if (a.format == Format::int8) return by_passes<Words<Format::int8>>(a);
   if (a.format == Format::int6)
     return a.x_bits > 8 ? by_passes<Words<Format::int6>>(a) : by_passes<PackedBytes<Format::int6>>(a);
   if (a.format == Format::int5)
     return a.x_bits > 8 ? by_passes<Words<Format::int5>>(a) : by_passes<PackedBytes<Format::int5>>(a);
-  if (a.format == Format::mxfp4) return by_passes<Words<Format::mxfp4>>(a);
-  if (a.format == Format::iq4) return by_passes<Words<Format::iq4>>(a);
-  a.x_bits > 8 ? by_passes<Words<Format::int4>>(a) : by_passes<Nibbles>(a);
+  if (a.x_bits == 8) return by_passes<Nibbles>(a);
+  with_format(a.format, [&](auto format) {
+    if constexpr (format() != Format::fp8) by_passes<Words<format()>>(a);
+  });
 }
 
 #else

@@ -1,4 +1,4 @@
-// Readers of int4, mxfp4 and int8 that multiply integers, on x86. x is in fixed point, in digits of
+// Readers of integers and of codes that stand for integers, on x86. x is in fixed point, in digits of
 // one or two bytes, relative to the largest of its stretch: bf16 and f16 use 16 bits, which is
 // finer than their own rounding, and float32 uses 24, which is similar to its own.
 #pragma once
@@ -158,13 +158,11 @@ LLMC_INLINE Register look_up(__m128i table, Register i) {
 }
 #endif
 
-// The integers that codes of four bits stand for, in bytes plus `offset`: for mxfp4 twice the values.
+// The integers that codes of four bits stand for, in bytes plus `offset`.
 template <Format kFormat>
-LLMC_INLINE __m128i values_of_codes(int offset = 0) {
-  alignas(16) static constexpr int8_t kE2m1[] = {0, 1,  2,  3,  4,  6,  8,  12,
-                                                 0, -1, -2, -3, -4, -6, -8, -12};
-  const auto* values = kFormat == Format::iq4 ? kIq4 : kE2m1;
-  return _mm_add_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)),
+LLMC_INLINE __m128i integers_of_codes(int offset = 0) {
+  static constexpr Codebook kBook = codebook_of(kFormat);
+  return _mm_add_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kBook.integers)),
                       _mm_set1_epi8(char(offset)));
 }
 
@@ -174,7 +172,7 @@ LLMC_INLINE Register signed_words(Register line, int step) {
   if constexpr (kFormat == Format::int8) return shift_down(step ? line : shift_up(line));
   const vu words = (vu)line;  // in the upper bytes, whose signs reach the lower ones
   const vu codes = (step < 3 ? words << (8 - 4 * step) : words >> 4) & 0x0f000f00u;
-  return shift_down(look_up(values_of_codes<kFormat>(), (Register)codes));
+  return shift_down(look_up(integers_of_codes<kFormat>(), (Register)codes));
 }
 
 // LLMC_BYTE_PRODUCTS: sum + w * x in 32 bits, of four unsigned by signed bytes or two words per lane.
@@ -200,25 +198,24 @@ LLMC_INLINE Register add_pairs(Register sum, Register w, Register x) {
 }
 #endif
 
-// Values as unsigned bytes, four inputs a step, from the lines that are stored together: int4 as
-// stored; iq4, and twice the values of mxfp4, which are integers, plus kOffset.
+// Unsigned bytes, four inputs a step, from the lines that are stored together: int4 as stored, or
+// the integers of codes plus kOffset.
 template <Format kFormat>
 struct UnsignedBytes {
   static constexpr int kInputs = 8, kLines = 1;
-  static constexpr float kOffset = kFormat == Format::mxfp4 ? 12 : kFormat == Format::iq4 ? 127 : 0;
-  static constexpr int kMost = kFormat == Format::mxfp4 ? 24 : 15;
+  static constexpr float kOffset = has_table(kFormat) ? codebook_of(kFormat).offset() : 0;
+  static constexpr int kMost = has_table(kFormat) ? codebook_of(kFormat).most() : 15;
 
   LLMC_INLINE Register load(const uint8_t* at) { return load_as<Register>(at); }
   LLMC_INLINE Register get(Register line, int step) {
     const Register codes = (Register)((vu)line >> (step ? 4 : 0) & 0x0f0f0f0fu);
     if (kFormat == Format::int4) return codes;
-    return look_up(values_of_codes<kFormat>(int(kOffset)), codes);
+    return look_up(integers_of_codes<kFormat>(int(kOffset)), codes);
   }
   template <int kDigits>
   static Packed pack(const float* x, int64_t count, DigitWords<kDigits>* to) {
     const Packed packed = pack_nibbles(x, count, to);
-    const float scale = kFormat == Format::mxfp4 ? 0.5f : 1.0f;
-    return {packed.scale * scale, packed.sum * scale};
+    return {packed.scale * unit_of(kFormat), packed.sum * unit_of(kFormat)};
   }
 };
 
@@ -302,7 +299,8 @@ struct ShortReader : UnsignedBytes<kFormat> {
   }
 };
 
-// int8 or iq4 with one digit of 16 bits, or two of 12, of two inputs: see signed_words().
+// int8, or integers of codes, with one digit of 16 bits, or two of 12, of two inputs: see
+// signed_words().
 template <Format kFormat, int kDigits>
 struct WordReader {
   static constexpr int kBits = kDigits == 1 ? 16 : 12;
@@ -322,7 +320,7 @@ struct WordReader {
         for (int64_t i = 0; i < kSteps; ++i)
           to[k / 2 + i].digit[d] = int32_t(uint32_t(own[i + kSteps]) << 16 | uint16_t(own[i]));
       }
-    return fixed.packed;
+    return {fixed.packed.scale * unit_of(kFormat), fixed.packed.sum * unit_of(kFormat)};
   }
   LLMC_INLINE V get(Line line, int step) { return signed_words<kFormat>(line, step); }
   LLMC_INLINE void add(Sum& sum, V w, const X& x) {

@@ -87,14 +87,7 @@ void run(const LowBitArgs& a) {
 }  // namespace
 
 void quantized_many_rows(const LowBitArgs& a) {
-  switch (a.format) {
-    case Format::int8: return run<Format::int8>(a);
-    case Format::int4: return run<Format::int4>(a);
-    case Format::fp8: return run<Format::fp8>(a);
-    case Format::mxfp4: return run<Format::mxfp4>(a);
-    case Format::iq4: return run<Format::iq4>(a);
-    case Format::int5: case Format::int6: break;  // read as int8
-  }
+  with_format(a.format, [&](auto format) { run<format()>(a); });
 }
 
 }  // namespace llmc

@@ -191,14 +191,7 @@ bool has_pair_rows() {
 }
 
 void quantized_pair_rows(const LowBitArgs& a) {
-  switch (a.format) {
-    case Format::int8: return by_passes<Format::int8>(a);
-    case Format::int4: return by_passes<Format::int4>(a);
-    case Format::fp8: return by_passes<Format::fp8>(a);
-    case Format::mxfp4: return by_passes<Format::mxfp4>(a);
-    case Format::iq4: return by_passes<Format::iq4>(a);
-    case Format::int5: case Format::int6: break;  // read as int8
-  }
+  with_format(a.format, [&](auto format) { by_passes<format()>(a); });
 }
 
 #else

@@ -73,15 +73,13 @@ void reorder_x(const LowBitArgs& a, bf16* to) {
 }
 
 void widen_channels(const LowBitArgs& a, int64_t begin, int64_t end, bf16* to) {
-  auto block = a.format == Format::int4   ? &widen_block<Format::int4>
-               : a.format == Format::int8 ? &widen_block<Format::int8>
-               : a.format == Format::fp8  ? &widen_block<Format::fp8>
-               : a.format == Format::iq4  ? &widen_block<Format::iq4>
-                                          : &widen_block<Format::mxfp4>;
   const int64_t first = begin / kChannels;
   parallel_rows(end / kChannels - first, a.depth * kChannels / 8, a.threads,
                 [&](int64_t from, int64_t until) {
-    for (int64_t b = from; b < until; ++b) block(a, first + b, to + b * kChannels * a.depth);
+    with_format(a.format, [&](auto format) {
+      for (int64_t b = from; b < until; ++b)
+        widen_block<format()>(a, first + b, to + b * kChannels * a.depth);
+    });
   });
 }
 

@@ -18,6 +18,7 @@ from llmc.kernels.quantized_linear import (
     EXACT_BITS,
     LINE,
     MIDDLES,
+    TABLES,
     Format,
     groups_of,
     inputs_of,
@@ -42,6 +43,19 @@ _FORMATS: dict[torch.dtype, Format] = {
 }
 
 
+def _bytes(format: Format, half: int, scale: int = 1) -> tl.constexpr:
+    """Eight values of a table times `scale`, the first one in the lowest byte: of codes 0 to 7, or
+    (`half` is 1) 8 to 15."""
+    values = [int(value * scale) & 0xFF for value in TABLES[format][8 * half : 8 * half + 8]]
+    return tl.constexpr(int.from_bytes(values, "little", signed=True))
+
+
+_IQ4_LOW, _IQ4_HIGH = _bytes("iq4", 0), _bytes("iq4", 1)
+_IQ3_S_LOW, _IQ3_S_HIGH = _bytes("iq3_s", 0), _bytes("iq3_s", 1)
+_IQ3_XXS_LOW, _IQ3_XXS_HIGH = _bytes("iq3_xxs", 0, 2), _bytes("iq3_xxs", 1, 2)
+_IQ2_LOW, _IQ2_HIGH = _bytes("iq2", 0, 8), _bytes("iq2", 1, 8)
+
+
 def format_of(weight: Tensor, scale: Tensor) -> Format | None:
     """The format's name in the kernels; None for a weight that they do not support."""
     if scale.dtype == torch.uint8:
@@ -51,7 +65,7 @@ def format_of(weight: Tensor, scale: Tensor) -> Format | None:
 
 def per_word(kind: Format | None) -> int:
     """Inputs in a word of `load_block`."""
-    return 8 if kind in ("int4", "mxfp4", "iq4") else 4
+    return 8 if kind == "int4" or kind in TABLES else 4
 
 
 @triton.jit
@@ -137,10 +151,13 @@ def widen(words, shift, FORMAT: tl.constexpr):
     elif FORMAT == "int4":
         return ((words >> shift) & 15).to(tl.float32)
     elif FORMAT == "iq4":
-        code = (words >> shift) & 15
-        # eight values in bytes, the first one lowest: 1, 13, 25, .., 113 and -127, -104, .., -10
-        eight = tl.where(code > 7, 0x7159453526190D01, -0x91522304052677F)
-        return (eight >> ((code & 7) * 8)).to(tl.int8).to(tl.float32)
+        return _look_up(words >> shift, _IQ4_LOW, _IQ4_HIGH)
+    elif FORMAT == "iq3_s":
+        return _look_up(words >> shift, _IQ3_S_LOW, _IQ3_S_HIGH)
+    elif FORMAT == "iq3_xxs":
+        return _look_up(words >> shift, _IQ3_XXS_LOW, _IQ3_XXS_HIGH) * 0.5
+    elif FORMAT == "iq2":
+        return _look_up(words >> shift, _IQ2_LOW, _IQ2_HIGH) * 0.125
     elif FORMAT == "mxfp4":
         bits = words >> shift  # e2m1 is float16 with fewer bits and an exponent 14 lower
         half = ((bits & 8) << 12) | ((bits & 7) << 9)
@@ -151,6 +168,14 @@ def widen(words, shift, FORMAT: tl.constexpr):
         bits = words >> shift  # e4m3 is float16 with fewer bits and an exponent 8 lower
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def _look_up(bits, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """The signed byte of the code in the lowest four bits: see `_bytes`."""
+    code = bits & 15
+    eight = tl.where(code > 7, HIGH, LOW)
+    return (eight >> ((code & 7) * 8)).to(tl.int8).to(tl.float32)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Repacks a GGUF file's quantized tensors into the blocks of `quantized_linear`, losslessly.
 
-A type is supported if each group of 16 or 32 inputs is integers times a scale, optionally plus a
-minimum, and both are exact in float32. K-quants keep their superblocks of scales and minimums.
+A type is supported if each group of 16 or 32 inputs is integers or codes times a scale, optionally
+plus a minimum, and both are exact in float32. Types of superblocks keep their scales and minimums.
 Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
 
@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES
+from gguf import GGML_QUANT_SIZES, quants
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
 from llmc.kernels.quantized_linear import (
     CHANNELS,
     INPUTS,
+    TABLES,
     Format,
     Part,
     Quantization,
@@ -47,8 +49,8 @@ class Steps:
 class Integers:
     """The contents of B blocks: `q` [B, values], `scale` and `minimum` [B, groups] in float32.
 
-    q are codes for IQ4_NL and IQ4_XS. For MXFP4: codes and exponents; an exponent of 255 means NaN,
-    as in the format's specification.
+    q are codes for IQ types. For MXFP4: codes and exponents; an exponent of 255 means NaN, as in
+    the format's specification.
     """
 
     q: Array
@@ -173,6 +175,122 @@ def _mxfp4(blocks: Array) -> Integers:
     return Integers(q=_nibbles(blocks[:, 1:]), scale=blocks[:, :1])
 
 
+# In IQ1, IQ2 and IQ3 types, eight or four weights are an entry of a grid. Scales are (2 s + 1) d
+# with s of 3 or 4 bits; constant factors are part of the values, as d / 8 is not exact in float16.
+
+
+def _odd(factor: Array, s: Array) -> Steps:
+    return Steps(factor, (2 * s + 1).astype(np.int8))
+
+
+@cache
+def _grid(kind: type[Any], to: Format, unit: float, offset: float = 0.0) -> Array:
+    """A grid's entries as words of eight or four codes, for `unit` times its numbers, plus
+    `offset`."""
+    kind.init_grid()
+    numbers = kind.grid[0, 0] * unit + offset
+    codes = (numbers[..., None] == np.array(TABLES[to])).argmax(-1).astype(np.uint8)
+    words: Array = codes.view(f"u{codes.shape[1]}")[:, 0]
+    return words
+
+
+def _signs() -> Array:
+    """For each byte, a word that adds the signs of eight weights, one per bit, to their codes."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") << 3
+    words: Array = bits.view(np.uint64)[:, 0]
+    return words
+
+
+_SIGNS = _signs()
+_SEVEN_SIGNS = _SIGNS[np.frombuffer(quants.IQ2_XXS.ksigns, np.uint8)]  # the parity implies one
+
+
+def _in_sevens(words: Array) -> Array:
+    """[B, 8] -> words of signs [B, 32]: seven bits for eight weights."""
+    shifts = np.arange(0, 28, 7, dtype=np.uint32)
+    return _SEVEN_SIGNS[words[..., None] >> shifts & 127].reshape(-1, 32)
+
+
+def _in_halves(packed: Array) -> Array:
+    """[B, n] -> [B, 2 n]: the lower half of a byte, then the upper one."""
+    return (packed[..., None] >> np.array([0, 4], np.uint8) & 15).reshape(len(packed), -1)
+
+
+def _iq2_xxs(blocks: Array) -> Integers:
+    words = blocks[:, 2:].copy().view("<u4").reshape(-1, 8, 2)
+    entries = np.ascontiguousarray(words[..., 0]).view(np.uint8)
+    q = _grid(quants.IQ2_XXS, "iq2", 1 / 8)[entries] | _in_sevens(words[..., 1])
+    return Integers(q=q.view(np.uint8), scale=_odd(_factor(blocks, 0), words[..., 1] >> 28))
+
+
+def _iq2_xs(blocks: Array) -> Integers:
+    words = blocks[:, 2:66].copy().view("<u2")
+    q = _grid(quants.IQ2_XS, "iq2", 1 / 8)[words & 511] | _SEVEN_SIGNS[words >> 9]
+    return Integers(q=q.view(np.uint8), scale=_odd(_factor(blocks, 0), _in_halves(blocks[:, 66:])))
+
+
+def _iq2_s(blocks: Array) -> Integers:
+    high = blocks[:, 66:74, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
+    entries = blocks[:, 2:34] | high.reshape(-1, 32).astype(np.uint16) << 8
+    q = _grid(quants.IQ2_S, "iq2", 1 / 8)[entries] | _SIGNS[blocks[:, 34:66]]
+    return Integers(q=q.view(np.uint8), scale=_odd(_factor(blocks, 0), _in_halves(blocks[:, 74:])))
+
+
+def _iq3_xxs(blocks: Array) -> Integers:
+    words = blocks[:, 66:].copy().view("<u4")
+    fours = _grid(quants.IQ3_XXS, "iq3_xxs", 1 / 4)[blocks[:, 2:66]]
+    q = fours.view(np.uint64) | _in_sevens(words)
+    return Integers(q=q.view(np.uint8), scale=_odd(_factor(blocks, 0), words >> 28))
+
+
+def _iq3_s(blocks: Array) -> Integers:
+    high = np.unpackbits(blocks[:, 66:74], axis=1, bitorder="little").astype(np.uint16)
+    fours = _grid(quants.IQ3_S, "iq3_s", 1.0)[blocks[:, 2:66] | high << 8]
+    q = fours.view(np.uint64) | _SIGNS[blocks[:, 74:106]]
+    return Integers(q=q.view(np.uint8), scale=_odd(_factor(blocks, 0), _in_halves(blocks[:, 106:])))
+
+
+def _of_iq1(entries: Array, is_below: Array, scale: Steps) -> Integers:
+    """Entries of a grid of -1, 0 and 1 [B, 32], which are an eighth higher, or lower."""
+    above, below = (_grid(quants.IQ1_S, "iq2", 1.0, offset) for offset in (1 / 8, -1 / 8))
+    words = np.where(is_below, below[entries], above[entries])
+    return Integers(q=words.view(np.uint8), scale=scale)
+
+
+def _iq1_s(blocks: Array) -> Integers:
+    words = blocks[:, 34:].copy().view("<u2")
+    high = words[..., None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7
+    entries = blocks[:, 2:34] | high.reshape(-1, 32) << 8
+    scale = _odd(_factor(blocks, 0), words >> 12 & 7)
+    return _of_iq1(entries, np.repeat(words > 0x7FFF, 4, axis=1), scale)
+
+
+def _iq1_m(blocks: Array) -> Integers:
+    high = _in_halves(blocks[:, 32:48])
+    words = blocks[:, 48:].copy().view("<u2")
+    digits = words >> 12 << np.array([0, 4, 8, 12], np.uint16)
+    factor = np.bitwise_or.reduce(digits, axis=1, keepdims=True).view(np.float16)
+    s = (words[..., None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7).reshape(-1, 16)
+    entries = blocks[:, :32] | (high & 7).astype(np.uint16) << 8
+    return _of_iq1(entries, high > 7, _odd(factor, s))
+
+
+def _tq1_0(blocks: Array) -> Integers:
+    """Five digits to the base of 3 in a byte, four in the last ones, as fractions of 256."""
+
+    def digits(packed: Array, count: int) -> Array:
+        powers = np.array([1, 3, 9, 27, 81], np.uint8)[:count, None]
+        return (packed[:, None] * powers).astype(np.uint16).reshape(len(packed), -1) * 3 >> 8
+
+    parts = digits(blocks[:, :32], 5), digits(blocks[:, 32:48], 5), digits(blocks[:, 48:52], 4)
+    q = np.concatenate(parts, axis=1).astype(np.uint8) + np.uint8(7)
+    return Integers(q=q, scale=_half(blocks, 52))
+
+
+def _tq2_0(blocks: Array) -> Integers:
+    return Integers(q=(_two_bits(blocks[:, :64]) + 7).reshape(-1, 256), scale=_half(blocks, 64))
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """The format in which a type is kept, and the function that reads its blocks."""
@@ -198,6 +316,15 @@ _KINDS = {
     Type.IQ4_NL: _Kind("iq4", _iq4_nl, scale="float16"),
     Type.IQ4_XS: _Kind("iq4", _iq4_xs, scale="superblock"),
     Type.MXFP4: _Kind("mxfp4", _mxfp4, scale="exponent"),
+    Type.IQ1_S: _Kind("iq2", _iq1_s, scale="superblock"),
+    Type.IQ1_M: _Kind("iq2", _iq1_m, group=16, scale="superblock"),
+    Type.IQ2_XXS: _Kind("iq2", _iq2_xxs, scale="superblock"),
+    Type.IQ2_XS: _Kind("iq2", _iq2_xs, group=16, scale="superblock"),
+    Type.IQ2_S: _Kind("iq2", _iq2_s, group=16, scale="superblock"),
+    Type.IQ3_XXS: _Kind("iq3_xxs", _iq3_xxs, scale="superblock"),
+    Type.IQ3_S: _Kind("iq3_s", _iq3_s, scale="superblock"),
+    Type.TQ1_0: _Kind("int4", _tq1_0, group=256, scale="float16"),
+    Type.TQ2_0: _Kind("int4", _tq2_0, group=256, scale="float16"),
 }
 KEPT = tuple(_KINDS)
 
