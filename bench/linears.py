@@ -58,6 +58,8 @@ INTEGERS = (
     "q5_k/16",
     "q6_k/16",
     "iq4_xs/16",
+    "iq3_s/16",
+    "iq2_xs/16",
 )
 ROUNDED = (*INTEGERS, "q4_k/8", "fp8/8")
 # types of GGUF files: how they are kept, the group and whether there are minimums
@@ -66,6 +68,8 @@ SUPERBLOCKS: dict[str, tuple[Format, int, bool]] = {
     "q5_k": ("int5", 32, True),
     "q6_k": ("int6", 16, False),
     "iq4_xs": ("iq4", 32, False),
+    "iq3_s": ("iq3_s", 32, False),
+    "iq2_xs": ("iq2", 16, False),
 }
 STORED = (*FORMATS, "mxfp4", *SUPERBLOCKS)
 PLAIN = ("float32", "bfloat16", "float16")

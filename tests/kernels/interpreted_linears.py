@@ -160,6 +160,10 @@ def any_codes(
         ("fp8", 0, "float32", ""),
         ("fp8", 32, "float16", ""),
         ("mxfp4", 32, "exponent", ""),
+        ("iq4", 32, "float16", ""),
+        ("iq3_s", 32, "float32", ""),
+        ("iq3_xxs", 32, "float16", ""),
+        ("iq2", 16, "float32", ""),
     ],
 )
 def test_a_weight_is_dequantized_exactly(

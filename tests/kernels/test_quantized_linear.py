@@ -15,11 +15,13 @@ from torch import Tensor
 from llmc.kernels.quantized_linear import (
     EXACT_BITS,
     FORMATS,
+    TABLES,
     Format,
     Quantization,
     _to_blocks,
     dequantize,
     mxfp4_draw,
+    pack_weight,
     quantization_of,
     quantize,
     quantized_linear,
@@ -238,6 +240,26 @@ def test_every_code_counts_as_what_it_is(format: Format) -> None:
         torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-2, atol=1e-1)
 
 
+@pytest.mark.parametrize("format", [format for format in TABLES if format != "mxfp4"])
+@pytest.mark.parametrize("rows", [1, 2, 7, 40])
+def test_codes_stand_for_the_values_of_their_table(format: Format, rows: int) -> None:
+    """Each of the sixteen, in each place of a line."""
+    to = Quantization(format=format, group=32)
+    q = (torch.arange(16)[:, None] + torch.arange(64)) % 16
+    weight, scale = pack_weight(q.to(torch.uint8), to), torch.ones(1, 2, 16)
+    values = torch.tensor(TABLES[format], dtype=torch.float32)[q]
+    assert (tuple(weight.shape), weight.dtype) == (to.shape("weight", 16, 64), to.dtype)
+    assert torch.equal(dequantize(weight, scale), values)
+    x = torch.randint(-8, 9, (rows, 64), generator=torch.Generator().manual_seed(0)).float()
+    for bits in (EXACT_BITS, 16):
+        for dtype in op_cases.DTYPES:
+            op_cases.require_cpu_ops()
+            got = torch.ops.llmc_cpu.quantized_linear(
+                x.to(dtype), weight, scale, None, None, None, bits
+            )
+            torch.testing.assert_close(got, (x @ values.T).to(dtype))
+
+
 def test_strides_and_nothing_to_do() -> None:
     weight, scale = quantize(rand(32, 64), kept_as("int8", 32, 64))
     x = rand(6, 128).bfloat16()[:, :64]
@@ -259,6 +281,12 @@ def test_wrong_arguments_are_named() -> None:
         run(x, weight.to(torch.int16), scale)
     with pytest.raises(RuntimeError, match="bias must be a dense"):
         run(x, weight, scale, None, torch.zeros(31).bfloat16())
+    for codes, lines in (("iq3_s", 256), ("iq3_xxs", 256)):
+        to = Quantization(format=codes, group=16)  # type: ignore[arg-type]
+        some = torch.zeros(to.shape("weight", 32, 64), dtype=to.dtype)
+        assert some.shape[2] == lines
+        with pytest.raises(RuntimeError, match=r"scale \[2, 4, 16\] does not fit"):
+            run(x, some, torch.ones(2, 4, 16))
     with pytest.raises(RuntimeError, match="comes with uint8 weights only"):
         run(x, weight, scale, torch.zeros(2, 1, 16, dtype=torch.uint8))
 
@@ -309,6 +337,11 @@ def test_formats_have_their_own_bits_of_inputs() -> None:
     assert [supports_bits(weight, scale, bits) for bits in (8, 16)] == [8, EXACT_BITS]
     codes, exponents = mxfp4_draw(torch.Generator(), 16, 32)
     assert [supports_bits(codes, exponents, bits) for bits in (8, 16)] == [16, 16]
+    by_32 = torch.ones(1, 2, 16)
+    for format in TABLES:
+        to = Quantization(format=format, group=32)
+        some = torch.zeros(to.shape("weight", 16, 64), dtype=to.dtype)
+        assert supports_bits(some, exponents if format == "mxfp4" else by_32, 8) == 16
     by_16 = torch.ones(12, 12, 16)
     assert supports_bits(weight, by_16, 8) == EXACT_BITS
     op_cases.require_cpu_ops()

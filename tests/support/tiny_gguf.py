@@ -161,6 +161,12 @@ FACTORS = {
     GGMLQuantizationType.IQ4_XS: ((0, 3e-5),),
     GGMLQuantizationType.Q6_K: ((208, 1e-4),),
     GGMLQuantizationType.IQ4_NL: ((0, 1e-3),),
+    GGMLQuantizationType.IQ3_S: ((0, 5e-4),),
+    GGMLQuantizationType.IQ3_XXS: ((0, 5e-4),),
+    GGMLQuantizationType.IQ2_XS: ((0, 1e-3),),
+    GGMLQuantizationType.IQ2_S: ((0, 1e-3),),
+    GGMLQuantizationType.IQ1_S: ((0, 1e-2),),
+    GGMLQuantizationType.TQ2_0: ((64, 0.05),),
 }
 
 

@@ -287,6 +287,7 @@ Q4_K = Quantization(format="int4", group=32, scale="superblock", minimum=True)
 Q5_K = Quantization(format="int5", group=32, scale="superblock", minimum=True)
 Q6_K = Quantization(format="int6", group=16, scale="superblock")
 IQ4_XS = Quantization(format="iq4", group=32, scale="superblock")
+IQ2_XS = Quantization(format="iq2", group=16, scale="superblock")
 
 
 def low_bit(
@@ -623,6 +624,10 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_linear IQ4_XS dequantized": lambda: dequantized("iq4", 32, "superblock"),
     "quantized_expert_linear IQ4_XS few": lambda: low_bit_experts(64, "iq4", stored=IQ4_XS),
     "quantized_embedding IQ4_XS": lambda: embedding(64, "iq4", stored=IQ4_XS),
+    "quantized_linear IQ2_XS row": lambda: low_bit(1, "iq2", stored=IQ2_XS),
+    "quantized_linear IQ2_XS many": lambda: low_bit(255, "iq2", stored=IQ2_XS),
+    "quantized_linear IQ2_XS dequantized": lambda: dequantized("iq2", 16, "superblock"),
+    "quantized_expert_linear IQ2_XS few": lambda: low_bit_experts(64, "iq2", stored=IQ2_XS),
     "quantized_linear Q5_K dequantized": lambda: dequantized(
         "int5", 32, "superblock", minimum=True
     ),
