@@ -207,8 +207,8 @@ _SEVEN_SIGNS = _SIGNS[np.frombuffer(quants.IQ2_XXS.ksigns, np.uint8)]  # the par
 
 def _in_sevens(words: Array) -> Array:
     """[B, 8] -> words of signs [B, 32]: seven bits for eight weights."""
-    shifts = np.arange(0, 28, 7, dtype=np.uint32)
-    return _SEVEN_SIGNS[words[..., None] >> shifts & 127].reshape(-1, 32)
+    signs: Array = _SEVEN_SIGNS[words[..., None] >> np.arange(0, 28, 7, dtype=np.uint32) & 127]
+    return signs.reshape(-1, 32)
 
 
 def _in_halves(packed: Array) -> Array:
