@@ -81,10 +81,10 @@ LowBitArgs weight_args(const Tensor& weight, const Tensor& scale, const optional
                        const optional<Tensor>& minimum) {
   const bool is_dense = weight.dim() == 3 && weight.is_contiguous();
   const Format stored = is_dense ? format_of(weight, scale) : Format::int8;
-  TORCH_CHECK(is_dense && weight.size(2) == layout_of(stored).lines * kLineBytes, 
+  TORCH_CHECK(is_dense && weight.size(2) == layout_of(stored).lines * kLineBytes,
               "weight must be a dense [N / 16, lines, 64], or uint8 [.., 128] for iq4, [.., 256] for iq3_s, "
-              "[.., 320] for int5 or [.., 192] for int6, or int8 [.., 128] for iq2 or [.., 256] for iq3_xxs, got ", weight.sizes(), " of ",
-              weight.scalar_type());
+              "[.., 320] for int5 or [.., 192] for int6, or int8 [.., 128] for iq2 or [.., 256] for iq3_xxs, "
+              "got ", weight.sizes(), " of ", weight.scalar_type());
   LowBitArgs a{};
   a.stored = stored;
   a.format = is_packed(a.stored) ? Format::int8 : a.stored;

@@ -11,6 +11,7 @@
 #include <bit>
 #include <cmath>
 #include <numeric>
+#include <type_traits>
 
 namespace llmc {
 
@@ -69,11 +70,12 @@ constexpr Layout layout_of(Format format) {
 }
 template <Format kFormat>
 using FormatConstant = std::integral_constant<Format, kFormat>;
-// Calls run(constant), whose value is the format: int8 if it is int5 or int6, which are read as int8.
+// Calls run() with the format as a constant; int5 and int6 as int8, as which they are read.
 template <class Run>
 void with_format(Format format, Run run) {
   switch (format) {
-    case Format::int8: case Format::int5: case Format::int6: return run(FormatConstant<Format::int8>{});
+    case Format::int8: case Format::int5: case Format::int6:
+      return run(FormatConstant<Format::int8>{});
     case Format::int4: return run(FormatConstant<Format::int4>{});
     case Format::fp8: return run(FormatConstant<Format::fp8>{});
     case Format::mxfp4: return run(FormatConstant<Format::mxfp4>{});
@@ -83,6 +85,7 @@ void with_format(Format format, Run run) {
     case Format::iq2: return run(FormatConstant<Format::iq2>{});
   }
 }
+
 // Lines of so many inputs.
 constexpr int64_t lines_of(Format format, int64_t inputs) {
   return inputs / layout_of(format).inputs * layout_of(format).lines;

@@ -1,5 +1,5 @@
-// The reader of fp8 and of formats with tables for AVX2, which unpacks all bytes of a register together:
-// four inputs for eight channels.
+// The reader of fp8 and of formats with tables for AVX2, which unpacks all bytes of a register
+// together: four inputs for eight channels.
 #pragma once
 
 #include "low_bit.h"
