@@ -153,8 +153,8 @@ def write_gguf(
     return path
 
 
-# Types that the gguf package does not write: (place in the block, number) of the factors with
-# which random bits are about 0.1.
+# Types that the gguf package does not write, and one of superblocks: (place in the block, number) of
+# the factors with which random bits are about 0.1.
 FACTORS = {
     GGMLQuantizationType.Q4_K: ((0, 4e-4), (2, 3e-3)),
     GGMLQuantizationType.Q5_K: ((0, 2e-4), (2, 3e-3)),
