@@ -153,7 +153,7 @@ def write_gguf(
     return path
 
 
-# Types that the gguf package does not write, and one of superblocks: (place in the block, number) of
+# Types that the gguf package does not write, or of superblocks: (place in the block, number) of
 # the factors with which random bits are about 0.1.
 FACTORS = {
     GGMLQuantizationType.Q4_K: ((0, 4e-4), (2, 3e-3)),
