@@ -204,6 +204,16 @@ struct LoraArgs {
   int threads;
 };
 
+struct GgufArgs {  // rows of a GGUF file -> the weight inputs of quantized_linear
+  int32_t type;          // its number in files
+  const uint8_t* rows;   // of blocks, `row_bytes` apart
+  int64_t row_bytes;
+  const int64_t* order;  // [channels]: the row of each channel; null: they are in order
+  int64_t channels, depth;  // multiples of 16, and of the type's block
+  uint8_t* weight;
+  void *scale, *minimum;  // as stored: no float32; minimum is null if the type has no separate one
+};
+
 void gated_rms_norm(const GatedNormArgs&);
 void rms_norm(const NormArgs&);
 void act_mul(const ActArgs&);
@@ -223,5 +233,6 @@ void linear(const LinearArgs&);
 // is the stride between inputs.
 void linear_columns(const LinearArgs&);
 void add_lora(const LoraArgs&);
+bool pack_gguf(const GgufArgs&);  // false: the type is not supported
 
 }  // namespace llmc

@@ -51,6 +51,32 @@ void unpack(const uint8_t* from, int64_t inputs, uint32_t middle, uint8_t* to) {
   }
 }
 
+// The reverse of `unpack` and `Unit::get`, for all formats: lines of the codes of `inputs` inputs as
+// bytes, whole units -> lines of `kFormat`. Returns the end of what it has written.
+template <Format kFormat>
+uint8_t* pack_lines(const uint8_t* from, int64_t inputs, uint8_t* to) {
+  constexpr Layout kUnit = layout_of(kFormat);
+  constexpr int kLines = kUnit.lines, kCodes = kUnit.inputs / 4;
+  for (int64_t k = 0; k < inputs; k += kUnit.inputs, from += kCodes * kLineBytes) {
+    v16u x[kCodes];
+    for (int i = 0; i < kCodes; ++i) x[i] = load_as<v16u>(from + i * kLineBytes);
+    if constexpr (is_4_bit(kFormat)) {
+      for (int i = 0; i < kLines; ++i) {
+        const v16u a = x[2 * i] | x[2 * i] >> 4, b = x[2 * i + 1] | x[2 * i + 1] >> 4;
+        x[i] = (a & 0xffu) | (a >> 8 & 0xff00u) | (b & 0xffu) << 16 | (b << 8 & 0xff000000u);
+      }
+    } else if constexpr (kFormat == Format::int6) {
+      for (int i = 0; i < kLines; ++i) x[i] |= x[3] << (6 - 2 * i) & 0xc0c0c0c0u;
+    } else if constexpr (kFormat == Format::int5) {
+      for (int i = 0; i < 3; ++i) x[2 * i] |= x[5 + i] << 5 & 0xe0e0e0e0u;
+      for (int i = 0; i < 2; ++i)
+        x[2 * i + 1] |= (x[5 + i] << 2 & 0x60606060u) | (x[7] << (4 - i) & 0x80808080u);
+    }
+    for (int i = 0; i < kLines; ++i, to += kLineBytes) store_as(to, x[i]);
+  }
+  return to;
+}
+
 // Int8 lines of a block for inputs [k, k + inputs): those of the weight, or unpacked to `room`.
 inline const uint8_t* int8_lines(const LowBitArgs& a, int64_t block, int64_t k, int64_t inputs,
                                  uint8_t* room) {

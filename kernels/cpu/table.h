@@ -15,7 +15,7 @@
   K(quantized_linear) K(rounds_x) K(has_pair_rows) K(quantized_pair_rows) K(widens_weights)  \
   K(reorder_x) K(widen_channels) K(quantized_embedding) K(delta_rule) K(selective_scan)      \
   K(linear_recurrence) K(decayed_softmax) K(pool_windows) K(causal_conv) K(write_segments)   \
-  K(prepare_step) K(record_tokens) K(ban_words) K(add_lora)
+  K(prepare_step) K(record_tokens) K(ban_words) K(add_lora) K(pack_gguf)
 
 namespace llmc {
 

@@ -134,7 +134,7 @@ def load_rank(order: RankOrder) -> LoadedModel:
         limit_threads()
         if order.threads:
             torch.set_num_threads(order.threads)
-    start_kernels(device)  # build or find them while weights load
+    build = start_kernels(device)
     program = ProgramCache(Path(order.folder)).load(PROGRAM, device)
     if program is None:
         raise EngineDeadError("the program of rank 0 can't be read")
@@ -146,6 +146,7 @@ def load_rank(order: RankOrder) -> LoadedModel:
         key="",
         built=None,
     )
+    kernels_are_built(build)  # as in stages.load_models
     return load_model(compiled, order.rank)
 
 

@@ -161,6 +161,7 @@ def load_models(
         if processes is not None:
             processes.send(source, compiled.program)
     with clock.phase("load weights") as detail:
+        kernels_are_built(resolved.build)  # if so, they repack GGUF files
         model = load_model(compiled)
         detail += [
             f"{model.num_parameters / 1e6:.1f}M parameters",

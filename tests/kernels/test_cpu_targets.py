@@ -17,6 +17,7 @@ TESTS = (
     "tests/kernels/test_linear_cpu.py",
     "tests/kernels/test_expert_linear_cpu.py",
     "tests/kernels/test_quantized_linear.py",
+    "tests/kernels/test_pack_gguf.py",
     "tests/parity/test_mechanisms.py",
 )
 OTHERS = [level.name for level in supported() if level != pick_level()]

@@ -18,6 +18,7 @@ from gguf import GGML_QUANT_SIZES, quants
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
+from llmc.kernels.cpu.pack_gguf import pack_gguf
 from llmc.kernels.quantized_linear import (
     CHANNELS,
     INPUTS,
@@ -342,12 +343,29 @@ def kept_as(kind: Type, channels: int, depth: int) -> Quantization | None:
     )
 
 
-def to_blocks(raw: Array, kind: Type, to: Quantization) -> dict[Part, torch.Tensor]:
-    """Rows of a file [N, bytes] -> the weight inputs of `quantized_linear`. `to` is the format of
-    `kept_as`, or has separate scales in float32 in place of its superblocks."""
+def to_blocks(
+    raw: Array, kind: Type, to: Quantization, order: NDArray[np.int64] | None = None
+) -> dict[Part, torch.Tensor]:
+    """Rows of a file [N, bytes], or those numbered `order`, -> the weight inputs of
+    `quantized_linear`. `to` is the format of `kept_as`, or has separate scales in float32 in place
+    of its superblocks."""
+    size, block_bytes = GGML_QUANT_SIZES[kind]
+    channels, depth = len(raw if order is None else order), raw.shape[1] // block_bytes * size
+    parts: dict[Part, torch.Tensor] = {
+        part: torch.empty(to.shape(part, channels, depth), dtype=dtype)
+        for part, dtype in to.dtypes.items()
+    }
+    if pack_gguf(raw, kind, parts, order):
+        return parts
+    return reference_blocks(raw if order is None else raw[order], kind, to)
+
+
+def reference_blocks(raw: Array, kind: Type, to: Quantization) -> dict[Part, torch.Tensor]:
+    """`to_blocks` in numpy, for any type: what C++ is tested against."""
     channels = len(raw)
     with np.errstate(invalid="ignore"):  # an infinite scale times 0 is NaN, as the file implies
-        integers = _KINDS[kind].read(raw.reshape(-1, _block_bytes(kind)))
+        blocks = np.ascontiguousarray(raw).reshape(-1, GGML_QUANT_SIZES[kind][1])
+        integers = _KINDS[kind].read(blocks)
         q = torch.from_numpy(np.ascontiguousarray(integers.q).reshape(channels, -1))
         parts: dict[Part, torch.Tensor] = {"weight": pack_weight(q, to)}
         for part, values in _scales(integers, to).items():
@@ -371,7 +389,3 @@ def _superblock(parts: Sequence[Steps]) -> Array:
     steps = np.stack([part.steps.astype(np.int8) for part in parts], axis=-1)
     words = steps.reshape(len(steps), -1).view(np.int16)
     return np.concatenate([*(part.factor.view(np.int16) for part in parts), words], axis=1)
-
-
-def _block_bytes(kind: Type) -> int:
-    return GGML_QUANT_SIZES[kind][1]

@@ -193,10 +193,12 @@ class GgufTensor(BlockTensor):
         block, block_bytes = GGML_QUANT_SIZES[kind]
         depth = rows.shape[1] // block_bytes * block
         channels = max(1, _AT_ONCE // (CHANNELS * depth)) * CHANNELS
-        chosen = rows[order] if isinstance(order, slice) else order
-        for start in range(0, len(chosen), channels):
-            some = chosen[start : start + channels]
-            yield to_blocks(some if isinstance(order, slice) else rows[some], kind, to)
+        for start in range(0, len(rows if isinstance(order, slice) else order), channels):
+            some = slice(start, start + channels)
+            if isinstance(order, slice):
+                yield to_blocks(rows[some], kind, to)
+            else:
+                yield to_blocks(rows, kind, to, order[some])
 
     def _blocks_of_inputs(
         self, rows: NDArray[np.uint8], inputs: Sequence[tuple[int, int]], to: Quantization
@@ -208,8 +210,9 @@ class GgufTensor(BlockTensor):
         size, num_bytes = GGML_QUANT_SIZES[kind]
         first = min(start for start, _ in inputs) // size
         end = -(-max(start + n for start, n in inputs) // size)
-        own = rows[:, first * num_bytes : end * num_bytes][self.row_order]
-        made = to_blocks(np.ascontiguousarray(own), kind, whole)
+        own = rows[:, first * num_bytes : end * num_bytes]
+        order = None if isinstance(self.row_order, slice) else self.row_order
+        made = to_blocks(own, kind, whole, order)
         ranges = [(start - first * size, n) for start, n in inputs]
         return some_inputs(made, whole, to, ranges)
 

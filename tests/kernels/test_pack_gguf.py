@@ -1,0 +1,89 @@
+"""Rows of GGUF files repacked in C++: bit for bit what numpy makes of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import op_cases
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Type
+from packed_rows import KINDS, bits, drawn_rows, empty_parts
+from torch import Tensor
+
+from llmc.kernels.cpu import pack_gguf as packer
+from llmc.kernels.cpu.pack_gguf import pack_gguf
+from llmc.kernels.quantized_linear import Part, Quantization
+from llmc.weights.gguf import blocks
+from llmc.weights.gguf.blocks import kept_as, reference_blocks, to_blocks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    op_cases.require_cpu_ops()
+
+
+def assert_same(got: dict[Part, Tensor], want: dict[Part, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for part, expected in want.items():
+        assert got[part].shape == expected.shape and got[part].dtype == expected.dtype
+        assert torch.equal(bits(got[part]), bits(expected)), part
+
+
+def format_of(kind: Type, channels: int, depth: int) -> Quantization:
+    to = kept_as(kind, channels, depth)
+    assert to is not None
+    return to
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_equals_the_reference(kind: Type) -> None:
+    depths = (32, 96, 256, 352, 544) if GGML_QUANT_SIZES[kind][0] == 32 else (256, 768)
+    for channels in (16, 48):
+        for depth in depths:
+            to, rows = format_of(kind, channels, depth), drawn_rows(kind, channels, depth)
+            out = empty_parts(to, channels, depth)
+            assert pack_gguf(rows, kind, out)
+            assert_same(out, reference_blocks(rows, kind, to))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_some_rows_in_another_order_and_some_of_their_blocks(kind: Type) -> None:
+    size, num_bytes = GGML_QUANT_SIZES[kind]
+    rows = drawn_rows(kind, 64, 4 * size)[:, num_bytes : 3 * num_bytes]
+    order = np.random.default_rng(1).permutation(64)[:32]
+    to = format_of(kind, 32, 2 * size)
+    out = empty_parts(to, 32, 2 * size)
+    assert pack_gguf(rows, kind, out, order)
+    assert_same(out, reference_blocks(rows[order], kind, to))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_weights_are_packed_in_cpp(kind: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, to = drawn_rows(kind, 32, 512), format_of(kind, 32, 512)
+    order = np.arange(31, -1, -1)
+    want = reference_blocks(rows[order], kind, to)
+    monkeypatch.setattr(blocks, "reference_blocks", None)
+    assert_same(to_blocks(rows, kind, to, order), want)
+
+
+def test_what_cpp_does_not_support_is_packed_in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, to = drawn_rows(Type.Q4_K, 32, 512), format_of(Type.Q4_K, 32, 512)
+    out = empty_parts(to, 32, 512)
+    before = {part: tensor.clone() for part, tensor in out.items()}
+    assert not pack_gguf(rows, Type.IQ1_S, out), "a type without a packer"
+    apart = Quantization(format="int4", group=32, minimum=True)  # a cut through superblocks
+    assert not pack_gguf(rows, Type.Q4_K, empty_parts(apart, 32, 512))
+    assert_same(to_blocks(rows, Type.Q4_K, apart), reference_blocks(rows, Type.Q4_K, apart))
+    monkeypatch.setattr(packer, "is_loaded", lambda: False)
+    assert not pack_gguf(rows, Type.Q4_K, out)
+    assert_same(out, before)
+    assert_same(to_blocks(rows, Type.Q4_K, to), reference_blocks(rows, Type.Q4_K, to))
+
+
+def test_a_row_outside_of_the_tensor_is_refused() -> None:
+    rows, to = drawn_rows(Type.Q4_0, 16, 32), format_of(Type.Q4_0, 16, 32)
+    for wrong in (-1, 16):
+        with pytest.raises(IndexError, match="rows -1 to 14" if wrong < 0 else "rows 1 to 16"):
+            order = np.arange(16) + (wrong if wrong < 0 else 1)
+            to_blocks(rows, Type.Q4_0, to, order)
