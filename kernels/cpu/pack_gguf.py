@@ -1,4 +1,4 @@
-"""Repacks rows of GGUF files in C++ (pack_gguf.cpp). llmc/weights/gguf/blocks.py has the reference."""
+"""Repacks rows of GGUF files in C++. The reference is in llmc/weights/gguf/blocks.py."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from llmc.compiler.program import (
     graph_weights,
     rewrite,
 )
-from llmc.kernels.quantized_linear import Part, Quantization
+from llmc.kernels.quantized_linear import Quantization
 from llmc.kernels.registry import OPS
 from llmc.passes.base import Pass, run_passes
 from llmc.passes.canonicalize import canonicalize
@@ -32,7 +32,7 @@ from llmc.passes.find_key_biases import find_key_biases
 from llmc.passes.find_linear_attention import find_linear_attention
 from llmc.passes.lower_kernels import lower_kernels
 from llmc.runner.adapter_store import fill_slot, lora_targets
-from llmc.weights.checkpoint import SomeOf
+from llmc.weights.checkpoint import BlockWriter, SomeOf
 from llmc.weights.load import WeightSource
 from llmc.weights.lora import LoraWeights
 
@@ -202,10 +202,10 @@ class RoundedWeights:
     def check(self, names: Iterable[str]) -> None:
         self._source.check(names)
 
-    def blocks(
-        self, name: str, to: Quantization, part: SomeOf | None = None
-    ) -> Iterator[dict[Part, Tensor]]:
-        return self._source.blocks(name, to, part)
+    def write_blocks(
+        self, name: str, to: Quantization, out: BlockWriter, part: SomeOf | None = None
+    ) -> None:
+        self._source.write_blocks(name, to, out, part)
 
     def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
         dtype = self._own.get(name, self._dtype)

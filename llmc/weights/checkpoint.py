@@ -11,7 +11,7 @@ import json
 import mmap
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -89,9 +89,32 @@ class BlockTensor(ABC):
         """The `quantized_linear` format with the same values; None if it must be dequantized."""
 
     @abstractmethod
-    def blocks(self, to: Quantization, part: SomeOf | None = None) -> Iterator[dict[Part, Tensor]]:
-        """The stored bits of the tensor, or of a part, in the op's layout; one item per expert, if
-        there are any."""
+    def write_blocks(self, to: Quantization, out: BlockWriter, part: SomeOf | None = None) -> None:
+        """Write the stored bits of the tensor, or of a part, in the op's layout; of one expert
+        after the other, if there are any."""
+
+
+class BlockWriter:
+    """Fills the weight inputs of `quantized_linear` [..., N / 16, lines, bytes], from the first
+    block of channels on."""
+
+    def __init__(self, out: Mapping[Part, Tensor]) -> None:
+        self._out = {part: tensor.flatten(0, -3) for part, tensor in out.items()}
+        self._filled = 0  # blocks
+
+    @property
+    def is_done(self) -> bool:
+        return self._filled == len(self._out["weight"])
+
+    def next(self, count: int) -> dict[Part, Tensor]:
+        """The next `count` blocks, which the caller fills."""
+        start, self._filled = self._filled, self._filled + count
+        return {part: tensor[start : self._filled] for part, tensor in self._out.items()}
+
+    def write(self, made: Mapping[Part, Tensor]) -> None:
+        """Copy blocks that were made elsewhere."""
+        for part, place in self.next(len(made["weight"])).items():
+            place.copy_(made[part])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,14 @@ from llmc.kernels.quantized_linear import (
 )
 from llmc.passes.inputs import FUNCTIONS, Shard, WeightInput
 from llmc.weights.assignment import Assignment
-from llmc.weights.checkpoint import BlockTensor, Readable, SomeOf, StoredTensor, staging
+from llmc.weights.checkpoint import (
+    BlockTensor,
+    BlockWriter,
+    Readable,
+    SomeOf,
+    StoredTensor,
+    staging,
+)
 from llmc.weights.parameters import Parameters, mean_of
 from llmc.weights.quantized.config_fields import WAY_OUT
 from llmc.weights.quantized.kept_quantized import blocks_of
@@ -49,11 +56,11 @@ class WeightSource(Protocol):
     def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
         """Write parameter `name`, or this part of it, into `out`, casting to its dtype."""
 
-    def blocks(
-        self, name: str, to: Quantization, part: SomeOf | None = None
-    ) -> Iterator[dict[Part, Tensor]]:
-        """Parameter `name`, or this part of it, as stored, in the layout of `quantized_linear`:
-        some channels at a time, expert by expert."""
+    def write_blocks(
+        self, name: str, to: Quantization, out: BlockWriter, part: SomeOf | None = None
+    ) -> None:
+        """Write parameter `name`, or this part of it, as stored, in the layout of
+        `quantized_linear`, expert by expert."""
 
     def check(self, names: Iterable[str]) -> None:
         """Raise CheckpointError unless every parameter exists with the right shape."""
@@ -70,9 +77,9 @@ class DummyWeights:
     def check(self, names: Iterable[str]) -> None:
         """Every name exists."""
 
-    def blocks(
-        self, name: str, to: Quantization, part: SomeOf | None = None
-    ) -> Iterator[dict[Part, Tensor]]:
+    def write_blocks(
+        self, name: str, to: Quantization, out: BlockWriter, part: SomeOf | None = None
+    ) -> None:
         raise AssertionError("without a checkpoint no weight is stored quantized")
 
     def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
@@ -155,10 +162,10 @@ class DirectWeights:
         found = self._find(name)
         return () if found is None else (found,)
 
-    def blocks(
-        self, name: str, to: Quantization, part: SomeOf | None = None
-    ) -> Iterator[dict[Part, Tensor]]:
-        return _blocks(self._find(name), name, to, part)
+    def write_blocks(
+        self, name: str, to: Quantization, out: BlockWriter, part: SomeOf | None = None
+    ) -> None:
+        _write_blocks(self._find(name), name, to, out, part)
 
 
 class CheckpointWeights:
@@ -231,18 +238,18 @@ class CheckpointWeights:
         found = self._from.find(name)
         return self._from.joined(name) if found is None else (found,)
 
-    def blocks(
-        self, name: str, to: Quantization, part: SomeOf | None = None
-    ) -> Iterator[dict[Part, Tensor]]:
+    def write_blocks(
+        self, name: str, to: Quantization, out: BlockWriter, part: SomeOf | None = None
+    ) -> None:
         found = self._from.find(name)
         if found is not None or part is None:
             for stored in self.stored(name) or (None,):
-                yield from _blocks(stored, name, to, part)
+                _write_blocks(stored, name, to, out, part)
             return
         first = 0
         for stored in self._from.joined(name):
             if (own := part.of_joined(first, stored.shape)) is not None:
-                yield from _blocks(stored, name, to, own)
+                _write_blocks(stored, name, to, out, own)
             first += stored.shape[0]
 
 
@@ -266,12 +273,16 @@ def _copy(stored: Readable, out: Tensor, part: SomeOf | None = None) -> None:
         out.copy_(stored.read())
 
 
-def _blocks(
-    stored: Readable | None, name: str, to: Quantization, part: SomeOf | None
-) -> Iterator[dict[Part, Tensor]]:
-    if not isinstance(stored, QuantizedTensor | BlockTensor):
+def _write_blocks(
+    stored: Readable | None, name: str, to: Quantization, out: BlockWriter, part: SomeOf | None
+) -> None:
+    if isinstance(stored, BlockTensor):
+        stored.write_blocks(to, out, part)
+    elif isinstance(stored, QuantizedTensor):
+        for made in blocks_of(stored, to, part):
+            out.write(made)
+    else:
         raise CheckpointError(f"the checkpoint has no quantized tensors for {name}")
-    return blocks_of(stored, to, part)
 
 
 def make_weights(
@@ -296,14 +307,14 @@ def make_weights(
     if to.transposed:
         size = (*size[:-2], size[-1], size[-2])
     out = {part: memory.empty(to.shape(part, *size), kind) for part, kind in to.dtypes.items()}
-    flat = {part: tensor.flatten(0, -3) for part, tensor in out.items()}
-    start = 0
-    for made in _low_bit(plain, to, role.quantized.kept, shapes, dtype, source, memory, rank):
-        end = start + len(made["weight"])
-        for part, blocks in made.items():
-            flat[part][start:end] = blocks
-        start = end
-    assert start == len(flat["weight"]), f"{start} blocks of {role.parts} are filled"
+    writer = BlockWriter(out)
+    if role.quantized.kept:
+        for name, shard in role.pieces:
+            source.write_blocks(name, to, writer, _some_of(shard, shapes[name], False, rank))
+    else:
+        for made in _quantized(plain, to, shapes, dtype, source, memory, rank):
+            writer.write(made)
+    assert writer.is_done, f"not all blocks of {role.parts} are filled"
     if role.order:
         rows = _rows(role).to(memory.device)
         for blocks in out.values():
@@ -340,21 +351,16 @@ def _rows(role: WeightInput) -> Tensor:
     return torch.cat([torch.arange(first, first + length) for first, length in role.order])
 
 
-def _low_bit(
+def _quantized(
     role: WeightInput,
     to: Quantization,
-    kept: bool,
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     source: WeightSource,
     memory: HugePages,
     rank: int,
 ) -> Iterator[dict[Part, Tensor]]:
-    """Quantized blocks of some channels at a time: as stored, or quantized here."""
-    if kept:
-        for name, shard in role.pieces:
-            yield from source.blocks(name, to, _some_of(shard, shapes[name], False, rank))
-        return
+    """Blocks of some channels at a time, quantized here."""
     for piece in _whole_blocks(role, shapes):
         inputs = _of_inputs(piece, to, shapes)
         if inputs is not None:  # scales are computed over all inputs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import op_cases
 import pytest
@@ -15,7 +17,7 @@ from llmc.kernels.cpu import pack_gguf as packer
 from llmc.kernels.cpu.pack_gguf import pack_gguf
 from llmc.kernels.quantized_linear import Part, Quantization
 from llmc.weights.gguf import blocks
-from llmc.weights.gguf.blocks import kept_as, reference_blocks, to_blocks
+from llmc.weights.gguf.blocks import RowOrder, fill_blocks, kept_as, reference_blocks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,6 +36,15 @@ def format_of(kind: Type, channels: int, depth: int) -> Quantization:
     to = kept_as(kind, channels, depth)
     assert to is not None
     return to
+
+
+def filled(
+    rows: Any, kind: Type, to: Quantization, order: RowOrder = slice(None)
+) -> dict[Part, Tensor]:
+    size, num_bytes = GGML_QUANT_SIZES[kind]
+    out = empty_parts(to, len(rows), rows.shape[1] // num_bytes * size)
+    fill_blocks(rows, kind, to, out, order)
+    return out
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -64,7 +75,7 @@ def test_weights_are_packed_in_cpp(kind: Type, monkeypatch: pytest.MonkeyPatch) 
     order = np.arange(31, -1, -1)
     want = reference_blocks(rows[order], kind, to)
     monkeypatch.setattr(blocks, "reference_blocks", None)
-    assert_same(to_blocks(rows, kind, to, order), want)
+    assert_same(filled(rows, kind, to, order), want)
 
 
 def test_what_cpp_does_not_support_is_packed_in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,11 +85,11 @@ def test_what_cpp_does_not_support_is_packed_in_numpy(monkeypatch: pytest.Monkey
     assert not pack_gguf(rows, Type.IQ1_S, out), "a type without a packer"
     apart = Quantization(format="int4", group=32, minimum=True)  # a cut through superblocks
     assert not pack_gguf(rows, Type.Q4_K, empty_parts(apart, 32, 512))
-    assert_same(to_blocks(rows, Type.Q4_K, apart), reference_blocks(rows, Type.Q4_K, apart))
+    assert_same(filled(rows, Type.Q4_K, apart), reference_blocks(rows, Type.Q4_K, apart))
     monkeypatch.setattr(packer, "is_loaded", lambda: False)
     assert not pack_gguf(rows, Type.Q4_K, out)
     assert_same(out, before)
-    assert_same(to_blocks(rows, Type.Q4_K, to), reference_blocks(rows, Type.Q4_K, to))
+    assert_same(filled(rows, Type.Q4_K, to), reference_blocks(rows, Type.Q4_K, to))
 
 
 def test_a_row_outside_of_the_tensor_is_refused() -> None:
@@ -86,4 +97,4 @@ def test_a_row_outside_of_the_tensor_is_refused() -> None:
     for wrong in (-1, 16):
         with pytest.raises(IndexError, match="rows -1 to 14" if wrong < 0 else "rows 1 to 16"):
             order = np.arange(16) + (wrong if wrong < 0 else 1)
-            to_blocks(rows, Type.Q4_0, to, order)
+            filled(rows, Type.Q4_0, to, order)

@@ -29,11 +29,11 @@ def drawn_rows(kind: Type, channels: int, depth: int) -> np.ndarray[Any, np.dtyp
     return rows
 
 
-def empty_parts(to: Quantization, channels: int, depth: int) -> dict[Part, Tensor]:
-    """Weight inputs of `quantized_linear` with every bit set."""
+def empty_parts(to: Quantization, *size: int) -> dict[Part, Tensor]:
+    """Weight inputs of `quantized_linear` for a weight of this size, with every bit set."""
     parts: dict[Part, Tensor] = {}
     for part, dtype in to.dtypes.items():
-        shape = to.shape(part, channels, depth)
+        shape = to.shape(part, *size)
         parts[part] = torch.full((*shape, dtype.itemsize), 255, dtype=torch.uint8)
         parts[part] = parts[part].view(dtype).squeeze(-1)
     return parts

@@ -16,6 +16,7 @@ import tokenizers
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
+from packed_rows import bits, empty_parts
 from shared_captures import shared_captures
 from tiers import tiered
 from tiny_gguf import ARCHITECTURES, widen_for, write_gguf
@@ -32,8 +33,8 @@ from llmc.startup.model_files import load_config, resolve_model
 from llmc.startup.resolve import resolve
 from llmc.text.gguf_tokenizer import with_special_tokens, write_tokenizer
 from llmc.text.tokenizer import Tokenizer
-from llmc.weights.checkpoint import SomeOf
-from llmc.weights.gguf.blocks import KEPT, kept_as, to_blocks
+from llmc.weights.checkpoint import BlockWriter, SomeOf
+from llmc.weights.gguf.blocks import KEPT, fill_blocks, kept_as, reference_blocks
 from llmc.weights.gguf.files import gguf_files
 from llmc.weights.gguf.reader import GgufTensorInfo
 from llmc.weights.gguf.tensors import GgufTensor, Undo
@@ -600,7 +601,8 @@ def test_kept_blocks_stand_for_the_same_numbers(kind: Type) -> None:
     raw = random_blocks(kind, 32, 512)
     to = kept_as(kind, 32, 512)
     assert to is not None
-    parts = to_blocks(raw, kind, to)
+    parts = empty_parts(to, 32, 512)
+    fill_blocks(raw, kind, to, parts, slice(None))
     got = op_numbers(parts["weight"], parts["scale"], None, parts.get("minimum"))
     with np.errstate(all="ignore"):
         want = torch.from_numpy(dequantize(raw, kind))
@@ -629,13 +631,20 @@ def test_a_tensor_is_packed_some_channels_at_a_time(
     )  # fmt: skip
     to = tensor.kept_as()
     assert to is not None
-    [whole] = tensor.blocks(to)
-    monkeypatch.setattr("llmc.weights.gguf.tensors._AT_ONCE", 32 * 96 + 1)
-    pieces = list(tensor.blocks(to))
-    assert len(pieces) == 2
+    whole, out = reference_blocks(raw[order], Type.Q4_1, to), empty_parts(to, 64, 96)
+    rows = []
+
+    def counted(raw: Any, *others: Any) -> Any:
+        rows.append(len(raw))
+        return reference_blocks(raw, *others)
+
+    monkeypatch.setattr("llmc.weights.gguf.blocks.pack_gguf", lambda *_: False)
+    monkeypatch.setattr("llmc.weights.gguf.blocks.reference_blocks", counted)
+    monkeypatch.setattr("llmc.weights.gguf.blocks._AT_ONCE", 32 * 96 + 1)
+    tensor.write_blocks(to, BlockWriter(out))
+    assert rows == [32, 32]
     for part, blocks in whole.items():
-        joined = torch.cat([piece[part] for piece in pieces])
-        assert torch.equal(joined.view(torch.uint8), blocks.view(torch.uint8))
+        assert torch.equal(bits(out[part]), bits(blocks))
 
 
 @pytest.mark.parametrize("kind", KEPT)
@@ -654,7 +663,12 @@ def test_a_part_of_a_tensor_has_the_numbers_of_its_place(kind: Type, tmp_path: P
     assert to is not None
 
     def numbers(part: SomeOf | None, to: Quantization = to) -> torch.Tensor:
-        made = tensor.blocks(to, part)
+        size = list(tensor.shape)
+        if part is not None:
+            size[part.dim] = sum(length for _, length in part.ranges)
+        out = empty_parts(to, *size)
+        tensor.write_blocks(to, BlockWriter(out), part)
+        made = [{name: blocks[expert] for name, blocks in out.items()} for expert in range(2)]
         return torch.stack(
             [op_numbers(p["weight"], p["scale"], None, p.get("minimum")) for p in made]
         )

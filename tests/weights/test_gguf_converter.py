@@ -13,11 +13,14 @@ from converted_gguf import make_module, write_converted
 from converted_more import MORE, beside, scales
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
+from packed_rows import empty_parts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmc import LLM, SamplingParams
 from llmc.errors import CheckpointError
+from llmc.kernels.quantized_linear import dequantize as op_numbers
 from llmc.startup.gguf_files import model_directory
+from llmc.weights.checkpoint import BlockWriter
 from llmc.weights.gguf.reader import read_header
 from llmc.weights.tensors import open_tensors
 
@@ -66,7 +69,10 @@ def test_interleaved_experts_keep_their_bits(tmp_path: Path) -> None:
         stored[kind] = torch.from_numpy(dequantize(rows.numpy(), info.type))
     want = torch.stack((stored["gate"], stored["up"]), dim=2).flatten(1, 2).mT
     assert torch.equal(joined.read(), want)
-    assert len(list(joined.blocks(to))) == 4
+    out = empty_parts(to, 4, *joined.shape[:0:-1])
+    joined.write_blocks(to, BlockWriter(out))
+    got = [op_numbers(w, s) for w, s in zip(out["weight"], out["scale"], strict=True)]
+    assert torch.equal(torch.stack(got), want.mT)
 
 
 def test_rows_of_two_tensors_keep_their_bits(tmp_path: Path) -> None:

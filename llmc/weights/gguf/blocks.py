@@ -7,7 +7,7 @@ Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -32,6 +32,8 @@ from llmc.kernels.quantized_linear import (
 )
 
 Array = NDArray[Any]
+RowOrder = NDArray[np.int64] | slice  # the row of each channel; slice(None): they are in order
+_AT_ONCE = 1 << 20  # values packed at a time in numpy, which takes several bytes for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,25 +345,25 @@ def kept_as(kind: Type, channels: int, depth: int) -> Quantization | None:
     )
 
 
-def to_blocks(
-    raw: Array, kind: Type, to: Quantization, order: NDArray[np.int64] | None = None
-) -> dict[Part, torch.Tensor]:
-    """Rows of a file [N, bytes], or those numbered `order`, -> the weight inputs of
-    `quantized_linear`. `to` is the format of `kept_as`, or has separate scales in float32 in place
-    of its superblocks."""
-    size, block_bytes = GGML_QUANT_SIZES[kind]
-    channels, depth = len(raw if order is None else order), raw.shape[1] // block_bytes * size
-    parts: dict[Part, torch.Tensor] = {
-        part: torch.empty(to.shape(part, channels, depth), dtype=dtype)
-        for part, dtype in to.dtypes.items()
-    }
-    if pack_gguf(raw, kind, parts, order):
-        return parts
-    return reference_blocks(raw if order is None else raw[order], kind, to)
+def fill_blocks(
+    raw: Array, kind: Type, to: Quantization, out: Mapping[Part, torch.Tensor], order: RowOrder
+) -> None:
+    """Rows of a file [N, bytes], in this order, -> the weight inputs of `quantized_linear`. `to` is
+    the format of `kept_as`, or has separate scales in float32 in place of its superblocks."""
+    rows = None if isinstance(order, slice) else order
+    if pack_gguf(raw, kind, out, rows):
+        return
+    values = raw.shape[1] // GGML_QUANT_SIZES[kind][1] * GGML_QUANT_SIZES[kind][0]
+    blocks = max(1, _AT_ONCE // (CHANNELS * values))
+    for start in range(0, len(out["weight"]), blocks):
+        some = slice(start * CHANNELS, (start + blocks) * CHANNELS)
+        made = reference_blocks(raw[some if rows is None else rows[some]], kind, to)
+        for part, place in out.items():
+            place[start : start + blocks].copy_(made[part])
 
 
 def reference_blocks(raw: Array, kind: Type, to: Quantization) -> dict[Part, torch.Tensor]:
-    """`to_blocks` in numpy, for any type: what C++ is tested against."""
+    """The same in numpy, for all types: the fallback, and what C++ is tested against."""
     channels = len(raw)
     with np.errstate(invalid="ignore"):  # an infinite scale times 0 is NaN, as the file implies
         blocks = np.ascontiguousarray(raw).reshape(-1, GGML_QUANT_SIZES[kind][1])

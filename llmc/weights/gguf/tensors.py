@@ -18,16 +18,15 @@ from torch import Tensor
 
 from llmc.errors import CheckpointError, reason_of
 from llmc.kernels.quantized_linear import CHANNELS, Part, Quantization, some_inputs
-from llmc.weights.checkpoint import BlockTensor, Readable, SomeOf, staging
-from llmc.weights.gguf.blocks import kept_as, to_blocks
+from llmc.weights.checkpoint import BlockTensor, BlockWriter, Readable, SomeOf, staging
+from llmc.weights.gguf.blocks import RowOrder, fill_blocks, kept_as
 from llmc.weights.gguf.processors import Processor, processor_of
 from llmc.weights.gguf.reader import GgufTensorInfo
 
-_AT_ONCE = 1 << 20  # values dequantized or packed at a time
+_AT_ONCE = 1 << 20  # values dequantized at a time
 _PROBED = 4  # columns: enough to detect a change of their order (two groups of two)
 
 Floats = NDArray[np.float32]
-RowOrder = NDArray[np.int64] | slice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +167,9 @@ class GgufTensor(BlockTensor):
     def is_quantized(self) -> bool:
         return any(part.type.name not in ("F32", "F16", "BF16", "F64") for part in self.parts)
 
-    def blocks(self, to: Quantization, part: SomeOf | None = None) -> Iterator[dict[Part, Tensor]]:
-        """The stored bits of the tensor, or of a part, in the op's layout; one item per expert, if
-        there are any."""
+    def write_blocks(self, to: Quantization, out: BlockWriter, part: SomeOf | None = None) -> None:
+        """Write the stored bits of the tensor, or of a part, in the op's layout; of one expert
+        after the other, if there are any."""
         order, inputs = self.row_order, None
         assert order is not None
         if part is not None and (part.dim == len(self.shape) - 2) == self.transposed:
@@ -181,24 +180,10 @@ class GgufTensor(BlockTensor):
         for matrices in self._matrices():
             rows = matrices[0] if len(matrices) == 1 else np.concatenate(matrices)
             if inputs is None:
-                yield from self._blocks_of_rows(rows, order, to)
+                count = len(rows if isinstance(order, slice) else order)
+                fill_blocks(rows, self.parts[0].type, to, out.next(count // CHANNELS), order)
             else:
-                yield self._blocks_of_inputs(rows, inputs, to)
-
-    def _blocks_of_rows(
-        self, rows: NDArray[np.uint8], order: RowOrder, to: Quantization
-    ) -> Iterator[dict[Part, Tensor]]:
-        """Some channels at a time, as unpacking takes several bytes a weight for a moment."""
-        kind = self.parts[0].type
-        block, block_bytes = GGML_QUANT_SIZES[kind]
-        depth = rows.shape[1] // block_bytes * block
-        channels = max(1, _AT_ONCE // (CHANNELS * depth)) * CHANNELS
-        for start in range(0, len(rows if isinstance(order, slice) else order), channels):
-            some = slice(start, start + channels)
-            if isinstance(order, slice):
-                yield to_blocks(rows[some], kind, to)
-            else:
-                yield to_blocks(rows, kind, to, order[some])
+                out.write(self._blocks_of_inputs(rows, inputs, to))
 
     def _blocks_of_inputs(
         self, rows: NDArray[np.uint8], inputs: Sequence[tuple[int, int]], to: Quantization
@@ -211,8 +196,11 @@ class GgufTensor(BlockTensor):
         first = min(start for start, _ in inputs) // size
         end = -(-max(start + n for start, n in inputs) // size)
         own = rows[:, first * num_bytes : end * num_bytes]
-        order = None if isinstance(self.row_order, slice) else self.row_order
-        made = to_blocks(own, kind, whole, order)
+        made = {
+            part: torch.empty(whole.shape(part, len(rows), (end - first) * size), dtype=dtype)
+            for part, dtype in whole.dtypes.items()
+        }
+        fill_blocks(own, kind, whole, made, self.row_order)
         ranges = [(start - first * size, n) for start, n in inputs]
         return some_inputs(made, whole, to, ranges)
 

@@ -164,13 +164,10 @@ def _scale_of(dtype: torch.dtype) -> Scale:
 
 
 def blocks_of(
-    tensor: QuantizedTensor | BlockTensor, to: Quantization, part: SomeOf | None = None
+    tensor: QuantizedTensor, to: Quantization, part: SomeOf | None = None
 ) -> Iterator[dict[Part, Tensor]]:
     """The weight inputs of `quantized_linear`, made from the stored bits of the tensor or of a part
     of it; one item per expert, if there are any. CheckpointError if a part is not whole blocks."""
-    if isinstance(tensor, BlockTensor):
-        yield from tensor.blocks(to, part)
-        return
     channels, inputs = tensor.places(part)
     block = CHANNELS, to.group or INPUTS
     if len(channels) % block[0] or len(inputs) % block[1]:
