@@ -188,6 +188,24 @@ AOTITorchError torch_library_impl(TorchLibraryHandle, const char* op, Function f
 }
 
 bool llmc_use_level(const char* name);
+bool llmc_pack_gguf(int32_t type, const uint8_t* rows, int64_t row_bytes, const int64_t* order,
+                    int64_t channels, int64_t depth, uint8_t* weight, void* scale, void* minimum);
+}
+
+// llmc_pack_gguf as if it were an op: type, depth, rows, order, weight, scale, minimum. Tensors
+// without elements stand for null.
+static void pack_gguf(StableIValue* stack, uint64_t, uint64_t) {
+  std::unique_ptr<AtenTensorOpaque> tensors[5];
+  void* data[5];
+  for (int i = 0; i < 5; ++i) {
+    tensors[i].reset(reinterpret_cast<AtenTensorHandle>(stack[2 + i]));
+    data[i] = tensors[i]->numel() ? tensors[i]->data() : nullptr;
+  }
+  const int64_t channels = 16 * tensors[2]->sizes[0];
+  if (!llmc_pack_gguf(int32_t(stack[0]), static_cast<uint8_t*>(data[0]), tensors[0]->strides[0],
+                      static_cast<int64_t*>(data[1]), channels, int64_t(stack[1]),
+                      static_cast<uint8_t*>(data[2]), data[3], data[4]))
+    throw std::runtime_error("the type has no packer");
 }
 
 struct Reader {
@@ -240,6 +258,7 @@ static StableIValue word(T value) {
 }
 
 int main(int, char** argv) {
+  functions()["pack_gguf"] = pack_gguf;
   if (!llmc_use_level(argv[1])) return std::fprintf(stderr, "no kernels for %s\n", argv[1]), 1;
   std::ifstream file(argv[2], std::ios::binary);
   Reader in{{std::istreambuf_iterator<char>(file), {}}};

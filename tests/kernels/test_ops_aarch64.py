@@ -8,16 +8,30 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import op_cases
 import op_harness
 import pytest
+import torch
+from packed_rows import KINDS, bits, drawn_rows, empty_parts
+from torch import Tensor
 
 from llmc.kernels.cpu import compile
 from llmc.kernels.cpu.levels import AARCH64, Level
-from llmc.kernels.registry import OPS
+from llmc.kernels.registry import OPS, Case
+from llmc.weights.gguf.blocks import kept_as, reference_blocks
 
+PACK_GGUF = SimpleNamespace(  # as harness.cpp takes it
+    _schema=torch._C.parse_schema(
+        "llmc::pack_gguf(int type, int depth, Tensor rows, Tensor order, Tensor weight, "
+        "Tensor scale, Tensor minimum) -> ()"
+    )
+)
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 NAMES = sorted(set(OPS) - op_cases.WITHOUT_CPP)
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
@@ -48,6 +62,19 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return [EMULATOR, "-cpu", "max", str(binary), level.name]
 
 
+def answers_of(
+    program: list[str], folder: Path, packed: Sequence[tuple[Any, Case]]
+) -> list[list[Tensor]]:
+    """What the calls return, and leave in their arguments."""
+    asked, answered = folder / "calls", folder / "answers"
+    asked.write_bytes(op_harness.pack_calls(packed))
+    run = subprocess.run(
+        [*program, str(asked), str(answered)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return op_harness.unpack_answers(answered.read_bytes(), packed)
+
+
 def test_equals_the_references(program: list[str], tmp_path: Path) -> None:
     calls = [
         (name, dtype, case)
@@ -57,16 +84,29 @@ def test_equals_the_references(program: list[str], tmp_path: Path) -> None:
         if not op_cases.rounds(name, case)  # which is x86's alone
     ]
     packed = [(OPS[name].overload, case) for name, _, case in calls]
-    asked, answered = tmp_path / "calls", tmp_path / "answers"
-    asked.write_bytes(op_harness.pack_calls(packed))
-    run = subprocess.run(
-        [*program, str(asked), str(answered)], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    answers = op_harness.unpack_answers(answered.read_bytes(), packed)
+    answers = answers_of(program, tmp_path, packed)
     assert len(answers) > 100
     for (name, dtype, case), actual in zip(calls, answers, strict=True):
         try:
             op_cases.assert_same(actual, op_cases.effect(OPS[name].reference, case), dtype)
         except AssertionError as error:
             raise AssertionError(f"{name} of {dtype}: {error}") from None
+
+
+def test_rows_of_gguf_files_are_packed_as_in_numpy(program: list[str], tmp_path: Path) -> None:
+    order, depth = np.random.default_rng(0).permutation(48)[:32], 768
+    calls: list[tuple[Any, Case]] = []
+    expected = []
+    for kind in KINDS:
+        to, rows = kept_as(kind, 32, depth), drawn_rows(kind, 48, depth)
+        assert to is not None
+        expected.append(reference_blocks(rows[order], kind, to))
+        out = {"minimum": torch.empty(0), **empty_parts(to, 32, depth)}
+        tensors = torch.from_numpy(rows), torch.from_numpy(order)
+        filled = out["weight"], out["scale"], out["minimum"]
+        calls.append((PACK_GGUF, (int(kind), depth, *tensors, *filled)))
+    answers = answers_of(program, tmp_path, calls)
+    for kind, answer, want in zip(KINDS, answers, expected, strict=True):
+        got = dict(zip(("weight", "scale", "minimum"), answer[2:], strict=True))
+        for part, blocks in want.items():
+            assert torch.equal(bits(got[part]), bits(blocks)), (kind.name, part)

@@ -178,12 +178,13 @@ class GgufTensor(BlockTensor):
             channels = np.arange(part.shape[part.dim])[order]
             order = np.concatenate([channels[start : start + n] for start, n in part.ranges])
         for matrices in self._matrices():
-            rows = matrices[0] if len(matrices) == 1 else np.concatenate(matrices)
-            if inputs is None:
+            if inputs is not None:
+                out.write(self._blocks_of_inputs(_joined(matrices), inputs, to))
+                continue
+            is_apart = isinstance(order, slice) and all(len(m) % CHANNELS == 0 for m in matrices)
+            for rows in matrices if is_apart else (_joined(matrices),):
                 count = len(rows if isinstance(order, slice) else order)
                 fill_blocks(rows, self.parts[0].type, to, out.next(count // CHANNELS), order)
-            else:
-                out.write(self._blocks_of_inputs(rows, inputs, to))
 
     def _blocks_of_inputs(
         self, rows: NDArray[np.uint8], inputs: Sequence[tuple[int, int]], to: Quantization
@@ -251,6 +252,10 @@ def _merged(shape: Sequence[int], dims: int) -> list[int]:
     kept = [n for n in shape if n != 1]
     over = max(0, len(kept) - dims)
     return [math.prod(kept[: over + 1]), *kept[over + 1 :]]
+
+
+def _joined(matrices: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    return matrices[0] if len(matrices) == 1 else np.concatenate(matrices)
 
 
 def read_matrix(info: GgufTensorInfo) -> Tensor:
