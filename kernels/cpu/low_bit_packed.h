@@ -51,8 +51,8 @@ void unpack(const uint8_t* from, int64_t inputs, uint32_t middle, uint8_t* to) {
   }
 }
 
-// The reverse of `unpack` and `Unit::get`, for all formats: lines of the codes of `inputs` inputs as
-// bytes, whole units -> lines of `kFormat`. Returns the end of what it has written.
+// The inverse of `unpack` and `Unit::get`, for all formats but fp8: lines with a byte for each of
+// `inputs` inputs, whole units -> lines of `kFormat`. Returns the end of what it wrote.
 template <Format kFormat>
 uint8_t* pack_lines(const uint8_t* from, int64_t inputs, uint8_t* to) {
   constexpr Layout kUnit = layout_of(kFormat);

@@ -2,8 +2,8 @@
 // where the types are documented: llmc/weights/gguf/blocks.py.
 //
 // Each type is a struct with the format and size of its blocks, and two functions:
-// `values` writes a block's values as bytes, in the order of its inputs, and `scales` its scales, any
-// minimums, or words of a superblock.
+// `values` writes a block's values as bytes, in the order of its inputs; `scales` writes its scales
+// and any minimums, or the words of a superblock.
 #include "low_bit_packed.h"
 #include "transpose.h"
 
@@ -134,8 +134,8 @@ struct SixBitSteps : Super<kOwn, kSize, 10> {  // scales and minimums of eight g
     const uint32_t least[] = {high & 0x3f3f3f3f,
                               (mixed >> 4 & 0x0f0f0f0f) | (high >> 6 & 0x03030303) << 4};
     for (int i = 0; i < 8; ++i) {
-      const int shift = 8 * (i % 4);
-      scale.put(2 + i, uint16_t((step[i / 4] >> shift & 0xff) | (least[i / 4] >> shift & 0xff) << 8));
+      const uint32_t own = step[i / 4] >> 8 * (i % 4), minimum = least[i / 4] >> 8 * (i % 4);
+      scale.put(2 + i, uint16_t((own & 0xff) | minimum << 8));
     }
   }
 };
@@ -222,9 +222,10 @@ void pack(const GgufArgs& a) {
       const int64_t inputs = std::min(kPiece, a.depth - k), blocks = inputs / Type::kValues;
       for (int64_t c = 0; c < kChannels; ++c) {
         const uint8_t* from = block_at(n + c, k);
-        // sixteen rows are more streams than the processor prefetches by itself
+        // sixteen rows are more streams than a processor prefetches by itself
         const uint8_t* next = block_at(std::min(n + c + kChannels, a.channels - 1), k);
-        for (int64_t i = 0; i < blocks * Type::kBytes; i += kLineBytes) __builtin_prefetch(next + i);
+        for (int64_t i = 0; i < blocks * Type::kBytes; i += kLineBytes)
+          __builtin_prefetch(next + i);
         auto* to = reinterpret_cast<uint8_t*>(rows[c]);
         for (int64_t i = 0; i < blocks; ++i, from += Type::kBytes, to += Type::kValues) {
           Type::values(from, to);

@@ -13,10 +13,11 @@ import torch
 from gguf import GGMLQuantizationType
 
 from llmc.errors import CheckpointError
+from llmc.weights.gguf.blocks import RowOrder
 from llmc.weights.gguf.files import INDEX
 from llmc.weights.gguf.names import ParameterMap
 from llmc.weights.gguf.reader import GgufHeader, GgufTensorInfo
-from llmc.weights.gguf.tensors import GgufNumber, GgufTensor, RowOrder, Undo
+from llmc.weights.gguf.tensors import GgufNumber, GgufTensor, Undo
 
 _SAME = "same"  # rows are not reordered
 
