@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from packed_rows import KINDS, bits, drawn_rows, empty_parts
+from tiny_gguf import write_gguf
 from torch import Tensor
 
 from llmc.kernels.cpu import pack_gguf as packer
@@ -92,9 +96,26 @@ def test_what_cpp_does_not_support_is_packed_in_numpy(monkeypatch: pytest.Monkey
     assert_same(filled(rows, Type.Q4_K, to), reference_blocks(rows, Type.Q4_K, to))
 
 
-def test_a_row_outside_of_the_tensor_is_refused() -> None:
+@pytest.mark.parametrize(("first", "message"), [(-1, "rows -1 to 14"), (1, "rows 1 to 16")])
+def test_a_row_outside_of_the_tensor_is_refused(first: int, message: str) -> None:
     rows, to = drawn_rows(Type.Q4_0, 16, 32), format_of(Type.Q4_0, 16, 32)
-    for wrong in (-1, 16):
-        with pytest.raises(IndexError, match="rows -1 to 14" if wrong < 0 else "rows 1 to 16"):
-            order = np.arange(16) + (wrong if wrong < 0 else 1)
-            filled(rows, Type.Q4_0, to, order)
+    with pytest.raises(IndexError, match=f"{message} are asked of a tensor that has 16"):
+        filled(rows, Type.Q4_0, to, np.arange(16) + first)
+
+
+START = """
+import sys
+from llmc import LLM
+from llmc.weights.gguf import blocks
+blocks.reference_blocks = None
+with LLM(sys.argv[1], opt_level=0, max_model_len=32, kv_cache_memory=1 << 20):
+    print("started")
+"""
+
+
+def test_a_start_loads_the_cpp_ops_before_the_weights(tmp_path: Path) -> None:
+    """In a process of its own, as here they are loaded already."""
+    path = write_gguf(tmp_path / "m.gguf", "llama", Type.Q4_1)
+    command = [sys.executable, "-P", "-c", START, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "started\n", done.stderr
