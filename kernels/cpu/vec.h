@@ -4,6 +4,7 @@
 
 #include "lanes.h"
 
+#include <bit>
 #include <cmath>
 #include <limits>
 
@@ -171,12 +172,17 @@ LLMC_INLINE float to_float(bf16 x) {
 }
 
 LLMC_INLINE float to_float(f16 x) {
-#ifdef __F16C__
+#if defined(__F16C__)
   return _cvtsh_ss(x.bits);
-#else
+#elif defined(__aarch64__)
   ieee_half y;
   std::memcpy(&y, &x, sizeof y);
   return float(y);
+#else  // the bindings: the compiler would call a function that only libgcc from GCC 12 on has
+  const float size = std::bit_cast<float>(uint32_t(x.bits & 0x7fff) << 13) * 0x1p112f;
+  const uint32_t rare = (x.bits & 0x7c00) == 0x7c00 ? 0x7f800000u : 0;  // infinity or NaN
+  const uint32_t sign = uint32_t(x.bits & 0x8000) << 16;
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(size) | rare | sign);
 #endif
 }
 

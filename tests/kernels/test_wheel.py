@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -87,6 +88,13 @@ def test_a_wheel_is_for_one_machine_and_any_python(wheel: Path) -> None:
     assert {"llmc/kernels/cpu/prebuilt/ops.so", "llmc/kernels/cpu/prebuilt/ops.json"} < {*names}
     page = {f"llmc/server/web/{file.name}" for file in (ROOT / "llmc/server/web").iterdir()}
     assert "llmc/server/web/index.html" in page < {*names}
+
+
+def test_the_ops_need_no_newer_libgcc_than_manylinux_systems_have(wheel: Path) -> None:
+    ops = zipfile.ZipFile(wheel).read("llmc/kernels/cpu/prebuilt/ops.so")
+    versions = {int(major) for major in re.findall(rb"GCC_(\d+)\.\d", ops)}
+    assert versions
+    assert max(versions) <= 7  # the newest in auditwheel's policies
 
 
 def test_the_ops_are_there_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
