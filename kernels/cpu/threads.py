@@ -55,6 +55,21 @@ def _quota(folder: Path) -> float | None:
         return None
 
 
+def throttled_seconds(root: Path = Path("/")) -> float:
+    """Seconds for which the quota has stopped this process's control groups: the maximum over the
+    hierarchy, each counting the time of all cores. 0 if there is no limit."""
+    return max(map(_throttled, _groups(root)), default=0.0)
+
+
+def _throttled(folder: Path) -> float:
+    try:
+        lines = (folder / "cpu.stat").read_text().splitlines()
+        counters = {name: int(value) for name, value in map(str.split, lines)}
+    except (OSError, ValueError):
+        return 0.0
+    return counters.get("throttled_usec", 0) / 1e6 + counters.get("throttled_time", 0) / 1e9
+
+
 def limit_threads() -> None:
     """Limit torch's number of threads, which we use too, to the quota, unless the user has set
     OMP_NUM_THREADS."""

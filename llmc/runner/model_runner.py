@@ -42,6 +42,7 @@ from llmc.runner.logprobs import chosen_tokens, gather_logprobs, read_result, re
 from llmc.runner.profiler import StepProfiler
 from llmc.runner.ranks import Kind, Order, Ranks, ReceivedStep, step_order
 from llmc.runner.rows import RowTables
+from llmc.runner.slow_steps import SlowSteps
 from llmc.runner.step_buffers import StepBuffers, StepInputs
 from llmc.runner.step_recordings import StepRecordings
 from llmc.runner.step_shapes import StepShapes
@@ -134,6 +135,8 @@ class ModelRunner:
         self._all_have_one = False  # ranks: each of them was offered a step
         self._pace = CapturePace()
         self._watch = CompileWatch()
+        waits_for_others = rows.device.type != "cpu" or ranks is not None
+        self._slow_steps = None if waits_for_others else SlowSteps()
         self._profiler = StepProfiler()
         self._num_unread = 0  # submitted steps whose result was not read
         self._has_failed = False  # one of them, so that no later one of them can run
@@ -166,7 +169,9 @@ class ModelRunner:
             raise RuntimeError("a step before this one failed")
         try:
             self._capture_under_load()
-            return start(plan)
+            if self._slow_steps is None:
+                return start(plan)
+            return self._slow_steps.run(functools.partial(start, plan))
         except Exception:
             self._has_failed = True
             raise

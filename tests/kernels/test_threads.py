@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmc.kernels.cpu import threads
-from llmc.kernels.cpu.threads import limit_threads, quota_cores
+from llmc.kernels.cpu.threads import limit_threads, quota_cores, throttled_seconds
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -57,6 +57,27 @@ def test_quotas_of_either_version(
     tmp_path: Path, files: dict[str, str], cores: float | None
 ) -> None:
     assert quota_cores(write(tmp_path, files)) == cores
+
+
+@pytest.mark.parametrize(
+    ("groups", "stats", "seconds"),
+    [
+        ("0::/\n", {}, 0.0),
+        (  # the parent's quota is the one in force
+            "0::/a/b\n",
+            {"a/cpu.stat": "nr_throttled 3\nthrottled_usec 1500000\n", "a/b/cpu.stat": "nr 0\n"},
+            1.5,
+        ),
+        ("4:cpu,cpuacct:/x\n", {"cpu/x/cpu.stat": "throttled_time 2500000000\n"}, 2.5),
+        ("0::/\n", {"cpu.stat": "damaged\n"}, 0.0),
+    ],
+    ids=["no limit", "of the parent", "version 1", "damaged"],
+)
+def test_time_that_a_quota_took(
+    tmp_path: Path, groups: str, stats: dict[str, str], seconds: float
+) -> None:
+    files = {f"sys/fs/cgroup/{name}": text for name, text in stats.items()}
+    assert throttled_seconds(write(tmp_path, {"proc/self/cgroup": groups, **files})) == seconds
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from llmc.kernels.step_inputs import PREPARED, ROW_TABLES
 from llmc.runner.logprobs import gather_logprobs
 from llmc.runner.model_runner import ModelRunner
 from llmc.runner.rows import RowTables
+from llmc.runner.slow_steps import SlowSteps
 from llmc.runner.swap_space import SwapSpace, piece_sizes
 from llmc.sampling_params import SamplingParams
 
@@ -67,6 +69,22 @@ def enter(row: int, tokens: list[int], **params: Any) -> NewRow:
         seed=0,
         stop_token_ids=(),
     )
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2], ids=["this thread", "another thread"])
+def test_steps_are_timed(max_in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = list[int]()
+
+    def run(self: SlowSteps, step: Any) -> Any:
+        timed.append(threading.get_ident())
+        return step()
+
+    monkeypatch.setattr(SlowSteps, "run", run)
+    runner, _ = make(max_in_flight=max_in_flight)
+    work = RowWork(row=0, start=0, num_tokens=2, sample=True, new_blocks=(0,))
+    plan = StepPlan(step=0, new_rows=(enter(0, [3, 4]),), work=(work,))
+    assert list(runner.submit(plan).result().token_ids) == [5]
+    assert len(timed) == 1 and (timed[0] == threading.get_ident()) == (max_in_flight == 1)
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2], ids=["this thread", "another thread"])
