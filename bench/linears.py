@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 import llmc.kernels.cpu  # noqa: F401
@@ -35,6 +36,7 @@ from llmc.kernels.quantized_linear import (
     FORMATS,
     Format,
     mxfp4_draw,
+    packed_draw,
     quantization_of,
     quantize,
     superblock_draw,
@@ -45,33 +47,16 @@ from llmc.load_test.machine import (
     package_versions,
 )
 from llmc.load_test.report import context, write_json
+from llmc.weights.gguf.blocks import KEPT, kept_as
 
 SHAPES = "1024x6144,4096x4096"
 ROWS = "1,2,4,8,16,32,64,256,1024"
+# of GGUF files
+TYPES = {kind.name.lower(): kind for kind in KEPT}
 # weight and bits of x, if the CPU multiplies integers
-INTEGERS = (
-    "int8/16",
-    "int4/16",
-    "int4/8",
-    "mxfp4/16",
-    "q4_k/16",
-    "q5_k/16",
-    "q6_k/16",
-    "iq4_xs/16",
-    "iq3_s/16",
-    "iq2_xs/16",
-)
-ROUNDED = (*INTEGERS, "q4_k/8", "fp8/8")
-# types of GGUF files: how they are kept, the group and whether there are minimums
-SUPERBLOCKS: dict[str, tuple[Format, int, bool]] = {
-    "q4_k": ("int4", 32, True),
-    "q5_k": ("int5", 32, True),
-    "q6_k": ("int6", 16, False),
-    "iq4_xs": ("iq4", 32, False),
-    "iq3_s": ("iq3_s", 32, False),
-    "iq2_xs": ("iq2", 16, False),
-}
-STORED = (*FORMATS, "mxfp4", *SUPERBLOCKS)
+INTEGERS = ("int8/16", "int4/16", "int4/8", *(f"{name}/16" for name in TYPES), "q4_k/8")
+ROUNDED = (*INTEGERS, "fp8/8")
+STORED = (*FORMATS, *TYPES)
 PLAIN = ("float32", "bfloat16", "float16")
 LIMIT_SIZE = 2048  # of the square product that determines the rate of operations
 COLD_BYTES = 300e6
@@ -168,24 +153,40 @@ def _plain(weight: Tensor, dtype: torch.dtype) -> Iterator[Contestant]:
 
 def _low_bit(weight: Tensor, format: str, bits: int, name: str) -> Contestant:
     gen = torch.Generator().manual_seed(0)
-    if format == "mxfp4":  # no model is quantized to it here, nor to the next
-        low, scale = mxfp4_draw(gen, *weight.shape)
-    elif format in SUPERBLOCKS:
-        low, scale = superblock_draw(gen, *SUPERBLOCKS[format], *weight.shape)
+    minimum: Tensor | None = None
+    if format in TYPES:  # no model is quantized to these here
+        low, scale, minimum = _drawn(gen, TYPES[format], *weight.shape)
     else:
         to = quantization_of(cast(Format, format), *weight.shape)
         if to is None:
             raise SystemExit(f"error: {tuple(weight.shape)} can't be stored in {format}")
         low, scale = quantize(weight, to)
-    size = low.numel() + scale.numel() * scale.element_size()
+    size = sum(part.nbytes for part in (low, scale, minimum) if part is not None)
     copies = [_in_huge_pages(low) for _ in range(_copies(size))]
     return Contestant(
         name=name, weight_bytes=size, copies=len(copies), dtype=torch.bfloat16,
         row_operations=2 * weight.numel(),
         run=lambda x, i: torch.ops.llmc_cpu.quantized_linear(
-            x, copies[i], scale, None, None, None, bits
+            x, copies[i], scale, None, None, minimum, bits
         ),
     )  # fmt: skip
+
+
+def _drawn(
+    gen: torch.Generator, kind: GGMLQuantizationType, channels: int, depth: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A random (weight, scale, minimum) [channels, depth], as that of a GGUF file is kept."""
+    to = kept_as(kind, channels, depth)
+    if to is None:
+        raise SystemExit(f"error: {(channels, depth)} can't be kept as in {kind.name}")
+    if to.scale == "exponent":
+        return *mxfp4_draw(gen, channels, depth), None
+    if to.scale == "superblock":
+        return *superblock_draw(gen, to.format, to.group, to.minimum, channels, depth), None
+    scale = 0.5 + torch.rand(to.shape("scale", channels, depth), generator=gen)
+    scale = (scale / 256).to(to.scale_dtype)
+    minimum = (-8 * scale).to(to.dtypes["minimum"]) if to.minimum else None
+    return packed_draw(gen, to, channels, depth).view(to.dtype), scale, minimum
 
 
 def experts(rows: int, *, transposed: bool) -> Contestant:
