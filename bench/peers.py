@@ -1,6 +1,6 @@
 """Compares llmc with other engines on one GGUF file: decode, prefill and a mixed load on CPU.
 
-    pip install --no-deps xllamacpp     # a prebuilt llama.cpp
+    pip install -e ".[peers]"   # a prebuilt llama.cpp
     python -m bench.peers [--peer llama.cpp,transformers] [--type BF16] [--rounds 5] [--threads 2]
                           [--only decode,prefill-128] [--output-json FILE] [MODEL.gguf]
 
