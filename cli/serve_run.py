@@ -147,13 +147,12 @@ def _load_in_process(run: _Run, stack: contextlib.ExitStack) -> tuple[AsyncLLM, 
             # Must be set before prometheus_client is imported, since the import reads it.
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = engines.folder
         import llmc.server.app  # noqa: F401 - while the engine loads
-        from llmc.text.tokenizer import preload
+        from llmc.frontend.engine_options import load_tokenizer, preload_tokenizer
 
-        preload()
+        preload_tokenizer(run.config)
         engine = engines.wait_ready()
 
     from llmc.async_llm import AsyncLLM
-    from llmc.frontend.engine_options import load_tokenizer
     from llmc.processes.shared_counts import SharedCounts
 
     size = run.settings.api_workers

@@ -19,8 +19,9 @@ from llmc.engine.messages import (
 from llmc.errors import ConfigError
 from llmc.frontend.ported_options import port_keywords
 from llmc.speculative_config import SpeculativeConfig
+from llmc.startup.model_files import tokenizer_folder
 from llmc.text.template_file import read_template
-from llmc.text.tokenizer import Tokenizer
+from llmc.text.tokenizer import Tokenizer, preload
 from llmc.text.tools.given_format import read_tool_format
 
 if TYPE_CHECKING:
@@ -125,6 +126,11 @@ def start(config: EngineConfig, on_phase: OnPhase | None = None) -> Started:
     from llmc.startup.start import start_engine
 
     return start_engine(dataclasses.replace(config, max_num_queued=None), on_phase)
+
+
+def preload_tokenizer(config: EngineConfig) -> None:
+    """Import what `load_tokenizer` will need, while the engine loads in another process."""
+    preload(None if config.trust_remote_code else tokenizer_folder(config))
 
 
 def load_tokenizer(config: EngineConfig, info: ModelInfo) -> Tokenizer | None:

@@ -26,7 +26,7 @@ from llmc.config import EngineConfig
 from llmc.engine.messages import EngineStats
 from llmc.errors import LlmcError, QueueFullError
 from llmc.frontend.data_parallel import sum_stats
-from llmc.frontend.engine_options import load_tokenizer
+from llmc.frontend.engine_options import load_tokenizer, preload_tokenizer
 from llmc.processes.engine_processes import EngineProcesses
 from llmc.processes.server_processes import EngineUp
 from llmc.server.app import create_app
@@ -34,7 +34,7 @@ from llmc.server.errors import ApiError
 from llmc.server.responses_store import ResponseStore
 from llmc.server.settings import ServerSettings
 from llmc.startup.model_files import locate
-from llmc.text.tokenizer import Tokenizer, preload
+from llmc.text.tokenizer import Tokenizer
 from llmc.weights.gguf.files import all_parts
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class ServedModel:
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(engines)
-                preload()  # while the engine loads
+                preload_tokenizer(self.config)  # while the engine loads
                 engine = engines.wait_ready()
                 tokenizer = load_tokenizer(self.config, engine.info)
                 stack.pop_all()

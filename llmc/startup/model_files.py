@@ -115,6 +115,22 @@ def find_local(config: EngineConfig) -> ModelFiles | None:
     return location.files() if location is not None else None
 
 
+def tokenizer_folder(config: EngineConfig) -> Path | None:
+    """The directory with the model's tokenizer, without a download or the conversion of a GGUF
+    file; None if one of them is still to come, or the model can't be served."""
+    try:
+        location = locate(config)
+        if location is not None:
+            return None if location.is_new else location.files().path
+    except (ConfigError, OSError):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    assert config.model is not None, "no name means the default model, which is local"
+    found = try_to_load_from_cache(config.model, "config.json", revision=config.revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def served_name(config: EngineConfig) -> str:
     """The name of a model that may not exist (yet): as in ModelFiles, or the last component of the
     configured name."""

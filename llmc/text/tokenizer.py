@@ -355,9 +355,13 @@ def _template_of_processor(folder: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def preload() -> None:
-    """Import transformers' tokenizers, so that the first request that needs them is fast."""
-    from transformers import PreTrainedTokenizerFast  # noqa: F401
+def preload(folder: Path | None) -> None:
+    """Import what loading the tokenizer in `folder` will need: transformers, if it is not cached.
+
+    `folder`: None if it is not known yet.
+    """
+    if folder is None or not TokenizerCache(cache_dir()).has(folder):
+        from transformers import PreTrainedTokenizerFast  # noqa: F401
 
 
 def check_text(text: str, param: str) -> None:

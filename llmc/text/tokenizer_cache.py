@@ -84,6 +84,11 @@ class TokenizerCache:
             shutil.rmtree(entry, ignore_errors=True)
             return None
 
+    def has(self, folder: Path) -> bool:
+        """Whether there is an entry, which may still be damaged."""
+        entry = self._entry(folder)
+        return entry is not None and entry.is_dir()
+
     def save(self, folder: Path, hf: Any) -> None:
         """Cache `hf`, if it can be loaded again from the cache. That is tried first."""
         entry = self._entry(folder)

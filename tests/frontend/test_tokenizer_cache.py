@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from llmc.text import tokenizer_cache
 from llmc.text.known_tokenizer import KnownTokenizer, TokenizerFacts
-from llmc.text.tokenizer import Tokenizer
+from llmc.text.tokenizer import Tokenizer, preload
 from llmc.text.tokenizer_cache import TokenizerCache, described
 
 
@@ -65,6 +65,27 @@ def test_a_second_load_does_without_autotokenizer(
     second = Tokenizer.load(folder)
     assert second.encode("h\u00e9llo <s> world") == first.encode("h\u00e9llo <s> world")
     assert second.chat_template == first.chat_template
+
+
+def test_transformers_is_imported_early_only_for_one_that_is_not_cached(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMC_CACHE_DIR", str(tmp_path))
+
+    def imports(folder: Path | None) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "transformers", None)
+            try:
+                preload(folder)
+            except ImportError:
+                return True
+            return False
+
+    assert imports(None) and imports(folder)
+    TokenizerCache(tmp_path).save(folder, automatic(folder))
+    assert not imports(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert imports(folder)
 
 
 def test_none_where_classes_may_have_been_registered(tmp_path: Path, folder: Path) -> None:

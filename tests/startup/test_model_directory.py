@@ -18,7 +18,12 @@ from llmc.compiler.build import build
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, CompileError, ConfigError
 from llmc.startup.compile import build_as_stored
-from llmc.startup.model_files import generation_defaults, load_config, resolve_model
+from llmc.startup.model_files import (
+    generation_defaults,
+    load_config,
+    resolve_model,
+    tokenizer_folder,
+)
 from llmc.startup.resolve import resolve
 from llmc.startup.start import start_engine
 
@@ -313,6 +318,25 @@ def test_what_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tru
     resolve_model(EngineConfig(model="owner/name", trust_remote_code=trust))
     wanted = ["config.json", "model.safetensors", "chat_template.jinja"]
     assert sorted(chosen) == sorted(wanted + ["modeling.py"] * trust)
+
+
+def test_where_the_tokenizer_is_before_anything_is_downloaded_or_converted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def at(model: Path | str) -> Path | None:
+        return tokenizer_folder(EngineConfig(model=str(model), revision="main"))
+
+    assert at(tmp_path) is at("/nowhere") is None, "they can't be served"
+    assert at(write_config(tmp_path)) == tmp_path
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.file_download, "HF_HUB_CACHE", str(tmp_path), raising=False)
+    assert at("owner/name") is None, "yet to be downloaded"
+    kept = tmp_path / "models--owner--name" / "snapshots" / "abc"
+    kept.mkdir(parents=True)
+    write_config(kept)
+    (tmp_path / "models--owner--name" / "refs").mkdir()
+    (tmp_path / "models--owner--name" / "refs" / "main").write_text("abc")
+    assert at("owner/name") == kept
 
 
 def test_weights_of_dense_modules_are_downloaded_too(

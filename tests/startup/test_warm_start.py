@@ -5,12 +5,18 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
+from live_command import Served
+from packed_checkpoints import PACKINGS, write_packed
+from tiny_chat import tiny_chat_model
+from tiny_gguf import write_gguf
 from tiny_models import save_checkpoint
 
 from llmc.config import EngineConfig
@@ -22,6 +28,7 @@ COMPILERS = (
     *("torch._dynamo", "torch._inductor", "transformers", "tokenizers", "sympy"),
     *("llmc.passes.pipeline", "llmc.compiler.build"),
 )
+IMPORTED_ONCE = ("torch._dynamo", "torch._inductor", "transformers", "sympy")
 
 WRONG_PATH = """
 import json, sys
@@ -116,6 +123,78 @@ def test_a_warm_start_imports_neither_transformers_nor_a_compiler(tmp_path: Path
     phases, _, eos, _ = run(START, str(path), "32", cache=tmp_path)
     assert isinstance(phases, list) and "import transformers" in phases, "its config changed"
     assert eos == [7]
+
+
+def checkpoint_with_tokenizer(form: str, folder: Path) -> Path:
+    """A model that can chat, in one of the stored forms."""
+    if form == "GGUF":
+        template = "{{ messages[0]['content'] }}"
+        return write_gguf(
+            folder / "model.gguf",
+            "llama",
+            GGMLQuantizationType.Q8_0,
+            edit=lambda writer: writer.add_chat_template(template),
+        )
+    plain = tiny_chat_model()
+    if form == "safetensors":
+        return plain
+    stored, _ = write_packed(plain, folder, PACKINGS["int-quantized"]())
+    for file in plain.glob("tokenizer*"):
+        shutil.copy(file, stored)
+    shutil.copy(plain / "chat_template.jinja", stored)
+    return stored
+
+
+# Keeps a list of what every process of a command imports, engines and API servers included.
+NOTE_IMPORTS = """
+import os, sys
+class Note:
+    def find_spec(self, name, path=None, target=None):
+        if name in {names!r}:
+            with open({noted!r}, "a") as file:
+                file.write(name + chr(10))
+sys.meta_path.insert(0, Note())
+"""
+GENERATE = """
+import sys
+from llmc import LLM, SamplingParams
+LLM(sys.argv[1]).generate(["hi"], SamplingParams(max_tokens=2), progress=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["safetensors", "GGUF", "quantized"])
+def test_the_first_token_of_any_command_needs_no_compiler(form: str, tmp_path: Path) -> None:
+    model = str(checkpoint_with_tokenizer(form, tmp_path))
+    noted, log = tmp_path / "noted", tmp_path / "log"
+    text = NOTE_IMPORTS.format(names=IMPORTED_ONCE, noted=str(noted))
+    (tmp_path / "sitecustomize.py").write_text(text, encoding="utf-8")
+    command = [sys.executable, "-P", "-m", "llmc.cli"]
+    environ = {
+        **os.environ,
+        "LLMC_CACHE_DIR": str(tmp_path / "cache"),
+        "CXX": "/nothing",  # no C++ is built
+        "PYTHONPATH": str(tmp_path),
+        "XDG_RUNTIME_DIR": str(tmp_path),
+    }
+    chat = [*command, "chat", "hi", "--model", model, "--max-tokens", "2"]
+    subprocess.run(chat, env=environ, cwd=tmp_path, timeout=300, check=True)
+    assert {"transformers", "torch._dynamo"} <= {*noted.read_text().split()}
+
+    noted.write_text("")
+    subprocess.run(chat, env=environ, cwd=tmp_path, timeout=300, check=True)
+    llm = [sys.executable, "-P", "-c", GENERATE, model]
+    subprocess.run(llm, env=environ, cwd=tmp_path, timeout=300, check=True)
+    serve = [*command, "serve", "--model", model, "--port", "0"]
+    with log.open("w") as stderr:
+        process = subprocess.Popen(serve, env=environ, cwd=tmp_path, stderr=stderr)
+    try:
+        answer = Served(process, log, tmp_path).complete(prompt="hi", max_tokens=2)
+        assert answer.status_code == 200, answer.text
+    finally:
+        process.terminate()
+        process.wait(60)
+    assert noted.read_text() == ""
 
 
 @pytest.mark.parametrize("enabled", [True, False])
