@@ -6,12 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import op_cases
 import pytest
 import tiny_engine
 import torch
 from tiers import tiered
 from tiny_configs import save_random, tiny_config
 from tiny_models import VOCAB, load_reference, prompts, reference_logits, save_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmc.check.check import check_model
 from llmc.config import EngineConfig
@@ -132,3 +134,38 @@ def test_every_dtype_is_certified(dtype: torch.dtype, tmp_path: Path) -> None:
     path = save_checkpoint("qwen3", tmp_path, dtype=dtype)
     config = EngineConfig(model=str(path), device="cpu", opt_level=0, max_model_len=64)
     assert check_model(config, longest_prompt=40).certified
+
+
+PRODUCTS = ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "mv", "dot", "convolution")
+
+
+class Called(TorchDispatchMode):
+    """Names of torch's own products of 16-bit numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.ours: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func.name().partition("::")
+        given = [a for a in args if isinstance(a, torch.Tensor)]
+        if space == "llmc_cpu":
+            self.ours.add(name)
+        elif name.partition(".")[0] in PRODUCTS and any(a.dtype.itemsize == 2 for a in given):
+            self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model_type", tiered(["qwen3", "mixtral", "qwen3_next"], "mixtral"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_torchs_products_of_16_bits_are_not_called(
+    dtype: torch.dtype, model_type: str, tmp_path: Path
+) -> None:
+    """CPUs without instructions for them take ten times as long as for float32."""
+    op_cases.require_cpu_ops()
+    path = save_random(tiny_config(model_type), tmp_path)
+    engine = tiny_engine.start(path, dtype=str(dtype).removeprefix("torch.")).engine()
+    with Called() as called:
+        tiny_engine.generate(engine, prompts((3, 9, 17)), 4)
+    assert called.ours and not called.names
