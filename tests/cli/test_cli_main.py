@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from llmc import __version__
 from llmc.cli.main import main
+from llmc.kernels.cpu.levels import supported
 
 HEAVY = ("torch", "transformers", "fastapi", "httpx", "numpy", "prompt_toolkit", "uvicorn")
 
@@ -87,6 +89,20 @@ def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert code == 0
     assert "torch " in out and "transformers " in out and "LLMC_DTYPE" in out
     assert "very secret" not in out
+
+
+def test_collect_env_shows_the_instruction_set_level(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not supported():
+        pytest.skip("this processor has no level of instructions")
+    lowest, *others = [level.name for level in supported()]
+    monkeypatch.setenv("LLMC_CPU_TARGET", lowest)
+    _, out, _ = run_main(capsys, "collect-env")
+    assert re.search(rf"^cpu target +{lowest} \(of {', '.join([lowest, *others])}\)$", out, re.M)
+    monkeypatch.setenv("LLMC_CPU_TARGET", "native")
+    code, out, _ = run_main(capsys, "collect-env")
+    assert code == 0 and "cpu target" in out and "is not an instruction set level" in out
 
 
 MISTAKES = {
