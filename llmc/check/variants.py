@@ -30,6 +30,7 @@ from llmc.passes.canonicalize import canonicalize
 from llmc.passes.find_entries import find_entries
 from llmc.passes.find_key_biases import find_key_biases
 from llmc.passes.find_linear_attention import find_linear_attention
+from llmc.passes.last_token_logits import last_token_logits
 from llmc.passes.lower_kernels import lower_kernels
 from llmc.runner.adapter_store import fill_slot, lora_targets
 from llmc.weights.checkpoint import BlockWriter, SomeOf
@@ -104,12 +105,15 @@ class Subject:
         no adapter.
 
         Only parts that can't run as captured are replaced: loops for one number of tokens, and
-        masks without values.
+        masks without values. Before `quantize_linears`, the rows of the output head are selected
+        (all of them), since it tells the head, which keeps more bits, by that.
         """
+        selects = any(p.name == "quantize_linears" for p in passes)
         meant = (
             find_key_biases(max_positions=0, block_size=1),
             find_entries(),
             find_linear_attention(),
+            *([last_token_logits()] if selects else ()),
         )
         graph, _ = run_passes(self.captured.graph, (canonicalize(), *meant, *passes))
         device = self.captured.device
@@ -120,9 +124,12 @@ class Subject:
             ids = torch.tensor(sequence.token_ids, device=device)
             positions = torch.arange(len(ids), device=device) + geometry.position_offset(sequence)
             given = {"token_ids": ids, "positions": positions}
+            if selects:
+                given["logits_index"] = torch.arange(len(ids), device=device)
             with torch.inference_mode():
                 out = call(**given)
-            logits.append(out[0].to("cpu", torch.float32, copy=True))
+            rows = out if selects else out[0]
+            logits.append(rows.to("cpu", torch.float32, copy=True))
         return logits
 
     def _run(self, program: Program, level: int, taps: Sequence[Tensor] = ()) -> Run:

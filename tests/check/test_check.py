@@ -106,6 +106,16 @@ def test_a_pass_may_change_the_model_on_purpose(checkpoint: Path) -> None:
     assert certificate.logits.relative < 2e-6, "the comparison with transformers is without it"
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_quantizing_is_certified(quantization: str, tmp_path: Path) -> None:
+    """With int4, the output head has 8 bits on both sides."""
+    path = save_checkpoint("llama", tmp_path, hidden_size=64, intermediate_size=128)
+    found = check_model(config(path, quantization=quantization), longest_prompt=8)
+    assert found.certified
+    results = {result.name: result for result in found.changed}
+    assert results["quantize_linears"].limit.relative == 2e-5
+
+
 def test_a_wrong_kernel_is_named(checkpoint: Path) -> None:
     library = torch.library.Library("llmc_planted", "DEF")
     library.define("rms_norm(Tensor x, Tensor? w, float eps, float offset) -> Tensor")
