@@ -68,8 +68,8 @@ def test_answers_stay_the_same(checkpoint: Path, everywhere: list[Prompts]) -> N
     assert "prompts" in step.inputs and got == want
     chunks = {prompts.lengths for prompts in everywhere}
     assert (3, 13) in chunks and (11,) in chunks and () in chunks
-    compiled, step = answers(checkpoint, 1)
-    assert step.level == 1 and "prompts" in step.inputs
+    compiled, step = answers(checkpoint, 2)
+    assert step.level == 2 and "prompts" in step.inputs
     assert compiled == want
 
 
