@@ -129,6 +129,7 @@ class Subject:
             with torch.inference_mode():
                 out = call(**given)
             rows = out if selects else out[0]
+            assert isinstance(rows, Tensor)
             logits.append(rows.to("cpu", torch.float32, copy=True))
         return logits
 
