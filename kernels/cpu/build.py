@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,12 @@ def _load_library() -> None:
 def library_path() -> Path:
     """The library that `load` loaded."""
     return _loaded_from[0]
+
+
+@cache
+def c_functions() -> ctypes.CDLL:
+    """The C functions of that library. Other threads run during a call."""
+    return ctypes.CDLL(str(library_path()))
 
 
 def load() -> bool:

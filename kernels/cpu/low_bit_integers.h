@@ -1,5 +1,5 @@
-// Readers of integers and of codes that stand for integers, on x86. x is in fixed point, in digits of
-// one or two bytes, relative to the largest of its stretch: bf16 and f16 use 16 bits, which is
+// Readers of integers and of codes that stand for integers, on x86. x is in fixed point, in digits
+// of one or two bytes, relative to the largest of its stretch: bf16 and f16 use 16 bits, which is
 // finer than their own rounding, and float32 uses 24, which is similar to its own.
 #pragma once
 
@@ -337,7 +337,7 @@ struct WordReader {
 };
 
 #ifdef LLMC_BYTE_PRODUCTS
-// Integers and mxfp4 with one-byte digits, four products per lane and instruction. More sums than
+// Integers and codes with one-byte digits, four products per lane and instruction. More sums than
 // one per digit would take longer to add up than they save: stretches overlap anyway.
 template <Format kFormat, int kDigits>
 struct ByteReader : UnsignedBytes<kFormat> {

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmc.kernels.cpu.build import is_loaded, library_path
+from llmc.kernels.cpu.build import c_functions, is_loaded
 from llmc.kernels.quantized_linear import CHANNELS, Part, inputs_of
 
 
@@ -56,8 +56,7 @@ def pack_gguf(
 
 @cache
 def _function() -> Any:
-    """Other threads run during a call."""
-    function = ctypes.CDLL(str(library_path())).llmc_pack_gguf
+    function = c_functions().llmc_pack_gguf
     size, address = ctypes.c_int64, ctypes.c_void_p
     function.argtypes = [ctypes.c_int32, address, size, address, size, size, *[address] * 3]
     function.restype = ctypes.c_bool

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llmc.kernels.cpu.build import library_path
+from llmc.kernels.cpu.build import c_functions
 
 _READ_BY_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -171,7 +171,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(library_path()))
+    library = c_functions()
     library.llmc_record_op.restype = ctypes.c_bool
     library.llmc_take_recording.restype = ctypes.c_void_p
     library.llmc_replay.argtypes, library.llmc_replay.restype = [ctypes.c_void_p], ctypes.c_bool
