@@ -1,8 +1,9 @@
 """Instruction sets that the C++ kernels are built for, and which of them this machine uses.
 
 A level is a set of compiler flags and the CPU features that it requires. The highest level that the
-processor supports is used; LLMC_CPU_TARGET selects a lower one. Features are read from the Linux
-kernel's list, which omits those that the operating system does not let programs use.
+processor supports is used, unless a lower one is faster; LLMC_CPU_TARGET selects another. Features
+are read from the Linux kernel's list, which omits those that the operating system does not let
+programs use.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ _V4_FLAGS = ("-march=x86-64-v4",)
 _VNNI_FLAGS = (*_V4_FLAGS, "-mavx512vnni", "-mavx512vbmi")
 _BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
 _AMX_FLAGS = (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
+_PAIRS = "x86-64-v4-bf16"
 
 X86_64 = (  # the best last; each level includes the previous one, but AVX-512 came before AVX-VNNI
     Level(name="x86-64-v3", flags=_V3_FLAGS, needs=_V3),
     Level(name="x86-64-v3-vnni", flags=(*_V3_FLAGS, "-mavxvnni"), needs=_V3_VNNI),
     Level(name="x86-64-v4", flags=_V4_FLAGS, needs=_V4),
     Level(name="x86-64-v4-vnni", flags=_VNNI_FLAGS, needs=_VNNI),
-    Level(name="x86-64-v4-bf16", flags=_BF16_FLAGS, needs=_BF16),
+    Level(name=_PAIRS, flags=_BF16_FLAGS, needs=_BF16),
     Level(name="x86-64-v4-amx", flags=_AMX_FLAGS, needs=_AMX),
 )
 AARCH64 = (
@@ -93,6 +95,17 @@ def supported() -> tuple[Level, ...]:
     return tuple(level for level in ladder(platform.machine()) if level.needs <= features)
 
 
+def _multiplies_pairs_slowly() -> bool:
+    """Whether products of bfloat16 pairs take longer than those of floats.
+
+    Intel's cores since Sapphire Rapids start one every other cycle, and two products of as many
+    floats each cycle. They are meant to use tiles, which virtual machines may not have.
+    """
+    facts = cpu_facts()
+    is_late = "avx512_fp16" in facts.get("flags", "").split()
+    return is_late and facts.get("vendor_id") == "GenuineIntel"
+
+
 def multiplies_integers() -> bool:
     """Whether the kernels of the current level support inputs rounded to integers."""
     return pick_level() in X86_64
@@ -105,14 +118,15 @@ def multiplies_bfloat16() -> bool:
 
 
 def pick_level() -> Level | None:
-    """The level named by $LLMC_CPU_TARGET, else the highest supported one; None if there is none.
+    """The level named by $LLMC_CPU_TARGET, else the fastest supported one; None if there is none.
 
     Raises ConfigError for an unknown name, or a level that this processor does not support.
     """
     usable = supported()
     given = os.environ.get(VARIABLE)
     if not given:
-        return usable[-1] if usable else None
+        best = [level for level in usable if level.name != _PAIRS or not _multiplies_pairs_slowly()]
+        return best[-1] if best else None
     for level in usable:
         if level.name == given:
             return level
