@@ -42,7 +42,7 @@ void set_superblocks(const Tensor& weight, const Tensor& scale, const optional<T
   const bool is_whole = scale.dim() == 3 && scale.is_contiguous() && count > 0 &&
                         scale.size(0) == weight.size(0) && scale.size(2) == kChannels &&
                         a.depth % kSuperblock == 0 && scale.size(1) % count == 0;
-  const bool is_table = has_table(a.format);  // which has no minimums
+  const bool is_table = a.format == Format::table;  // which has no minimums
   const bool is_integers = a.format == Format::int8 || a.format == Format::int4 || is_table;
   for (int64_t group : {16, 32})
     for (int parts : {1, 2})
@@ -63,7 +63,7 @@ void check_groups(const Tensor& weight, const Tensor& scale, const optional<Tens
                   a.depth % (scale.size(1) * least_group(a)) == 0 && a.depth % kDepthStep == 0,
               "scale ", scale.sizes(), " does not fit weight ", weight.sizes());
   TORCH_CHECK(scale.scalar_type() == at::kFloat || scale.scalar_type() == at::kHalf ||
-                  scale.scalar_type() == at::kBFloat16 || a.format == Format::mxfp4,
+                  scale.scalar_type() == at::kBFloat16 || a.stored == Format::mxfp4,
               "scale must be float32, float16 or bfloat16 (or uint8 for uint8 weights), got ",
               scale.scalar_type());
   TORCH_CHECK(!zero || (is_int4 && zero->scalar_type() == at::kByte && zero->is_contiguous() &&
@@ -87,7 +87,8 @@ LowBitArgs weight_args(const Tensor& weight, const Tensor& scale, const optional
               "got ", weight.sizes(), " of ", weight.scalar_type());
   LowBitArgs a{};
   a.stored = stored;
-  a.format = is_packed(a.stored) ? Format::int8 : a.stored;
+  a.format = read_as(stored);
+  a.book = codebook_of(stored);
   a.depth = weight.size(1) * layout_of(stored).inputs;
   a.channels = weight.size(0) * kChannels;
   a.weight = static_cast<const uint8_t*>(weight.data_ptr());
@@ -99,7 +100,7 @@ LowBitArgs weight_args(const Tensor& weight, const Tensor& scale, const optional
   check_groups(weight, scale, zero, minimum, a);
   a.group = a.depth / scale.size(1);
   a.scale = scale.data_ptr();
-  if (a.format != Format::mxfp4) a.scale_dtype = dtype_of(scale, "scale");
+  if (stored != Format::mxfp4) a.scale_dtype = dtype_of(scale, "scale");
   a.zero = zero ? zero->data_ptr<uint8_t>() : nullptr;
   a.minimum = minimum ? minimum->data_ptr() : nullptr;
   a.minimum_dtype = minimum ? dtype_of(*minimum, "minimum") : Dtype::f32;

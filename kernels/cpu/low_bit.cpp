@@ -64,9 +64,11 @@ struct Input {
         X* const to = words.data() + first * row_words + m;
         X* const own = together > 1 ? row.data() : to;
         widen_row(a.dtype, a.x, (first + m) * a.x_stride, a.depth, x.data());
-        for (int64_t s = 0; s < stretches; ++s)
-          packed[first * stretches + s * together + m] =
-              Reader::pack(x.data() + s * stretch, stretch, own + s * row_words / stretches);
+        for (int64_t s = 0; s < stretches; ++s) {
+          Packed& part = packed[first * stretches + s * together + m];
+          part = Reader::pack(x.data() + s * stretch, stretch, own + s * row_words / stretches);
+          part.scale *= a.book.unit, part.sum *= a.book.unit;  // here rather than for every group
+        }
         if (together > 1)
           for (int64_t k = 0; k < row_words; ++k) to[k * together] = row[k];
       }
@@ -100,8 +102,8 @@ LLMC_INLINE auto load_lines(const uint8_t* at) {
 }
 
 template <class Reader, int M, int kParts, int kAdjacent>
-LLMC_INLINE void multiply_parts(const uint8_t* line, int64_t apart, int64_t left,
-                                const typename Reader::X* words, int64_t lines,
+LLMC_INLINE void multiply_parts(const Reader& reader, const uint8_t* line, int64_t apart,
+                                int64_t left, const typename Reader::X* words, int64_t lines,
                                 int first, v16f (&all)[M][kAdjacent]) {
   // few rows keep several sums each, if a product depends on the previous one
   constexpr int kSums = Reader::kSums == 1 || M > 2 ? 1 : Reader::kSums / M;
@@ -127,7 +129,7 @@ LLMC_INLINE void multiply_parts(const uint8_t* line, int64_t apart, int64_t left
 #pragma GCC unroll 2
         for (int p = 0; p < kParts * kAdjacent; ++p) {
           const int64_t at = p / kParts * apart + (first + p % kParts) * sizeof(Line);
-          const auto values = Reader::get(load_lines<Reader>(from + at), step);
+          const auto values = reader.get(load_lines<Reader>(from + at), step);
 #pragma GCC unroll 8
           for (int m = 0; m < M; ++m)
             Reader::add(sum[m][p][word % kSums], values, words[word * M + m]);
@@ -155,14 +157,15 @@ LLMC_INLINE void multiply_parts(const uint8_t* line, int64_t apart, int64_t left
 
 // Handles all parts of a line together if their sums fit in registers, so that x is read once.
 template <class Reader, int M, int kAdjacent>
-LLMC_INLINE void multiply_lines(const uint8_t* line, int64_t apart, int64_t left,
-                                const typename Reader::X* words, int64_t lines,
+LLMC_INLINE void multiply_lines(const Reader& reader, const uint8_t* line, int64_t apart,
+                                int64_t left, const typename Reader::X* words, int64_t lines,
                                 v16f (&all)[M][kAdjacent]) {
   constexpr int kParts = kLineBytes / sizeof(typename Reader::Line);
   constexpr int kTogether = M == 1 ? kParts : 1;
 #pragma GCC unroll 2
   for (int first = 0; first < kParts; first += kTogether)
-    multiply_parts<Reader, M, kTogether, kAdjacent>(line, apart, left, words, lines, first, all);
+    multiply_parts<Reader, M, kTogether, kAdjacent>(reader, line, apart, left, words, lines, first,
+                                                    all);
 }
 
 // Up to kAdjacent blocks, before `end`, by M rows. If there are fewer, the first one is computed
@@ -173,7 +176,7 @@ void multiply(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t row, i
   const int64_t lines = lines_of(a.format, x.stretch), words_of = x.row_words / x.stretches;
   const int64_t of_group = a.group / x.stretch, block_bytes = a.lines() * kLineBytes;
   const int64_t next = block + kAdjacent <= end;
-  const bool unpacks = a.format != a.stored;
+  const bool unpacks = a.format == Format::int8 && is_packed(a.stored);
   alignas(64) uint8_t room[kAdjacent][Reader::kMaxStretch * kChannels];
   const int64_t apart = unpacks ? sizeof room[0] : next * block_bytes;
   int64_t left = block_bytes;
@@ -182,6 +185,8 @@ void multiply(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t row, i
   const Packed* part = x.packed.data() + row * x.stretches;
   v16f total[M][kAdjacent] = {};
   GroupScales scales[kAdjacent];
+  const Reader reader(a);
+  const float added = reader.offset();
   for (int64_t group = 0; group < a.groups(); ++group) {
     v16f scale[kAdjacent], offset[kAdjacent];  // offset: of scaled values
 #pragma GCC unroll 2
@@ -191,8 +196,8 @@ void multiply(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t row, i
       offset[b] = scales[b].minimum;
       if (middle_of(a.format))
         offset[b] -= scale[b] * zero_of(a, block + b * next, group);
-      else if (Reader::kOffset != 0)
-        offset[b] -= scale[b] * Reader::kOffset;
+      else if (added != 0)
+        offset[b] -= scale[b] * added;
     }
     for (int64_t i = 0; i < of_group; ++i, part += M) {
       v16f all[M][kAdjacent];
@@ -201,7 +206,7 @@ void multiply(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t row, i
         for (int b = 0; b < kAdjacent; ++b) int8_lines(a, block + b * next, k, x.stretch, room[b]);
         line = room[0];
       }
-      multiply_lines<Reader, M, kAdjacent>(line, apart, left, words, lines, all);
+      multiply_lines<Reader, M, kAdjacent>(reader, line, apart, left, words, lines, all);
       line += lines * kLineBytes;
       left -= lines * kLineBytes;
       words += words_of * M;
@@ -245,7 +250,7 @@ void by_blocks(const LowBitArgs& a) {
 template <Format kFormat>
 void run(const LowBitArgs& a) {
   // whether two products of bytes fit in 16 bits, or those of 16-bit values are used
-  constexpr bool kIsShort = is_4_bit(kFormat) && codebook_of(kFormat).most() < 128;
+  constexpr bool kIsShort = kFormat == Format::int4;
   constexpr bool kIsWords = !kIsShort && kFormat != Format::fp8;
 #ifdef LLMC_BYTE_PRODUCTS
   constexpr bool kMultipliesBytes = kFormat != Format::fp8;
@@ -261,8 +266,9 @@ void run(const LowBitArgs& a) {
   if constexpr (kMultipliesBytes)
     if (a.x_bits == 16 || is_narrow) return by_blocks<ByteReader<kFormat, 2>>(a);
 #endif
-  if constexpr (!kMultipliesBytes && kIsShort)
-    if (a.x_bits == 16 || (is_narrow && a.rows <= 2))
+  const bool is_short = kIsShort || (kFormat == Format::table && a.book.most <= kShortTable);
+  if constexpr (!kMultipliesBytes && is_4_bit(kFormat))
+    if (is_short && (a.x_bits == 16 || (is_narrow && a.rows <= 2)))
       return by_blocks<ShortReader<kFormat, 2>, 2>(a);
   if constexpr (!kMultipliesBytes && kIsWords)
     if (a.x_bits == 16 || (is_narrow && a.rows <= 2))
@@ -277,7 +283,7 @@ void run(const LowBitArgs& a) {
     if (a.dtype == Dtype::bf16) return by_blocks<PairReader<kFormat>>(a);
 #endif
 #ifdef LLMC_FOUR_INPUTS
-  constexpr bool kReadsFours = kFormat == Format::fp8 || has_table(kFormat);
+  constexpr bool kReadsFours = reads_fours(kFormat);
   if constexpr (kReadsFours) return by_blocks<FourReader<kFormat>>(a);
 #else
   constexpr bool kReadsFours = false;
@@ -309,7 +315,7 @@ void quantized_linear(const LowBitArgs& a) {
   const bool is_widened = a.dtype == Dtype::bf16 && widens_weights();
   if (a.rows > kMaxBlockRows && !is_widened) return quantized_many_rows(a);
 #ifdef __AVX2__
-  if (a.stored != a.format && (a.x_bits <= 16 || a.dtype != Dtype::f32) && a.rows <= kMaxPackedRows)
+  if (is_packed(a.stored) && (a.x_bits <= 16 || a.dtype != Dtype::f32) && a.rows <= kMaxPackedRows)
     return a.stored == Format::int6 ? run_packed<Format::int6>(a) : run_packed<Format::int5>(a);
 #endif
   with_format(a.format, [&](auto format) { run<format()>(a); });

@@ -20,23 +20,29 @@ constexpr int kExactBits = 24;  // bits of x without rounding
 constexpr int64_t kMinGroup = 16, kDepthStep = 32;  // inputs; groups and depths are multiples
 constexpr int64_t kSuperblock = 256;                // inputs
 
-enum class Format { int8, int4, fp8, mxfp4, iq4, iq3_s, iq3_xxs, iq2, int5, int6 };
+// How a weight is stored. Those with tables are all read as `table`: their values come at run time,
+// so the kernels for them are compiled once.
+enum class Format { int8, int4, fp8, mxfp4, iq4, iq3_s, iq3_xxs, iq2, int5, int6, table };
 
-// The values of a format with codes of four bits: integers times `unit`.
+// The values of a format with codes of four bits: integers times `unit`, a power of two.
 struct Codebook {
-  int8_t integers[16];
-  float unit;
+  std::array<int8_t, 16> integers{};
+  float unit = 1;
+  int offset = 0, most = 0;  // what makes the integers unsigned, and the largest one then
+  std::array<uint8_t, 16> unsigned_bytes{};
 
-  constexpr float value(int code) const { return integers[code] * unit; }
-  // What makes the integers unsigned, and the largest one then.
-  constexpr int offset() const { return -*std::min_element(integers, integers + 16); }
-  constexpr int most() const { return *std::max_element(integers, integers + 16) + offset(); }
+  constexpr Codebook() {}
+  constexpr Codebook(std::array<int8_t, 16> all, float unit) : integers(all), unit(unit) {
+    offset = -*std::min_element(all.begin(), all.end());
+    most = *std::max_element(all.begin(), all.end()) + offset;
+    for (int i = 0; i < 16; ++i) unsigned_bytes[i] = uint8_t(all[i] + offset);
+  }
 };
 // Codes 8 to 15 are the negatives of the others.
 constexpr Codebook with_negatives(std::array<int8_t, 8> sizes, float unit) {
-  Codebook book{{}, unit};
-  for (int i = 0; i < 16; ++i) book.integers[i] = i < 8 ? sizes[i] : -sizes[i - 8];
-  return book;
+  std::array<int8_t, 16> all{};
+  for (int i = 0; i < 16; ++i) all[i] = i < 8 ? sizes[i] : -sizes[i - 8];
+  return {all, unit};
 }
 // kernels/quantized_linear.py says where they come from.
 constexpr Codebook codebook_of(Format format) {
@@ -48,10 +54,12 @@ constexpr Codebook codebook_of(Format format) {
     return {{-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}, 1};
   return {};
 }
-constexpr bool has_table(Format format) { return codebook_of(format).unit != 0; }
-// What values are multiples of.
-constexpr float unit_of(Format format) { return has_table(format) ? codebook_of(format).unit : 1; }
-constexpr bool is_4_bit(Format format) { return format == Format::int4 || has_table(format); }
+constexpr bool has_table(Format format) {
+  return format >= Format::mxfp4 && format <= Format::iq2;
+}
+constexpr bool is_4_bit(Format format) {
+  return format == Format::int4 || format == Format::table || has_table(format);
+}
 constexpr bool is_packed(Format format) { return format == Format::int5 || format == Format::int6; }
 // The value that stands for zero without zero points and minimums.
 constexpr int middle_of(Format format) {
@@ -68,22 +76,19 @@ constexpr Layout layout_of(Format format) {
   if (format == Format::iq3_s || format == Format::iq3_xxs) return {4, 32};
   return {1, is_4_bit(format) ? 8 : 4};
 }
+// As what most kernels read a format.
+constexpr Format read_as(Format stored) {
+  return is_packed(stored) ? Format::int8 : has_table(stored) ? Format::table : stored;
+}
 template <Format kFormat>
 using FormatConstant = std::integral_constant<Format, kFormat>;
-// Calls run() with the format as a constant; int5 and int6 as int8, as which they are read.
+// Calls run() with a result of read_as() as a constant.
 template <class Run>
 void with_format(Format format, Run run) {
-  switch (format) {
-    case Format::int8: case Format::int5: case Format::int6:
-      return run(FormatConstant<Format::int8>{});
-    case Format::int4: return run(FormatConstant<Format::int4>{});
-    case Format::fp8: return run(FormatConstant<Format::fp8>{});
-    case Format::mxfp4: return run(FormatConstant<Format::mxfp4>{});
-    case Format::iq4: return run(FormatConstant<Format::iq4>{});
-    case Format::iq3_s: return run(FormatConstant<Format::iq3_s>{});
-    case Format::iq3_xxs: return run(FormatConstant<Format::iq3_xxs>{});
-    case Format::iq2: return run(FormatConstant<Format::iq2>{});
-  }
+  if (format == Format::int8) return run(FormatConstant<Format::int8>{});
+  if (format == Format::int4) return run(FormatConstant<Format::int4>{});
+  if (format == Format::fp8) return run(FormatConstant<Format::fp8>{});
+  run(FormatConstant<Format::table>{});
 }
 
 // Lines of so many inputs.
@@ -93,7 +98,8 @@ constexpr int64_t lines_of(Format format, int64_t inputs) {
 
 struct LowBitArgs {
   Dtype dtype;            // of x, bias and out
-  Format format, stored;  // int5 and int6 are read as int8, but by kernels that take them as stored
+  Format format, stored;  // format: read_as(stored), but for kernels that take int5 and int6
+  Codebook book;          // of `stored`
   const void* x;
   const uint8_t *weight, *zero;  // zero may be null, and so may bias
   const void *scale, *bias;     // scales of mxfp4 are exponents of two, one byte each
@@ -173,16 +179,21 @@ struct Superblock {
   LLMC_METHOD v16f minimum(v16i word) const { return least * convert<v16f>(word << 16 >> 24); }
 };
 
-LLMC_INLINE v16f scale_of(const LowBitArgs& a, int64_t block, int64_t group) {
+LLMC_INLINE v16f stored_scale(const LowBitArgs& a, int64_t block, int64_t group) {
   if (a.superblock_parts) {
     const Superblock super(a, block, group);
     return super.scale(super.word(group), group);
   }
   const int64_t at = (block * a.groups() + group) * kChannels;
-  if (a.format == Format::mxfp4) return powers_of_two(static_cast<const uint8_t*>(a.scale) + at);
+  if (a.stored == Format::mxfp4) return powers_of_two(static_cast<const uint8_t*>(a.scale) + at);
   if (a.scale_dtype == Dtype::bf16) return load(static_cast<const bf16*>(a.scale) + at);
   if (a.scale_dtype == Dtype::f16) return load(static_cast<const f16*>(a.scale) + at);
   return load(static_cast<const float*>(a.scale) + at);
+}
+
+// What the integers that readers return are multiplied by.
+LLMC_INLINE v16f scale_of(const LowBitArgs& a, int64_t block, int64_t group) {
+  return stored_scale(a, block, group) * a.book.unit;
 }
 
 // The value that stands for zero.
@@ -204,14 +215,14 @@ LLMC_INLINE v16f minimum_of(const LowBitArgs& a, int64_t block, int64_t group) {
                                        : load(static_cast<const float*>(a.minimum) + at);
 }
 
-// The scale and minimum of one group after another.
+// The scale, without the table's unit, and minimum of one group after another.
 struct GroupScales {
   v16f scale, minimum;
   Superblock super;
 
   LLMC_METHOD void read(const LowBitArgs& a, int64_t block, int64_t group) {
     if (!a.superblock_parts) {
-      scale = scale_of(a, block, group), minimum = minimum_of(a, block, group);
+      scale = stored_scale(a, block, group), minimum = minimum_of(a, block, group);
       return;
     }
     if (group % (kSuperblock / a.group) == 0)
@@ -247,28 +258,45 @@ LLMC_INLINE Floats fp8_floats(const Lanes& bits) {
   return (Floats)((Lanes)value | nan | (bits << 24 & 0x80000000u));
 }
 
-// table[i] for the lanes i of 16 indices.
-LLMC_INLINE v16f look_up_floats(const float* table, v16u indices) {
-#ifdef LLMC_AVX512
-  return (v16f)_mm512_permutexvar_ps((__m512i)indices, _mm512_load_ps(table));
+// Sixteen bytes, repeated to fill a register: a table for look_up().
+template <class Byte>
+LLMC_INLINE vu table_of(const std::array<Byte, 16>& bytes) {
+#if defined(LLMC_AVX512)
+  return (vu)_mm512_broadcast_i32x4(load_as<__m128i>(bytes.data()));
 #elif defined(__AVX2__)
-  const auto half = [table](vu i) __attribute__((always_inline)) {
-    const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), (__m256i)i);
-    const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), (__m256i)i);
-    return (vf)_mm256_blendv_ps(low, high, (__m256)(i << 28));
-  };
-  return {half(indices.lo), half(indices.hi)};
+  return (vu)_mm256_broadcastsi128_si256(load_as<__m128i>(bytes.data()));
 #else
-  alignas(64) float values[kLanes];
-  for (int i = 0; i < kLanes; ++i) values[i] = table[indices[i]];
-  return load_as<v16f>(values);
+  return load_as<vu>(bytes.data());
 #endif
+}
+
+// The table's byte for each byte of `codes`, which are below 16.
+template <class V>
+LLMC_INLINE V look_up(vu table, const V& codes) {
+  if constexpr (kIsPair<V>) {
+    return {look_up(table, codes.lo), look_up(table, codes.hi)};
+  } else {
+#if defined(LLMC_AVX512)
+    return (V)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
+#elif defined(__AVX2__)
+    return (V)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
+#elif defined(__aarch64__)
+    return (V)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)codes);
+#else
+    V values;
+    for (size_t i = 0; i < sizeof codes; ++i)
+      reinterpret_cast<uint8_t*>(&values)[i] =
+          reinterpret_cast<const uint8_t*>(&table)[reinterpret_cast<const uint8_t*>(&codes)[i]];
+    return values;
+#endif
+  }
 }
 
 // A reader unpacks a line, or each part of it that fits in a register, in kSteps steps; a step is
 // multiplied by one word of x. Values of int4 are used as stored: the zero point times the sum of x
 // is subtracted for a whole stretch at once. Stretches have at most kMaxStretch inputs. If a
-// product depends on the previous one, few rows need kSums sums each to hide the latency.
+// product depends on the previous one, few rows need kSums sums each to hide the latency. offset():
+// what get() adds to every value, besides int4's zero point. A reader of codes holds their table.
 template <Format kFormat>
 struct FloatReader {  // any CPU
   static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs, kSums = 4;
@@ -284,32 +312,34 @@ struct FloatReader {  // any CPU
     std::copy(x, x + count, to);
     return {1.0f, std::accumulate(x, x + count, 0.0f)};
   }
-  LLMC_INLINE V get(v16u line, int step) {
+#ifdef LLMC_AVX512
+  v16f table = {};
+  LLMC_METHOD explicit FloatReader(const LowBitArgs& a) {
+    if (kFormat == Format::table)
+      table = convert<v16f>(widen_from<v16i, int8_t>(a.book.integers.data()));
+  }
+#else
+  vu table;
+  LLMC_METHOD explicit FloatReader(const LowBitArgs& a) : table(table_of(a.book.integers)) {}
+#endif
+  LLMC_METHOD V get(v16u line, int step) const {
     if (kFormat == Format::int4)
       return convert<v16f>((v16i)(line >> (4 * step) & 15u));
     if (kFormat == Format::int8)
       return convert<v16f>((v16i)(line << (24 - 8 * step)) >> 24);
-    if (kFormat == Format::mxfp4) {
-      // twice the normal value minus the smallest normal one is smaller only for subnormal codes,
-      // and there it is their value
-      const v16u code = line >> (4 * step);
-      const v16f normal = (v16f)(((code & 7u) << 22) + (126u << 23));
-      const v16f value = vmin(normal, 2.0f * normal - 1.0f);
-      return (v16f)((v16u)value | (code << 28 & 0x80000000u));
-    }
-    if (has_table(kFormat)) {
-      alignas(64) static constexpr auto kValues = [] {
-        std::array<float, 16> all{};
-        for (int i = 0; i < 16; ++i) all[i] = codebook_of(kFormat).value(i);
-        return all;
-      }();
-      return look_up_floats(kValues.data(), line >> (4 * step) & 15u);
+    if constexpr (kFormat == Format::table) {
+#ifdef LLMC_AVX512
+      return (v16f)_mm512_permutexvar_ps((__m512i)(line >> (4 * step)), (__m512)table);
+#else
+      const v16u four = look_up(table, (step % 2 ? line >> 4 : line) & 0x0f0f0f0fu);
+      return convert<v16f>((v16i)(four << (24 - step / 2 * 8)) >> 24);
+#endif
     }
     return fp8_floats<v16f, v16i>(line >> (8 * step));
   }
   LLMC_INLINE void add(Sum& sum, V w, const X& x) { sum.value += w * x; }
   LLMC_INLINE v16f total(const Sum& sum) { return sum.value; }
-  static constexpr float kOffset = 0;  // added by get() to every value (besides int4's zero point)
+  static constexpr float offset() { return 0; }
 };
 
 #ifdef LLMC_AVX512_BF16
@@ -322,10 +352,7 @@ struct Table {  // value(i) in bf16 for the low five bits i of an index
   }
   __attribute__((always_inline)) __m512i load() const { return _mm512_load_si512(bits); }
 };
-template <Format kFormat>  // int4 as stored, and formats with tables
-inline constexpr Table kCodes([](int i) {
-  return has_table(kFormat) ? codebook_of(kFormat).value(i % 16) : i % 16;
-});
+inline constexpr Table kUnsigned([](int i) { return i % 16; });
 inline constexpr Table kSigned([](int i) { return i - 16; });
 inline constexpr Table kTiny([](int i) { return i % 8 / 512.0f; });
 
@@ -394,10 +421,19 @@ struct PairReader {
     for (int64_t k = 0; k < count; ++k) reinterpret_cast<bf16*>(to)[place(k)] = to_bf16(x[k]);
     return {1.0f, std::accumulate(x, x + count, 0.0f)};
   }
-  LLMC_INLINE V get(v16u words, int step) {
+  __m512i table;  // of codes, twice
+  LLMC_METHOD explicit PairReader(const LowBitArgs& a) {
+    table = kUnsigned.load();
+    if (kFormat == Format::table) {
+      const v16f values = convert<v16f>(widen_from<v16i, int8_t>(a.book.integers.data()));
+      const __m256i bits = _mm512_cvtepi32_epi16((__m512i)((v16u)values >> 16));
+      table = _mm512_broadcast_i64x4(bits);
+    }
+  }
+  LLMC_METHOD V get(v16u words, int step) const {
     const __m512i line = (__m512i)words;
     if (is_4_bit(kFormat))
-      return _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4 * step), kCodes<kFormat>.load());
+      return _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4 * step), table);
 #ifdef __AVX512VBMI__
     constexpr __mmask64 kOdd = 0xaaaaaaaaaaaaaaaaull;
     const Bytes b = bytes_of<kFormat>(line);
@@ -429,9 +465,9 @@ struct PairReader {
   }
   LLMC_INLINE v16f total(const Sum& sum) { return sum.value; }
 #ifdef __AVX512VBMI__
-  static constexpr float kOffset = kFormat == Format::int8 ? 128 : 0;
+  static constexpr float offset() { return kFormat == Format::int8 ? 128 : 0; }
 #else
-  static constexpr float kOffset = 0;
+  static constexpr float offset() { return 0; }
 #endif
 };
 #endif

@@ -10,7 +10,7 @@ constexpr int64_t kWordBytes = kLineBytes / kChannels;
 
 // Sixteen inputs from the lines that begin at `word`, with int4 as stored.
 template <Format kFormat>
-LLMC_INLINE v16f values_at(const uint8_t* word) {
+LLMC_INLINE v16f values_at(const FloatReader<kFormat>& reader, const uint8_t* word) {
   using Reader = FloatReader<kFormat>;
   alignas(64) uint32_t lanes[kLanes];
   for (int i = 0; i < kLanes; ++i) {
@@ -18,7 +18,7 @@ LLMC_INLINE v16f values_at(const uint8_t* word) {
     std::memcpy(&bits, word + i / Reader::kInputs * kLineBytes, sizeof bits);
     lanes[i] = bits >> i % Reader::kInputs * (32 / Reader::kInputs);
   }
-  return Reader::get(load_as<v16u>(lanes), 0);
+  return reader.get(load_as<v16u>(lanes), 0);
 }
 
 // Inputs from the lines that begin at `word`, with values as stored.
@@ -54,12 +54,13 @@ void widen_row(const LowBitArgs& a, int64_t channel, T* to) {
   constexpr int64_t kStep = kLanes / FloatReader<kFormat>::kInputs * kLineBytes;
   const int64_t block = channel / kChannels, lane = channel % kChannels;
   const uint8_t* word = a.weight + block * a.lines() * kLineBytes + lane * kWordBytes;
+  const FloatReader<kFormat> reader(a);
   for (int64_t group = 0; group < a.groups(); ++group) {
     const float scale = scale_of(a, block, group)[lane];
     const float offset = kFormat == Format::int4 ? zero_of(a, block, group)[lane] : 0.0f;
     const float minimum = minimum_of(a, block, group)[lane];
     for (int64_t k = 0; k < a.group; k += kLanes, to += kLanes, word += kStep)
-      store(to, (values_at<kFormat>(word) - offset) * scale + minimum);
+      store(to, (values_at<kFormat>(reader, word) - offset) * scale + minimum);
   }
 }
 
@@ -86,7 +87,7 @@ void run(const LowBitArgs& a, const int64_t* ids) {
 void quantized_embedding(const LowBitArgs& a, const int64_t* ids) {
   if (a.stored == Format::int5) return run<Format::int5>(a, ids);
   if (a.stored == Format::int6) return run<Format::int6>(a, ids);
-  with_format(a.stored, [&](auto format) { run<format()>(a, ids); });
+  with_format(a.format, [&](auto format) { run<format()>(a, ids); });
 }
 
 }  // namespace llmc

@@ -65,15 +65,16 @@ struct ByteProduct {  // unsigned bytes of at most 63 by signed ones
 // How a line of a weight is unpacked to kSteps registers, and x is packed to match.
 
 template <Format kFormat>
-struct Words {  // inputs j and j + kSteps of a line are a pair of 16-bit values
+struct Words : SignedWords<kFormat> {
   using Product = WordProduct;
   static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs / 2, kLines = 1;
   static constexpr bool kFoldsZero = false;
+  using SignedWords<kFormat>::SignedWords;
   LLMC_INLINE Register load(const uint8_t* at) { return load_as<Register>(at); }
-  LLMC_INLINE Register get(Register line, int step, Register zero) {
+  LLMC_METHOD Register get(Register line, int step, Register zero) const {
     if constexpr (kFormat == Format::int4)
       return subtract_words((Register)((vu)line >> (4 * step) & 0x000f000fu), zero);
-    return signed_words<kFormat>(line, step);
+    return SignedWords<kFormat>::get(line, step);
   }
   static Packed pack(const float* x, int64_t count, int64_t width, int32_t* to) {
     const FixedPoint<int16_t, 1> fixed(x, count);
@@ -86,13 +87,14 @@ struct Words {  // inputs j and j + kSteps of a line are a pair of 16-bit values
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j, to += width) *to = pairs[j];
     }
-    return {fixed.packed.scale * unit_of(kFormat), fixed.packed.sum * unit_of(kFormat)};
+    return fixed.packed;
   }
 };
 
 template <Format kFormat>
   requires(is_packed(kFormat))
 struct Words<kFormat> : Words<Format::int8> {
+  using Words<Format::int8>::Words;
   using Lines = Unit<kFormat, vu>;
   static constexpr int kInputs = Lines::kInputs, kSteps = kInputs / 2, kLines = Lines::kLines;
   LLMC_INLINE Lines load(const uint8_t* at) { return UnsignedBytes<kFormat>::load(at); }
@@ -103,6 +105,7 @@ struct Words<kFormat> : Words<Format::int8> {
 };
 
 struct Nibbles {  // low nibbles of a line's bytes, for even inputs, then high ones
+  explicit Nibbles(const LowBitArgs&) {}
   using Product = NibbleProduct;
   static constexpr int kInputs = 8, kSteps = 2, kLines = 1;
   static constexpr bool kFoldsZero = true;  // the zero point is folded into the minimums
@@ -120,6 +123,7 @@ struct Nibbles {  // low nibbles of a line's bytes, for even inputs, then high o
 
 template <Format kFormat>
 struct PackedBytes {  // int5 and int6 as unsigned bytes
+  explicit PackedBytes(const LowBitArgs&) {}
   using Product = ByteProduct;
   using Own = UnsignedBytes<kFormat>;
   static constexpr int kInputs = Own::kInputs, kSteps = kInputs / 4, kLines = Own::kLines;
@@ -192,12 +196,15 @@ constexpr int steps_together() {
 
 struct Unpacked {  // reads steps that were unpacked before
   static constexpr int kSteps = 4, kLines = 0;  // a stretch has a multiple of 4 steps
+  explicit Unpacked(const LowBitArgs&) {}
 };
 
 // A piece by M rows. Readers of lines also write their steps to `piece`.
 template <class Product, class Reader, int M>
-void multiply(const uint8_t* line, Register* piece, const Stretches& weight, const PackedRows& rows,
-              int64_t stretch, int64_t count, bool has_minimum, float* sums) {
+void multiply(const LowBitArgs& a, const uint8_t* line, Register* piece, const Stretches& weight,
+              const PackedRows& rows, int64_t stretch, int64_t count, bool has_minimum,
+              float* sums) {
+  const Reader reader(a);
   constexpr int T = steps_together<Product>();
   const int32_t* x = rows.words;
   constexpr bool kKeepsSums = kParts == 1;  // in registers; AVX2 has not enough of them
@@ -218,7 +225,7 @@ void multiply(const uint8_t* line, Register* piece, const Stretches& weight, con
         for (int i = 0; i < T * kParts; ++i) {
           const int t = i / kParts, p = i % kParts;
           if constexpr (Reader::kLines > 0)
-            piece[i] = Reader::get(Reader::load(line + p * sizeof(Register)), step + t,
+            piece[i] = reader.get(Reader::load(line + p * sizeof(Register)), step + t,
                                    load_as<Register>(weight.zero[s] + p * kNative));
           w[p][t] = piece[i];
         }
@@ -329,7 +336,7 @@ void block_rows(const LowBitArgs& a, const Pass& x, int64_t block) {
       const int64_t width = x.width(g);
       const auto run = g ? multiply_rows<Product, Unpacked>(width)
                          : multiply_rows<Product, Reader>(width);
-      run(line, piece, weight, x.packed(g, k / x.stretch), x.stretch, count, has_minimum,
+      run(a, line, piece, weight, x.packed(g, k / x.stretch), x.stretch, count, has_minimum,
           sums + x.first(g) * kChannels);
     }
   }

@@ -104,6 +104,8 @@ struct FixedPoint {
   }
 };
 
+constexpr int kShortTable = 30;  // the largest integer, plus its offset, of a table with short sums
+
 template <int kDigits>
 struct DigitWords {  // the inputs of a step: a word of four bytes per digit
   int32_t digit[kDigits];
@@ -140,9 +142,6 @@ LLMC_INLINE Register every_word(int x) { return _mm512_set1_epi16(short(x)); }
 LLMC_INLINE Register every_pair(int32_t x) { return _mm512_set1_epi32(x); }
 LLMC_INLINE Register shift_up(Register x) { return _mm512_slli_epi16(x, 8); }
 LLMC_INLINE Register shift_down(Register x) { return _mm512_srai_epi16(x, 8); }
-LLMC_INLINE Register look_up(__m128i table, Register i) {
-  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), i);
-}
 #else
 using Register = __m256i;
 LLMC_INLINE Register multiply_bytes(Register w, Register x) { return _mm256_maddubs_epi16(w, x); }
@@ -153,27 +152,20 @@ LLMC_INLINE Register every_word(int x) { return _mm256_set1_epi16(short(x)); }
 LLMC_INLINE Register every_pair(int32_t x) { return _mm256_set1_epi32(x); }
 LLMC_INLINE Register shift_up(Register x) { return _mm256_slli_epi16(x, 8); }
 LLMC_INLINE Register shift_down(Register x) { return _mm256_srai_epi16(x, 8); }
-LLMC_INLINE Register look_up(__m128i table, Register i) {
-  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), i);
-}
 #endif
 
-// The integers that codes of four bits stand for, in bytes plus `offset`.
+// Signed 16-bit values of a step of int8 or of codes: inputs j and j + kSteps of a line are a pair.
 template <Format kFormat>
-LLMC_INLINE __m128i integers_of_codes(int offset = 0) {
-  static constexpr Codebook kBook = codebook_of(kFormat);
-  return _mm_add_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kBook.integers)),
-                      _mm_set1_epi8(char(offset)));
-}
-
-// Signed 16-bit values of a step; inputs j and j + kSteps of a line are a pair.
-template <Format kFormat>
-LLMC_INLINE Register signed_words(Register line, int step) {
-  if constexpr (kFormat == Format::int8) return shift_down(step ? line : shift_up(line));
-  const vu words = (vu)line;  // in the upper bytes, whose signs reach the lower ones
-  const vu codes = (step < 3 ? words << (8 - 4 * step) : words >> 4) & 0x0f000f00u;
-  return shift_down(look_up(integers_of_codes<kFormat>(), (Register)codes));
-}
+struct SignedWords {
+  vu table;
+  LLMC_METHOD explicit SignedWords(const LowBitArgs& a) : table(table_of(a.book.integers)) {}
+  LLMC_METHOD Register get(Register line, int step) const {
+    if constexpr (kFormat == Format::int8) return shift_down(step ? line : shift_up(line));
+    const vu words = (vu)line;  // in the upper bytes, whose signs reach the lower ones
+    const vu codes = (step < 3 ? words << (8 - 4 * step) : words >> 4) & 0x0f000f00u;
+    return shift_down((Register)look_up(table, codes));
+  }
+};
 
 // LLMC_BYTE_PRODUCTS: sum + w * x in 32 bits, of four unsigned by signed bytes or two words per lane.
 #if defined(LLMC_AVX512) && defined(__AVX512VNNI__)
@@ -198,24 +190,27 @@ LLMC_INLINE Register add_pairs(Register sum, Register w, Register x) {
 }
 #endif
 
-// Unsigned bytes, four inputs a step, from the lines that are stored together: int4 as stored, or
-// the integers of codes plus kOffset.
+// Unsigned bytes, four inputs a step, from the lines that are stored together: nibbles of int4 as
+// stored, or the integers of codes plus offset().
 template <Format kFormat>
 struct UnsignedBytes {
+  static constexpr bool kIsTable = kFormat != Format::int4;
   static constexpr int kInputs = 8, kLines = 1;
-  static constexpr float kOffset = has_table(kFormat) ? codebook_of(kFormat).offset() : 0;
-  static constexpr int kMost = has_table(kFormat) ? codebook_of(kFormat).most() : 15;
+  static constexpr int kMost = kIsTable ? kShortTable : 15;  // for ShortReader
+  vu table;
+  int added;
 
+  LLMC_METHOD explicit UnsignedBytes(const LowBitArgs& a)
+      : table(table_of(a.book.unsigned_bytes)), added(a.book.offset) {}
+  LLMC_METHOD float offset() const { return kIsTable ? float(added) : 0.0f; }
   LLMC_INLINE Register load(const uint8_t* at) { return load_as<Register>(at); }
-  LLMC_INLINE Register get(Register line, int step) {
+  LLMC_METHOD Register get(Register line, int step) const {
     const Register codes = (Register)((vu)line >> (step ? 4 : 0) & 0x0f0f0f0fu);
-    if (kFormat == Format::int4) return codes;
-    return look_up(integers_of_codes<kFormat>(int(kOffset)), codes);
+    return kIsTable ? look_up(table, codes) : codes;
   }
   template <int kDigits>
   static Packed pack(const float* x, int64_t count, DigitWords<kDigits>* to) {
-    const Packed packed = pack_nibbles(x, count, to);
-    return {packed.scale * unit_of(kFormat), packed.sum * unit_of(kFormat)};
+    return pack_nibbles(x, count, to);
   }
 };
 
@@ -223,8 +218,10 @@ struct UnsignedBytes {
 template <>
 struct UnsignedBytes<Format::int8> {
   static constexpr int kInputs = 4, kLines = 1;
-  static constexpr float kOffset = 128;
 
+  UnsignedBytes() = default;
+  explicit UnsignedBytes(const LowBitArgs&) {}
+  static constexpr float offset() { return 128; }
   LLMC_INLINE Register load(const uint8_t* at) { return load_as<Register>(at); }
   LLMC_INLINE Register get(Register line, int) { return (Register)((vu)line ^ 0x80808080u); }
   template <int kDigits>
@@ -243,9 +240,10 @@ template <Format kFormat>
 struct UnsignedBytes<kFormat> : UnsignedBytes<Format::int8> {
   using Lines = Unit<kFormat, vu>;
   static constexpr int kInputs = Lines::kInputs, kLines = Lines::kLines;
-  static constexpr float kOffset = 0;
   static constexpr int kMost = 2 * middle_of(kFormat) - 1;
 
+  using UnsignedBytes<Format::int8>::UnsignedBytes;
+  static constexpr float offset() { return 0; }
   LLMC_INLINE Lines load(const uint8_t* at) {
     Lines unit;
 #pragma GCC unroll 5
@@ -260,10 +258,12 @@ constexpr int64_t inputs_per_sum(int most, int64_t stretch) {
   return stretch / 2 * most * 128 < 1 << 15 ? stretch : inputs_per_sum(most, stretch / 2);
 }
 
-// Fewer than 8 bits with one-byte digits, whose products are added up in 16 bits.
+// Fewer than 8 bits with one-byte digits, whose products are added up in 16 bits. Tables may have
+// integers up to kShortTable.
 template <Format kFormat, int kDigits>
 struct ShortReader : UnsignedBytes<kFormat> {
   using Bytes = UnsignedBytes<kFormat>;
+  using Bytes::Bytes;
   static constexpr int kSteps = Bytes::kInputs / 4, kSums = 1;
   static constexpr int64_t kMaxStretch = 32;
   static constexpr int64_t kAdded = inputs_per_sum(Bytes::kMost, kMaxStretch);
@@ -299,10 +299,10 @@ struct ShortReader : UnsignedBytes<kFormat> {
   }
 };
 
-// int8, or integers of codes, with one digit of 16 bits, or two of 12, of two inputs: see
-// signed_words().
+// int8, or integers of codes, with one digit of 16 bits, or two of 12, of two inputs.
 template <Format kFormat, int kDigits>
-struct WordReader {
+struct WordReader : SignedWords<kFormat> {
+  using SignedWords<kFormat>::SignedWords;
   static constexpr int kBits = kDigits == 1 ? 16 : 12;
   static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs / 2, kSums = 1;
   static constexpr int64_t kMaxStretch = 32;  // products of 2^15 * 2^7: the sums fit in 32 bits
@@ -320,9 +320,8 @@ struct WordReader {
         for (int64_t i = 0; i < kSteps; ++i)
           to[k / 2 + i].digit[d] = int32_t(uint32_t(own[i + kSteps]) << 16 | uint16_t(own[i]));
       }
-    return {fixed.packed.scale * unit_of(kFormat), fixed.packed.sum * unit_of(kFormat)};
+    return fixed.packed;
   }
-  LLMC_INLINE V get(Line line, int step) { return signed_words<kFormat>(line, step); }
   LLMC_INLINE void add(Sum& sum, V w, const X& x) {
 #pragma GCC unroll 2
     for (int d = 0; d < kDigits; ++d)
@@ -333,7 +332,7 @@ struct WordReader {
     if (kDigits == 2) all = float(1 << kBits) * all + convert<vf>(sum.digit[0]);
     return all;
   }
-  static constexpr float kOffset = 0;
+  static constexpr float offset() { return 0; }
 };
 
 #ifdef LLMC_BYTE_PRODUCTS
@@ -341,6 +340,7 @@ struct WordReader {
 // one per digit would take longer to add up than they save: stretches overlap anyway.
 template <Format kFormat, int kDigits>
 struct ByteReader : UnsignedBytes<kFormat> {
+  using UnsignedBytes<kFormat>::UnsignedBytes;
   static constexpr int kSteps = UnsignedBytes<kFormat>::kInputs / 4, kSums = 1;
   static constexpr int64_t kMaxStretch = 128;
   using X = DigitWords<kDigits>;

@@ -8,11 +8,26 @@
 namespace llmc {
 namespace {
 
+#ifdef LLMC_FOUR_INPUTS
+template <class V>
+LLMC_INLINE vf part_of(const V& lanes, int part) {
+  if constexpr (kIsPair<V>) {
+    return part ? lanes.hi : lanes.lo;
+  } else {
+    return lanes;
+  }
+}
+#endif
+
 template <Format kFormat>
 struct LowBit {
   using Reader = FloatReader<kFormat>;
   static constexpr bool kByInput = true;
   const LowBitArgs& a;
+  Reader reader{a};
+#ifdef LLMC_FOUR_INPUTS
+  FourReader<kFormat> fours{a};
+#endif
 
   void widen(int64_t n, int64_t count, int64_t k, int64_t depth, float* to) const {
     for (int64_t c = 0; c < count; c += kChannels) widen_block((n + c) / kChannels, k, depth, to + c);
@@ -41,8 +56,8 @@ struct LowBit {
         minimum = minimum_of(a, block, (k + i) / a.group);
       }
 #ifdef LLMC_FOUR_INPUTS
-      if constexpr (kFormat == Format::fp8 || has_table(kFormat)) {
-        widen_fours(line, scale, to);
+      if constexpr (reads_fours(kFormat)) {
+        widen_fours(fours, line, scale, to);
         to += Reader::kInputs * matmul::kBlock;
         continue;
       }
@@ -50,7 +65,7 @@ struct LowBit {
       const v16u bytes = load_as<v16u>(line);
 #pragma GCC unroll 8
       for (int step = 0; step < Reader::kSteps; ++step, to += matmul::kBlock) {
-        v16f value = Reader::get(bytes, step);
+        v16f value = reader.get(bytes, step);
         if (kFormat == Format::int4) value -= offset;
         store(to, value * scale + minimum);
       }
@@ -58,15 +73,17 @@ struct LowBit {
   }
 
 #ifdef LLMC_FOUR_INPUTS
-  LLMC_METHOD void widen_fours(const uint8_t* line, v16f scale, float* to) const {
+  LLMC_METHOD void widen_fours(const FourReader<kFormat>& fours, const uint8_t* line, v16f scale,
+                               float* to) const {
     using Fours = FourReader<kFormat>;
+    constexpr int kParts = kLineBytes / sizeof(typename Fours::Line);
 #pragma GCC unroll 2
-    for (int part = 0; part < 2; ++part) {
+    for (int part = 0; part < kParts; ++part) {
+      const vf scaled = part_of(scale, part);
       const auto bytes = load_as<typename Fours::Line>(line + part * sizeof(typename Fours::Line));
-      const vf scaled = Fours::kScale * (part ? scale.hi : scale.lo);
 #pragma GCC unroll 2
       for (int step = 0; step < Fours::kSteps; ++step) {
-        const auto values = Fours::get(bytes, step);
+        const auto values = fours.get(bytes, step);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i)
           store(to + Fours::input(step, i) * matmul::kBlock + part * kNative,

@@ -19,19 +19,15 @@ constexpr int64_t kMaxPass = 512;      // rows whose sums fit on the stack
 
 // The values of a line as pairs, in the order of PairReader, minus the zero point.
 template <Format kFormat>
-struct Widen {
-  static constexpr int kSteps = PairReader<kFormat>::kSteps;
-  explicit Widen(v16f) {}
-  __attribute__((always_inline)) __m512i get(v16u line, int step) const {
-    return PairReader<kFormat>::get(line, step);
-  }
+struct Widen : PairReader<kFormat> {
+  LLMC_METHOD Widen(const LowBitArgs& a, v16f) : PairReader<kFormat>(a) {}
 };
 
 template <>
 struct Widen<Format::int4> {
   static constexpr int kSteps = PairReader<Format::int4>::kSteps;
   v16u offset;  // of a nibble in the table, which has -16 to 15
-  explicit Widen(v16f zero)
+  Widen(const LowBitArgs&, v16f zero)
       : offset((v16u)convert<v16i>(16 - zero) * 0x10001u) {}
   __attribute__((always_inline)) __m512i get(v16u line, int step) const {
     const v16u nibbles = (v16u)_mm512_srli_epi16((__m512i)line, 4 * step) & 0x000f000fu;
@@ -70,9 +66,9 @@ constexpr Multiply kMultiply[] = {multiply<4>,  multiply<8>,  multiply<12>,
 
 // The same for a piece that is not unpacked yet; unpacks it to `piece`.
 template <Format kFormat, int M>
-void widen(const uint8_t* line, const uint32_t* x, int64_t pairs, v16f zero, v16f scale,
-           float* sums, uint32_t* piece) {
-  const Widen<kFormat> values(zero);
+void widen(const LowBitArgs& a, const uint8_t* line, const uint32_t* x, int64_t pairs, v16f zero,
+           v16f scale, float* sums, uint32_t* piece) {
+  const Widen<kFormat> values(a, zero);
   __m512 acc[M] = {};
   for (int64_t k = 0; k < pairs; k += values.kSteps, line += kLineBytes) {
     __builtin_prefetch(line + 2048, 0, 3);
@@ -117,7 +113,7 @@ void pack_rows(const LowBitArgs& a, int64_t row, int64_t rows, int64_t width, ui
   using Reader = PairReader<kFormat>;
   for (int64_t m = 0; m < width; ++m) {
     const bf16* x = static_cast<const bf16*>(a.x) + (row + m) * a.x_stride;
-    if (Reader::kOffset && m < rows)
+    if (Reader::offset() && m < rows)
       for (int64_t g = 0; g < a.groups(); ++g)
         totals[m * a.groups() + g] = total(x + g * a.group, a.group);
     for (int64_t k = 0; k < a.depth; k += Reader::kInputs) {
@@ -143,7 +139,7 @@ void block_rows(const LowBitArgs& a, const Pass& x, int64_t block) {
     const v16f scale = scale_of(a, block, group);
     int64_t done = x.first();
     (done == kFirst ? &widen<kFormat, kFirst> : &widen<kFormat, kFirst / 2>)(
-        line, x.words + k / 2 * done, inputs / 2, zero, scale, sums, piece);
+        a, line, x.words + k / 2 * done, inputs / 2, zero, scale, sums, piece);
     for (int64_t g = 1; g < x.groups(); ++g) {
       const int64_t width = x.width(g, done);
       kMultiply[width / 4 - 1](piece, x.words + done * a.depth / 2 + k / 2 * width, inputs / 2,
@@ -154,9 +150,9 @@ void block_rows(const LowBitArgs& a, const Pass& x, int64_t block) {
   }
   for (int64_t m = 0; m < x.rows; ++m) {
     v16f y = load(sums + m * kChannels);
-    if (PairReader<kFormat>::kOffset)
+    if (PairReader<kFormat>::offset())
       for (int64_t g = 0; g < a.groups(); ++g)
-        y -= PairReader<kFormat>::kOffset * x.totals[m * a.groups() + g] * scale_of(a, block, g);
+        y -= PairReader<kFormat>::offset() * x.totals[m * a.groups() + g] * scale_of(a, block, g);
     write_block(a, x.row + m, block, y);
   }
 }

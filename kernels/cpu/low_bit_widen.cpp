@@ -22,6 +22,7 @@ LLMC_INLINE __m512i scaled(v16f even, v16f odd, v16f scale, v16f offset) {
 template <Format kFormat>
 void widen_block(const LowBitArgs& a, int64_t block, bf16* to) {
   using Reader = PairReader<kFormat>;
+  const Reader reader(a);
   constexpr int kLines = 16 / Reader::kSteps;  // 32 inputs
   alignas(64) uint8_t room[32 * kChannels];
   v16f scale = {}, offset = {};
@@ -35,14 +36,14 @@ void widen_block(const LowBitArgs& a, int64_t block, bf16* to) {
       if (input % kMinGroup == 0 && k + input == group * a.group) {
         scale = scale_of(a, block, group);
         offset = scale * (kFormat == Format::int4 ? zero_of(a, block, group)
-                                                  : splat(Reader::kOffset)) -
+                                                  : splat(Reader::offset())) -
                  minimum_of(a, block, group);
         ++group;
       }
       const v16u bytes = load_as<v16u>(line + i * kLineBytes);
 #pragma GCC unroll 4
       for (int step = 0; step < Reader::kSteps; ++step) {
-        const v16u pairs = (v16u)Reader::get(bytes, step);
+        const v16u pairs = (v16u)reader.get(bytes, step);
         const v16f even = (v16f)(pairs << 16), odd = (v16f)(pairs & 0xffff0000u);
         tile[i * Reader::kSteps + step] = scaled(even, odd, scale, offset);
       }
