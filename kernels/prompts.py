@@ -12,8 +12,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from llmc.kernels.tuned import tuned
+
 MIN_TOKENS = 128  # shorter prompts gain nothing from another kernel
 _MAX_HEAD_DIM = 256  # limit of FlashAttention 2, which also requires multiples of 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptConfig:
+    min_tokens: int  # of prompts that FlashAttention computes
+
+
+@tuned()
+def prompt_config(dim: int) -> PromptConfig:
+    """dim: the head size."""
+    return PromptConfig(min_tokens=MIN_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +47,7 @@ class Prompts:
             object.__setattr__(self, "contexts", self.lengths)
 
     @staticmethod
-    def find(
-        requests: Sequence[tuple[int, int]], least: int = MIN_TOKENS, *, started: bool = False
-    ) -> Prompts:
+    def find(requests: Sequence[tuple[int, int]], least: int, *, started: bool = False) -> Prompts:
         """The longest run of requests at the end of a step, given as (new tokens, context after
         it), that have at least `least` new tokens each and start in this step. With `started`, they
         can also have started in an earlier step."""

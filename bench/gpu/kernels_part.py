@@ -146,7 +146,7 @@ def static_split(device: torch.device) -> dict[str, float]:
     from llmc.kernels.triton.configs import attention_config
     from llmc.kernels.triton.launch import multiprocessors
 
-    config = attention_config(_HEADS // _KV, _DIM, 2, 2)
+    config = attention_config(_HEADS // _KV, _DIM, 2, 2, False)
     programs = config.waves * multiprocessors(device)
     ranges = -(-programs // (len(SKEWED) * _KV))
     target = -(-ranges * sum(SKEWED) // max(SKEWED))

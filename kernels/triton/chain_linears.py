@@ -173,7 +173,7 @@ def plan(
     processors = 3 if interpreted() else multiprocessors(x.device)
     size = weight.element_size()
     configs = [
-        few_rows_config(rows, n, k, bytes_each, processors)
+        few_rows_config(rows, n, k, bytes_each, processors, measured=False)
         for n, k, bytes_each in (
             (channels, depth, size), (inner, channels, 2 * size), (channels, inner, size),
             (next_weight.shape[0], channels, size),

@@ -124,8 +124,9 @@ def plan(
     group, rows = heads // kv_heads, context_len.shape[0]
     group_tiles = cdiv(group, _GROUP_TILE)
     dim_pad, v_dim_pad = power_of_2(dim, 16), power_of_2(v_dim, 16)
-    config = attention_config(
-        _GROUP_TILE, max(dim_pad, v_dim_pad), query.element_size(), key_cache.element_size()
+    # by the rule: what was measured are options of another kernel
+    config = attention_config.rule(
+        _GROUP_TILE, max(dim_pad, v_dim_pad), query.element_size(), key_cache.element_size(), False
     )
     pdl = dependent_launch.applies_to(query.device)
     out = query.new_empty(tokens, heads, v_dim)

@@ -1,12 +1,15 @@
 """Launch options of every kernel, keyed by shape class: block sizes, warps, stages, splits.
 
-No autotuning at startup: the options here and in linear_configs.py are used as is. They are chosen
-for H100 and H200 from the kernels' register and shared-memory use; NOT YET MEASURED on a GPU.
+No autotuning at startup: the options here and in linear_configs.py are used as they are, or those
+of a table that was measured before (llmc/kernels/tuned.py). They are chosen for H100 and H200 from
+the kernels' register and shared-memory use; NOT YET MEASURED on a GPU.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from llmc.kernels.tuned import tuned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +29,9 @@ class AttentionConfig:
     warp_specialize: bool = False
 
 
+@tuned()
 def attention_config(
-    rows: int, dim: int, itemsize: int, cache_itemsize: int, biased: bool = False
+    rows: int, dim: int, itemsize: int, cache_itemsize: int, biased: bool
 ) -> AttentionConfig:
     """rows: average queries per request x heads of a group; dim: the larger padded head size.
     biased: with a bias by distance, which takes a pointer per score."""
@@ -96,6 +100,7 @@ class GemmConfig:
     num_stages: int
 
 
+@tuned()
 def expert_config(rows: int, experts: int, itemsize: int) -> GemmConfig:
     """rows: the total over all experts."""
     if itemsize == 4:
@@ -107,6 +112,7 @@ def expert_config(rows: int, experts: int, itemsize: int) -> GemmConfig:
     return GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3)
 
 
+@tuned(least={"block_k": 32})  # what some formats pack together
 def low_bit_expert_config(rows: int, experts: int, itemsize: int) -> GemmConfig:
     """The same for weights that are dequantized in registers, as for `low_bit_config`.
 
@@ -127,6 +133,7 @@ def low_bit_expert_config(rows: int, experts: int, itemsize: int) -> GemmConfig:
     return GemmConfig(block_m=256, block_n=128, block_k=32, num_warps=8, num_stages=3)
 
 
+@tuned(fixed=("block_k",))
 def scaled_expert_config(rows: int, experts: int, group: int, depth: int) -> GemmConfig:
     """The same for products of float8 with a scale per `group` of the depth: block_k divides it."""
     block_k = 128 if group == depth else min(128, group & -group)

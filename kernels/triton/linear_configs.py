@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmc.kernels.triton.launch import cdiv, power_of_2
+from llmc.kernels.tuned import tuned
 
 FEW_ROWS = 8  # up to this many rows of x, a linear is bound by reading its weight
 # From this many rows, a quantized weight is dequantized once and the library multiplies. Per value
@@ -51,20 +52,25 @@ def prefers_library(channels: int, depth: int) -> bool:
 
 
 def few_rows_config(
-    rows: int, channels: int, depth: int, size: int, multiprocessors: int
+    rows: int, channels: int, depth: int, size: int, multiprocessors: int, *, measured: bool = True
 ) -> LinearConfig:
     """For up to FEW_ROWS rows: one is multiplied lane by lane, more by tensor cores.
 
     size: weight bytes per input and output channel, twice as many for a gated activation.
+    measured: False for linears that share a launch, so that their options are alike.
     """
+    choose = few_rows_tiles if measured else few_rows_tiles.rule
+    return _divided(choose(rows, channels, depth, size), channels, depth, multiprocessors)
+
+
+@tuned(fixed=("block_m",))  # a program computes all rows
+def few_rows_tiles(rows: int, channels: int, depth: int, size: int) -> LinearTiles:
     if rows == 1:
         block_k = min(power_of_2(depth), 2048 // size)
-        tiles = LinearTiles(block_m=1, block_n=8, block_k=block_k, num_warps=4, num_stages=2)
-    else:
-        block_k = min(power_of_2(depth, 16), 512 // size if size < 8 else 32)
-        stages = 4 if size == 2 else 3 if size == 4 else 1
-        tiles = LinearTiles(block_m=16, block_n=16, block_k=block_k, num_warps=4, num_stages=stages)
-    return _divided(tiles, channels, depth, multiprocessors)
+        return LinearTiles(block_m=1, block_n=8, block_k=block_k, num_warps=4, num_stages=2)
+    block_k = min(power_of_2(depth, 16), 512 // size if size < 8 else 32)
+    stages = 4 if size == 2 else 3 if size == 4 else 1
+    return LinearTiles(block_m=16, block_n=16, block_k=block_k, num_warps=4, num_stages=stages)
 
 
 def low_bit_config(
@@ -76,25 +82,30 @@ def low_bit_config(
     itemsize: int,
 ) -> LinearConfig:
     """The same for quantized weights. block_k is in inputs; a word holds `per_word` of them."""
-    wide = itemsize == 4
-    if rows == 1:
-        tiles = LinearTiles(
-            block_m=1, block_n=16, block_k=128 * per_word, num_warps=4, num_stages=2
-        )
-    elif rows <= 16:
-        tiles = LinearTiles(
-            block_m=16, block_n=32, block_k=64 if wide else 128, num_warps=4, num_stages=3
-        )
-    elif rows <= 64 or wide:
-        tiles = LinearTiles(
-            block_m=32, block_n=64, block_k=32 if wide else 64, num_warps=4,
-            num_stages=1 if wide else 3, waves=0,
-        )  # fmt: skip
-    else:
-        tiles = LinearTiles(block_m=128, block_n=64, block_k=64, num_warps=8, num_stages=3, waves=0)
+    tiles = low_bit_tiles(rows, channels, depth, per_word, itemsize)
     return _divided(tiles, channels, depth, multiprocessors)
 
 
+@tuned(least={"block_k": 32})  # what some formats pack together
+def low_bit_tiles(
+    rows: int, channels: int, depth: int, per_word: int, itemsize: int
+) -> LinearTiles:
+    wide = itemsize == 4
+    if rows == 1:
+        return LinearTiles(block_m=1, block_n=16, block_k=128 * per_word, num_warps=4, num_stages=2)
+    if rows <= 16:
+        return LinearTiles(
+            block_m=16, block_n=32, block_k=64 if wide else 128, num_warps=4, num_stages=3
+        )
+    if rows <= 64 or wide:
+        return LinearTiles(
+            block_m=32, block_n=64, block_k=32 if wide else 64, num_warps=4,
+            num_stages=1 if wide else 3, waves=0,
+        )  # fmt: skip
+    return LinearTiles(block_m=128, block_n=64, block_k=64, num_warps=8, num_stages=3, waves=0)
+
+
+@tuned(fixed=("block_k",))
 def scaled_tiles(group: int, depth: int) -> LinearTiles:
     """For products of float8 with a scale per `group` of the depth: block_k divides it."""
     block_k = 128 if group == depth else min(128, group & -group)

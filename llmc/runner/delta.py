@@ -12,6 +12,7 @@ of their contexts. Each part is aligned to 16 bytes, as the kernels were compile
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,7 @@ from llmc.kernels.write_segments import HEADER_WORDS, SEGMENT_WORDS
 from llmc.runner.rows import RowTables, Segments, Words
 
 _ALIGN = 4
+LEAST_TOKENS = {"prompts": MIN_TOKENS, "long_prompts": MIN_TOKENS}  # of one that a hint names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ def encode(
     padding: int = 0,
     num_tokens: int | None = None,
     num_samples: int = 0,
+    least: Mapping[str, int] = LEAST_TOKENS,
 ) -> Delta:
     """Encode a plan, adding `padding` dummies. Together they compute the tokens missing to
     `num_tokens`, or one each, and sample at those missing to `num_samples`, but at least at one
@@ -121,8 +124,8 @@ def encode(
         states=at_states,
         num_loads=len(loads),
         num_saves=len(saves),
-        prompts=prompts_of(plan, *dummies),
-        long_prompts=prompts_of(plan, *dummies, started=True),
+        prompts=prompts_of(plan, least["prompts"], *dummies),
+        long_prompts=prompts_of(plan, least["long_prompts"], *dummies, started=True),
     )
 
 
@@ -136,16 +139,17 @@ NO_HINTS = {"prompts": NO_PROMPTS, "long_prompts": NO_PROMPTS}
 
 
 def prompts_of(
-    plan: StepPlan, padding: int = 0, dummy_tokens: int = 1, *, started: bool = False
+    plan: StepPlan, least: int, padding: int = 0, dummy_tokens: int = 1, *, started: bool = False
 ) -> Prompts:
-    """The prompts that start in this step and, with `started`, also those partly computed. Dummies
-    count like requests, so that a dummy run uses the same kernels."""
-    if dummy_tokens == 1 and not (plan.work and plan.work[-1].num_tokens >= MIN_TOKENS):
+    """The prompts of at least `least` tokens that start in this step and, with `started`, also
+    those partly computed. Dummies count like requests, so that a dummy run uses the same kernels.
+    """
+    if dummy_tokens == 1 and not (plan.work and plan.work[-1].num_tokens >= least):
         return NO_PROMPTS
     lengths = [(work.num_tokens, work.start + work.num_tokens) for work in plan.work]
     if dummy_tokens > 1:
         lengths += [(dummy_tokens, dummy_tokens)] * padding
-    return Prompts.find(lengths, started=started)
+    return Prompts.find(lengths, least, started=started)
 
 
 def _aligned(words: int) -> int:

@@ -25,14 +25,14 @@ from llmc.engine.plan import EagerReason, PendingStep, StepPlan, StepResult
 from llmc.errors import EngineDeadError
 from llmc.kernels.collectives import ranks as ranks_of
 from llmc.kernels.cpu.pages import release_memory, touch_pages
-from llmc.kernels.prompts import MIN_TOKENS, Prompts
+from llmc.kernels.prompts import Prompts, prompt_config
 from llmc.kernels.record_tokens import record_tokens
 from llmc.kernels.write_segments import write_segments
 from llmc.runner.adapter_store import AdapterStore
 from llmc.runner.buckets import Buckets, default_buckets, powers_of_2
 from llmc.runner.capture_pace import CapturePace
 from llmc.runner.compiles import CompileWatch
-from llmc.runner.delta import NO_HINTS, Delta, encode, work_of
+from llmc.runner.delta import LEAST_TOKENS, NO_HINTS, Delta, encode, work_of
 from llmc.runner.device import Device, Download, HostDevice
 from llmc.runner.faults import classified
 from llmc.runner.graphs import StepGraphs, StepOutputs, StepShape
@@ -122,11 +122,15 @@ class ModelRunner:
         self._tables = {name: rows.tables[name] for name in rows.tables if name in step.inputs}
         self._packed = tuple(name for name in step.inputs if name not in self._tables)
         self._hints = tuple(name for name in NO_HINTS if name in step.inputs)
+        self._least = dict(LEAST_TOKENS)
+        if "prompts" in self._hints and caches:
+            fewest = (prompt_config(cache.shape[-1]).min_tokens for cache in caches)
+            self._least["prompts"] = min(fewest)
         self._shapes = StepShapes(
             self.buckets,
             self._buffers,
             self._graphs,
-            hints=self._hints,
+            hints={name: self._least[name] for name in self._hints},
             max_model_len=rows.max_model_len,
         )
         self._pools = pools
@@ -337,7 +341,8 @@ class ModelRunner:
         all_rows = self.rows.padding_row
         for rows in sorted({*powers_of_2(all_rows), all_rows, all_rows + 1}):
             most = min(self.rows.max_model_len, self._buffers.max_tokens // rows)
-            for tokens in sorted({*powers_of_2(most), min(most, MIN_TOKENS - 1)}):
+            longest = (min(most, least - 1) for least in self._least.values())
+            for tokens in sorted({*powers_of_2(most), *longest}):
                 self.dummy_run(rows, tokens)
         if not self._pools:
             self._warm_up_logprobs()
@@ -350,9 +355,8 @@ class ModelRunner:
 
     def _dummies(self, shape: StepShape) -> StepInputs:
         """The inputs of a dummy step of this shape. Every request samples, unlike in real steps."""
-        delta = encode(
-            self.rows, StepPlan(step=-1, work=()), shape.requests, shape.tokens, shape.samples
-        )
+        nothing = StepPlan(step=-1, work=())
+        delta = encode(self.rows, nothing, shape.requests, shape.tokens, shape.samples, self._least)
         self._prepare(delta, self._device.upload(delta.words, self._buffers.delta))
         inputs = self._buffers.inputs(shape.tokens, shape.requests, shape.samples)
         return self._with_hints(inputs, delta.hints())
@@ -366,7 +370,7 @@ class ModelRunner:
             assert self._adapters is not None, "the plan has adapters, but the runner has no slots"
             self._adapters.copy(copy.slot, copy.adapter)
         padding = shape.requests - len(plan.work)
-        delta = encode(self.rows, plan, padding, shape.tokens, shape.samples)
+        delta = encode(self.rows, plan, padding, shape.tokens, shape.samples, self._least)
         self._tell(step_order(plan, shape, delta) if self._ranks is not None else None)
         sent = self._device.upload(delta.words, self._buffers.delta)
         out_slots = [copy.target for copy in plan.swap_out]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from llmc.compiler.lower import StepFunction
 from llmc.engine.plan import EagerReason, StepPlan
 from llmc.runner.buckets import MAX_MIXED_TOKENS, Buckets, mixed_tokens
@@ -11,8 +13,8 @@ from llmc.runner.step_buffers import StepBuffers
 
 
 class StepShapes:
-    """`hints`: the step's inputs that name its prompts. Without `graphs` nothing is padded to
-    them."""
+    """`hints`: the step's inputs that name its prompts, and the fewest tokens of one. Without
+    `graphs` nothing is padded to them."""
 
     def __init__(
         self,
@@ -20,7 +22,7 @@ class StepShapes:
         buffers: StepBuffers,
         graphs: StepGraphs | None,
         *,
-        hints: tuple[str, ...],
+        hints: Mapping[str, int],
         max_model_len: int,
     ) -> None:
         self._buckets = buckets
@@ -50,7 +52,10 @@ class StepShapes:
             return StepShape(0, 0, 0), reason
         if self._graphs is not None:
             padded = self._padded(tokens, rows, samples)
-            hints = (prompts_of(plan, started=name == "long_prompts") for name in self._hints)
+            hints = (
+                prompts_of(plan, least, started=name == "long_prompts")
+                for name, least in self._hints.items()
+            )
             if any(hint.lengths for hint in hints):
                 reason = "long_prompts"  # their kernels read lengths on the host; a graph can't
             elif padded is None:

@@ -9,7 +9,7 @@ import torch
 from gpu import DEVICE, DRY_RUN, needs_gpu
 
 from llmc.kernels.paged_attention import make_case
-from llmc.kernels.prompts import Prompts
+from llmc.kernels.prompts import MIN_TOKENS, Prompts
 from llmc.kernels.registry import OPS
 
 pytest.importorskip("triton", reason="triton is not installed: its ops cannot be tested")
@@ -41,6 +41,7 @@ def test_a_step_with_prompts_equals_the_reference(
     monkeypatch.setattr(prompt_attention, "flash", counted)
     case = make_case(lengths, 8, 2, dim, dim, 16, DEVICE, torch.bfloat16)
     op = OPS["paged_attention"]
-    got = next(i for i in op.impls if i.name == "triton").op()(*case, Prompts.find(lengths).words())
+    hint = Prompts.find(lengths, MIN_TOKENS).words()
+    got = next(i for i in op.impls if i.name == "triton").op()(*case, hint)
     assert len(calls) == 1
     torch.testing.assert_close(got, op.reference(*case), rtol=2e-2, atol=2e-2)

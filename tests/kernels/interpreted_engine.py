@@ -19,11 +19,11 @@ from tiers import tiered
 from tiny_configs import save_random, tiny_config
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
-from llmc.kernels.prompts import Prompts
 from llmc.kernels.triton import latent_attention, paged_attention
 from llmc.kernels.triton.launch import Launch
 from llmc.passes import pipeline, split_prompts
 from llmc.passes.options import PipelineOptions
+from llmc.runner.delta import LEAST_TOKENS
 from llmc.startup import compile as compile_module
 
 NUM_TOKENS = 3
@@ -120,8 +120,7 @@ def test_long_prompts_expand_latents(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(latent_attention, "_expanded", kept)
     monkeypatch.setattr(paged_attention, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr("llmc.runner.delta.MIN_TOKENS", 33)
-    monkeypatch.setattr(Prompts.find, "__defaults__", (33,))
+    monkeypatch.setitem(LEAST_TOKENS, "long_prompts", 33)
     monkeypatch.setattr(pipeline, "split_prompts", lambda **_: split_prompts.split_prompts())
     path = save_random(tiny_config("deepseek_v3"), tmp_path)
     engine = tiny_engine.start(path, max_model_len=160).engine(max_num_batched_tokens=50)

@@ -15,20 +15,22 @@ CPU = torch.device("cpu")
 
 def test_prompts_are_the_last_requests_of_a_step() -> None:
     found = Prompts.find(
-        [(1, 70), (200, 200), (1, 9), (128, 128), (MIN_TOKENS + 1, MIN_TOKENS + 1)]
+        [(1, 70), (200, 200), (1, 9), (128, 128), (MIN_TOKENS + 1, MIN_TOKENS + 1)], MIN_TOKENS
     )
     assert (found.first_request, found.end_request, found.first_token) == (3, 5, 202)
     assert found.lengths == (128, MIN_TOKENS + 1) and found.num_tokens == 129 + MIN_TOKENS
     for last in ((MIN_TOKENS - 1, MIN_TOKENS - 1), (128, 300), (1, 1)):
-        assert Prompts.find([(300, 300), last]).lengths == (), "short, or begun in an earlier step"
+        assert Prompts.find([(300, 300), last], MIN_TOKENS).lengths == (), (
+            "short, or begun in an earlier step"
+        )
 
 
 def test_those_that_have_begun_are_prompts_where_that_is_asked() -> None:
     requests = [(300, 300), (1, 70), (128, 900), (200, 200), (129, 130)]
-    found = Prompts.find(requests, started=True)
+    found = Prompts.find(requests, MIN_TOKENS, started=True)
     assert (found.first_request, found.first_token, found.end_token) == (2, 301, 758)
     assert (found.lengths, found.contexts) == ((128, 200, 129), (900, 200, 130))
-    assert Prompts.find([*requests, (127, 500)], started=True).lengths == ()
+    assert Prompts.find([*requests, (127, 500)], MIN_TOKENS, started=True).lengths == ()
 
 
 @pytest.mark.parametrize("contexts", [(), (8, 7)], ids=["fresh", "begun"])

@@ -21,6 +21,7 @@ from llmc.compiler.lower import StepFunction
 from llmc.config import EngineConfig
 from llmc.kernels.prompts import Prompts
 from llmc.passes import pipeline, split_prompts
+from llmc.runner.delta import LEAST_TOKENS
 
 LENGTHS = (3, 17, 30)
 
@@ -35,8 +36,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Prompts]]:
     """The pass serves every device, and two tokens make a prompt; what steps get is kept."""
     given: list[Prompts] = []
     monkeypatch.setattr("llmc.kernels.prompts.MIN_TOKENS", 2)
-    monkeypatch.setattr("llmc.runner.delta.MIN_TOKENS", 2)
-    monkeypatch.setattr(Prompts.find, "__defaults__", (2,))
+    monkeypatch.setitem(LEAST_TOKENS, "long_prompts", 2)
     monkeypatch.setattr(
         pipeline,
         "split_prompts",

@@ -24,7 +24,8 @@ from fake_graphs import BYTES_PER_GRAPH, FakeGraphs, HostRead, MovedInput, forbi
 from op_cases import require_cpu_ops
 
 from llmc.engine.plan import NewRow, RowWork, StepPlan
-from llmc.kernels.prompts import Prompts
+from llmc.kernels import tuned
+from llmc.kernels.prompts import PromptConfig, prompt_config
 from llmc.passes import pipeline
 from llmc.passes.split_prompts import split_prompts
 from llmc.runner import graphs
@@ -202,10 +203,15 @@ def test_a_step_that_no_graph_can_serve_is_counted_by_its_reason(
 def test_graphs_leave_fresh_prompts_to_their_kernel(
     naming_prompts: tiny_engine.Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt of 13 tokens may run in a graph; one of 14 goes to the kernel that is quicker."""
-    monkeypatch.setattr("llmc.runner.delta.MIN_TOKENS", 14)
-    monkeypatch.setattr(Prompts.find, "__defaults__", (14,))
-    runner, backend = graphed(naming_prompts)
+    """A prompt of 13 tokens may run in a graph; one of 14 goes to the kernel that is quicker, as
+    was measured for one of the caches' head sizes."""
+    measured = {
+        prompt_config.key((dim,), prompt_config.rule(dim)): PromptConfig(min_tokens=tokens)
+        for dim, tokens in ((8, 14), (16, 200))
+    }
+    monkeypatch.setattr(tuned, "load_table", lambda: measured)
+    caches = [torch.zeros(1, 1, 16, dim) for dim in (16, 8)]
+    runner, backend = graphed(naming_prompts, caches=caches)
     assert "prompts" in runner.step.inputs
     plain = naming_prompts.started.runner
     want = {n: plain.execute(enter(0, num_tokens=n)).token_ids for n in (13, 14)}
