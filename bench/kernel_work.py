@@ -5,9 +5,10 @@ It knows which version of an op serves a device, and is also used for the GPU fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -45,7 +46,18 @@ class Work:
     device: torch.device = CPU
 
 
-def fast(name: str, case: Case) -> Callable[[], Any]:
+class InTurn:
+    """A call that cycles through `calls`, one at a time."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
+        self.calls = calls
+        self._turn = cycle(calls)
+
+    def __call__(self) -> Any:
+        return next(self._turn)()
+
+
+def fast(name: str, case: Case) -> partial[Any]:
     """A call of the op's fast version for these arguments; the reference is never timed."""
     impl = OPS[name].best(case)
     if impl is None:
@@ -119,6 +131,31 @@ def decode_work(
         num_bytes=2.0 * sum(contexts) * kv * dim * cache.itemsize,
         device=device,
     )
+
+
+def rope_decode_work(
+    name: str, contexts: list[int], heads: int, kv: int, dim: int, device: torch.device = CPU
+) -> Work:
+    """The same with the norms and rotation of its queries and keys, which it also writes."""
+    dtype, count = DTYPES[name], len(contexts)
+    case = attention_case([(1, c) for c in contexts], heads, kv, dim, dtype, device)
+    query, key_cache, value_cache, starts, lengths, table, *rest = case
+    key, value = (torch.randn(count, kv, dim, dtype=dtype, device=device) for _ in range(2))
+    norm, turns = torch.rand(dim, dtype=dtype, device=device), torch.rand(2, max(contexts), dim)
+    cos, sin = turns.to(device)
+    last, size = lengths.long() - 1, key_cache.shape[2]
+    slots = table.gather(1, last[:, None] // size)[:, 0] * size + last % size
+    return Work(
+        op="rope_attention",
+        case=f"decode {count} x {max(contexts)}, {heads}/{kv} x {dim}, {name}",
+        run=fast(
+            "rope_attention",
+            (query, key, value, norm, norm, 1e-6, 0.0, cos, sin, last, False, key_cache,
+             value_cache, slots, starts, lengths, table, *rest),
+        ),
+        num_bytes=2.0 * sum(contexts) * kv * dim * dtype.itemsize,
+        device=device,
+    )  # fmt: skip
 
 
 def prefill_work(

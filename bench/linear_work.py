@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import cycle
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernel_work import CPU, Work, fast
+from bench.kernel_work import CPU, InTurn, Work, fast
 from llmc.kernels.quantized_linear import EXACT_BITS, Format, quantization_of, quantize
 
 _COLD_BYTES = 2**28
@@ -25,28 +25,36 @@ _BF16 = torch.bfloat16
 
 def fused_work(rows: int, depth: int, channels: int, device: torch.device = CPU) -> Iterator[Work]:
     """The fused linears of a gated layer: norm, weight and gate; weight and residual sum."""
-    x, norm = _rand(rows, depth, device=device), _rand(depth, device=device)
-    wide = _copies(partial(_weight, 2 * channels, depth, device))
-    yield Work(
+    yield linear_work(rows, depth, 2 * channels, device, normed=True, act="silu")
+    yield linear_work(rows, channels, depth, device, added=True)
+
+
+def linear_work(
+    rows: int,
+    depth: int,
+    channels: int,
+    device: torch.device = CPU,
+    *,
+    normed: bool = False,
+    act: Literal["silu"] | None = None,
+    added: bool = False,
+) -> Work:
+    """A linear with a norm before it, and an activation of half the channels or a residual sum
+    after it."""
+    x, residual = _rand(rows, depth, device=device), _rand(rows, channels, device=device)
+    norm = _rand(depth, device=device) if normed else None
+    weights = _copies(partial(_weight, channels, depth, device))
+    fused = {"norm": normed, "silu": act, "residual": added}
+    case = (None, norm, 1e-6 if normed else None, 0.0, act, residual if added else None)
+    peer = partial(_by_torch, norm=norm, act=act, residual=residual if added else None)
+    return Work(
         op="fused_linear",
-        case=f"{rows} x {depth} -> {2 * channels}, norm, silu",
-        run=_in_turn([fast("fused_linear", (x, w, None, norm, 1e-6, 0.0, "silu", None))
-                      for w in wide]),
-        peers={"linear": _in_turn([partial(_gated, x, norm, w) for w in wide])},
-        num_bytes=float(wide[0].nbytes),
+        case=", ".join([f"{rows} x {depth} -> {channels}", *(n for n in fused if fused[n])]),
+        run=InTurn([fast("fused_linear", (x, weight, *case)) for weight in weights]),
+        peers={"linear": InTurn([partial(peer, x, weight) for weight in weights])},
+        num_bytes=float(weights[0].nbytes),
         device=device,
-    )  # fmt: skip
-    inner = _rand(rows, channels, device=device)
-    back = _copies(partial(_weight, depth, channels, device))
-    yield Work(
-        op="fused_linear",
-        case=f"{rows} x {channels} -> {depth}, residual",
-        run=_in_turn([fast("fused_linear", (inner, w, None, None, None, 0.0, None, x))
-                      for w in back]),
-        peers={"linear": _in_turn([partial(_added, inner, w, x) for w in back])},
-        num_bytes=float(back[0].nbytes),
-        device=device,
-    )  # fmt: skip
+    )
 
 
 def low_bit_work(
@@ -65,8 +73,8 @@ def low_bit_work(
     return Work(
         op="quantized_linear",
         case=f"{format}, {rows} x {depth} -> {channels}",
-        run=_in_turn([fast("quantized_linear", (x, w, scale, None, None)) for w in copies]),
-        peers={"linear, bf16": _in_turn([partial(F.linear, x, w) for w in plain])},
+        run=InTurn([fast("quantized_linear", (x, w, scale, None, None)) for w in copies]),
+        peers={"linear, bf16": InTurn([partial(F.linear, x, w) for w in plain])},
         num_bytes=0.0 if many else float(size),
         num_flops=2.0 * rows * depth * channels if many else 0.0,
         limit="bf16" if many else "read",
@@ -103,8 +111,8 @@ def ways_work(
         yield Work(
             op="quantized_linear",
             case=f"{format}, {rows} x {depth} -> {channels}, {name}",
-            run=_in_turn([partial(way, w) for w in copies]),
-            peers={"linear, bf16": _in_turn([partial(F.linear, x, w) for w in plain])},
+            run=InTurn([partial(way, w) for w in copies]),
+            peers={"linear, bf16": InTurn([partial(F.linear, x, w) for w in plain])},
             num_flops=2.0 * rows * depth * channels,
             limit="bf16",
             device=device,
@@ -125,8 +133,8 @@ def embedding_work(
     return Work(
         op="quantized_embedding",
         case=f"{format}, {tokens} of {vocab} x {depth}",
-        run=_in_turn([fast("quantized_embedding", (ids, *case)) for ids in draws]),
-        peers={"embedding, bf16": _in_turn([partial(F.embedding, ids, plain) for ids in draws])},
+        run=InTurn([fast("quantized_embedding", (ids, *case)) for ids in draws]),
+        peers={"embedding, bf16": InTurn([partial(F.embedding, ids, plain) for ids in draws])},
         num_bytes=tokens * ((weight.nbytes + scale.nbytes) / vocab + depth * _BF16.itemsize),
         device=device,
     )
@@ -225,16 +233,13 @@ def _copies(make: Callable[[], Tensor]) -> list[Tensor]:
     return [first, *(make() for _ in range(count - 1))]
 
 
-def _in_turn(calls: list[Callable[[], Tensor]]) -> Callable[[], Tensor]:
-    """A call that cycles through the calls, one at a time."""
-    turn = cycle(calls)
-    return lambda: next(turn)()
-
-
-def _gated(x: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
-    gate, up = F.linear(F.rms_norm(x, norm.shape, norm, 1e-6), weight).chunk(2, dim=-1)
+def _by_torch(
+    x: Tensor, weight: Tensor, norm: Tensor | None, act: str | None, residual: Tensor | None
+) -> Tensor:
+    if residual is not None:
+        return torch.addmm(residual, x, weight.T)
+    y = F.linear(x if norm is None else F.rms_norm(x, norm.shape, norm, 1e-6), weight)
+    if act is None:
+        return y
+    gate, up = y.chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-def _added(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    return torch.addmm(residual, x, weight.T)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.kernel_work import CPU, DTYPES, Work, fast
+from bench.kernel_work import CPU, DTYPES, InTurn, Work, fast
 from llmc.kernels.causal_conv import causal_conv
 from llmc.kernels.delta_rule import delta_rule
 from llmc.kernels.linear_recurrence import linear_recurrence
@@ -81,16 +80,11 @@ def _work(
     return Work(
         op=op.name,
         case=f"{'decode' if tokens == 1 else f'prefill {tokens}'}, {rows} x {shape}, {name}",
-        run=_in_turn([fast(op.name, case) for case in cases]),
-        peers={"torch version": _in_turn([_by_torch(op, case) for case in cases])},
+        run=InTurn([fast(op.name, case) for case in cases]),
+        peers={"torch version": InTurn([_by_torch(op, case) for case in cases])},
         num_bytes=2.0 * state.nbytes / turns + given + inputs[0].nbytes,
         device=device,
     )
-
-
-def _in_turn(calls: list[Callable[[], Any]]) -> Callable[[], Any]:
-    turn = cycle(calls)
-    return lambda: next(turn)()
 
 
 def _by_torch(op: Op, case: Case) -> Callable[[], Any]:

@@ -1,4 +1,6 @@
-"""`8b`, `0.6b`, `1b`: all measurements of one model, in one process."""
+"""`8b`, `0.6b`, `1b`: all measurements of one model, in one process. `8b-tuned`, `0.6b-tuned`: with
+measured launch options, those that depend on them.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,15 @@ from bench.gpu.replay import profile_replay
 from bench.gpu.settings import Settings
 from bench.gpu.shapes import prefill_flops
 from bench.gpu.subject import Subject, release, running, serve
+from bench.gpu.tune_part import using_table
 from llmc.engine.messages import AddRequest
 from llmc.engine.plan import StepPlan
+from llmc.kernels.tuned import load_table
 from llmc.sampling_params import SamplingParams
 
 
 def run(name: str, settings: Settings, record: Record) -> None:
-    found = record.measure("bandwidth", partial(limits.bandwidth, settings))
-    peak = record.measure("peak", partial(limits.peak, settings))
-    read = found["read_bytes_per_s"] if found else float("nan")
-    flops = peak["flop_per_s"] if peak else float("nan")
-    release()  # the memory used to measure the limits
+    read, flops = _limits(settings, record)
 
     def trace(rows: str) -> Path | None:
         return record.beside(f"{name}-replay-{rows}.json.gz")
@@ -44,6 +44,30 @@ def run(name: str, settings: Settings, record: Record) -> None:
         many = min(64, settings.max_rows)
         record.measure("replay_64", partial(profile_replay, subject, many, trace("64")))
         record.measure("runtime_compiles", lambda: subject.runner.num_runtime_compiles)
+
+
+def run_tuned(name: str, settings: Settings, record: Record) -> None:
+    """With the table that `tune` and `prompts` have written, unless it has no lines."""
+    with using_table(record):
+        if not load_table():
+            record.data["unchanged"] = "no options are faster than those that the code chooses"
+            return
+        read, flops = _limits(settings, record)
+        with running(settings, settings.model(name)) as subject:
+            record.measure("start", lambda: subject.startup)
+            record.measure("decode", partial(by_batch, subject, read))
+            record.measure("slope", partial(kv_slope, subject, read))
+            record.measure("prefill", partial(prefill, subject, flops))
+            record.measure("mixed", partial(mixed, subject))
+
+
+def _limits(settings: Settings, record: Record) -> tuple[float, float]:
+    """Bytes and FLOP per second."""
+    read = record.measure("bandwidth", partial(limits.bandwidth, settings))
+    peak = record.measure("peak", partial(limits.peak, settings))
+    release()
+    nan = float("nan")
+    return read["read_bytes_per_s"] if read else nan, peak["flop_per_s"] if peak else nan
 
 
 def prefill(subject: Subject, peak_flop_per_s: float) -> dict[str, Any]:

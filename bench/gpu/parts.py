@@ -85,6 +85,18 @@ def _model(name: str) -> Run:
     return partial(model_part.run, name)
 
 
+def _tune() -> Run:
+    from bench.gpu import tune_part
+
+    return tune_part.run
+
+
+def _tuned(name: str) -> Run:
+    from bench.gpu import model_part
+
+    return partial(model_part.run_tuned, name)
+
+
 def _peer(name: str) -> Run:
     from bench.gpu import peer
 
@@ -122,10 +134,6 @@ PARTS = (
         expected_s=40, most_s=80, load=_kernels,
     ),
     Part(
-        name="prompts", about="kernels for new prompts, by head size and length",
-        expected_s=14, most_s=60, load=_prompts,
-    ),
-    Part(
         name="peer-0.6b", about="Qwen3-0.6B compared with transformers",
         expected_s=50, most_s=90, load=partial(_peer, "0.6b"),
     ),
@@ -140,6 +148,22 @@ PARTS = (
     Part(
         name="ablate", about="each pass off or on, async off, on Qwen3-0.6B",
         expected_s=50, most_s=145, load=_ablate,
+    ),
+    Part(
+        name="tune", about="other launch options of the models' kernels: a table of faster ones",
+        expected_s=75, most_s=120, load=_tune,
+    ),
+    Part(
+        name="prompts", about="kernels for new prompts, by head size and length, to the same table",
+        expected_s=18, most_s=60, load=_prompts,
+    ),
+    Part(
+        name="8b-tuned", about="figures of Llama-3.1-8B with the table",
+        expected_s=40, most_s=200, load=partial(_tuned, "8b"),
+    ),
+    Part(
+        name="0.6b-tuned", about="figures of Qwen3-0.6B with the table",
+        expected_s=25, most_s=150, load=partial(_tuned, "0.6b"),
     ),
     Part(
         name="peer-1b", about="Llama-3.2-1B compared with transformers",

@@ -1,7 +1,10 @@
-"""Times the kernels that can compute attention of new prompts, by head size and length."""
+"""Times the kernels that can compute attention of new prompts, by head size and length, and writes
+from which lengths FlashAttention is faster to the table of launch options.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from functools import partial
 from itertools import islice
@@ -11,7 +14,9 @@ import torch
 from bench.gpu.record import Record
 from bench.gpu.settings import Settings
 from bench.gpu.subject import release
-from bench.prompts import measure, shapes
+from bench.gpu.tune_part import TABLE, using_table
+from bench.prompts import lines, measure, shapes
+from bench.tune import write_lines
 
 
 def run(settings: Settings, record: Record) -> None:
@@ -19,15 +24,27 @@ def run(settings: Settings, record: Record) -> None:
     device = torch.device(settings.device)
     if device.type != "cuda":  # both kernels need a GPU; the format of a line does not
         record.data["lines"] = {_name(*shape): {} for shape in islice(shapes(), 2)}
-        return
-    importlib.import_module("llmc.kernels.triton")
-    lines = Record()
-    record.data["lines"] = lines.data
-    for shape in shapes():
-        lines.measure(_name(*shape), partial(_line, *shape, device))
-        record.num_failed = lines.num_failed
-        record.save()
-        release()
+    else:
+        importlib.import_module("llmc.kernels.triton")
+        by_shape = Record()
+        record.data["lines"] = by_shape.data
+        with _tuned_kernels(record):
+            for shape in shapes():
+                by_shape.measure(_name(*shape), partial(_line, *shape, device))
+                record.num_failed = by_shape.num_failed
+                record.save()
+                release()
+    if (path := record.beside(TABLE)) is not None:
+        found = record.data["lines"]
+        measured = {shape: found.get(_name(*shape), {}) for shape in shapes()}
+        write_lines(path, lines(measured))
+
+
+def _tuned_kernels(record: Record) -> contextlib.AbstractContextManager[None]:
+    """Our kernel with the options that `tune` found, if it ran before."""
+    path = record.beside(TABLE)
+    is_there = path is not None and path.is_file()
+    return using_table(record) if is_there else contextlib.nullcontext()
 
 
 def _name(head_dim: int, tokens: int) -> str:

@@ -35,25 +35,43 @@ def figures(parts: Mapping[str, Any]) -> Iterator[str]:
         for batch, row in _mapping(data, "decode").items():
             if isinstance(row, Mapping):
                 yield (
-                    f"{name:9} batch {batch:>3}: {row['step_ms']:8.3f} ms per step "
+                    f"{name:10} batch {batch:>3}: {row['step_ms']:8.3f} ms per step "
                     f"({row['share_of_read']:.0%} of read), device {row['device_ms']:.3f} ms, "
                     f"host {row['host_us']:.0f} us, idle {row['idle_share']:.0%}"
                 )
         mixed = _mapping(data, "mixed")
         if "output_tokens_per_s" in mixed:
-            yield f"{name:9} mixed load: {mixed['output_tokens_per_s']:.0f} output tokens/s"
+            yield f"{name:10} mixed load: {mixed['output_tokens_per_s']:.0f} output tokens/s"
         for kind in ("batch", "single"):
             row = _mapping(data, kind)
             if "ratio" in row:
                 yield (
-                    f"{name:9} {row['workload']}: {row['ratio']:.2f} times transformers "
+                    f"{name:10} {row['workload']}: {row['ratio']:.2f} times transformers "
                     f"({row['attention_of_transformers']})"
                 )
     for variant, row in parts.get("ablate", {}).get("data", {}).items():
         decode = _mapping({"row": row}, "row").get("decode")
         if isinstance(decode, Mapping):
             steps = ", ".join(f"batch {b}: {r['step_ms']:.3f} ms" for b, r in decode.items())
-            yield f"ablation  {variant:24} {steps}"
+            yield f"ablation   {variant:24} {steps}"
+    yield from gains(parts)
+
+
+def gains(parts: Mapping[str, Any]) -> Iterator[str]:
+    """What the measured launch options change: each figure of a model before and after."""
+    for name, part in parts.items():
+        model, _, kind = name.partition("-")
+        if kind != "tuned" or "data" not in part:
+            continue
+        if "unchanged" in part["data"]:
+            yield f"{name:10} {part['data']['unchanged']}"
+        before, after = parts.get(model, {}).get("data", {}), part["data"]
+        for figure, unit in (("decode", "step_ms"), ("prefill", "ms")):
+            for size, row in _mapping(after, figure).items():
+                old = _mapping(_mapping(before, figure), size).get(unit)
+                if old is not None:
+                    times = f"{old:.3f} -> {row[unit]:.3f} ms ({row[unit] / old - 1:+.1%})"
+                    yield f"{name:10} {figure} {size}: {times}"
 
 
 def _mapping(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:

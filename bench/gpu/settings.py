@@ -39,6 +39,8 @@ class Settings:
     peer_prompt: int = 96
     peer_tokens: int = 256
     peer_decode: int = 128
+    tuned: tuple[str, ...] = ("8b", "0.6b")  # the models whose kernels' options are measured
+    tune_seconds: float = 60  # of all searches
     ablated: str = "0.6b"
     ablation_batches: tuple[int, ...] = (1, 32)
     levels: tuple[int, ...] = (0, 1, 2)
@@ -93,6 +95,7 @@ def tiny() -> Settings:
         peer_prompt=8,
         peer_tokens=6,
         peer_decode=6,
+        tune_seconds=5,
         ablation_batches=(1, 2),
         levels=(0, 1),
         buffer_bytes=2**22,
