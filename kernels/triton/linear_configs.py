@@ -105,7 +105,6 @@ def low_bit_tiles(
     return LinearTiles(block_m=128, block_n=64, block_k=64, num_warps=8, num_stages=3, waves=0)
 
 
-@tuned(fixed=("block_k",))
 def scaled_tiles(group: int, depth: int) -> LinearTiles:
     """For products of float8 with a scale per `group` of the depth: block_k divides it."""
     block_k = 128 if group == depth else min(128, group & -group)

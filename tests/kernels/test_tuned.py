@@ -24,7 +24,6 @@ from llmc.kernels.triton.linear_configs import (
     few_rows_tiles,
     low_bit_config,
     low_bit_tiles,
-    scaled_tiles,
 )
 from llmc.kernels.tuned import FUNCTIONS, Tuned
 
@@ -108,7 +107,6 @@ def test_each_function_reads_its_lines(use: Any) -> None:
     lines = [line(function, *args, num_stages=6) for function, args in experts.items()]
     lines += [
         line(low_bit_tiles, 8, 14336, 4096, 8, 2, num_stages=6),
-        line(scaled_tiles, 128, 4096, num_stages=6),
         line(prompt_config, 128, min_tokens=1000),
     ]
     use(table(*lines))
@@ -118,7 +116,6 @@ def test_each_function_reads_its_lines(use: Any) -> None:
     for function, args in experts.items():
         assert function(*args).num_stages == 6 != function.rule(*args).num_stages
     assert low_bit_config(16, 14336, 4096, 8, 132, 2).tiles.num_stages == 6
-    assert scaled_tiles(128, 4096).num_stages == 6
     assert prompt_config(128).min_tokens == 1000 and prompt_config(64).min_tokens == MIN_TOKENS
 
 
@@ -175,8 +172,7 @@ BROKEN: dict[str, Any] = {
     "rows left out": table(line(few_rows_tiles, 4, 64, 64, 2, block_m=4)),
     "units cut": table(line(low_bit_tiles, 4, 64, 64, 4, 2, block_k=16)),
     "units of experts cut": table(line(configs.low_bit_expert_config, 8, 8, 2, block_k=16)),
-    "groups joined": table(line(scaled_tiles, 64, 128, block_k=128)),
-    "groups of experts joined": table(
+    "groups joined": table(
         line(configs.scaled_expert_config, 8, 8, 64, 128, block_k=128)
     ),
 }  # fmt: skip
