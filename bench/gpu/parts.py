@@ -151,7 +151,7 @@ PARTS = (
     ),
     Part(
         name="tune", about="other launch options of the models' kernels: a table of faster ones",
-        expected_s=75, most_s=120, load=_tune,
+        expected_s=140, most_s=200, load=_tune,
     ),
     Part(
         name="prompts", about="kernels for new prompts, by head size and length, to the same table",

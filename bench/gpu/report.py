@@ -58,7 +58,12 @@ def figures(parts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def gains(parts: Mapping[str, Any]) -> Iterator[str]:
-    """What the measured launch options change: each figure of a model before and after."""
+    """What the measured launch options change: calls of kernels, then each figure of a model."""
+    tuned = _mapping(parts.get("tune", {}).get("data", {}), "searches")
+    for line in tuned.get("lines", ()):
+        for case, before in line["measured"].get("before_s", {}).items():
+            after = line["measured"]["after_s"][case]
+            yield f"tune       {case}: {before * 1e6:.1f} -> {after * 1e6:.1f} us"
     for name, part in parts.items():
         model, _, kind = name.partition("-")
         if kind != "tuned" or "data" not in part:

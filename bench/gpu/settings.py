@@ -40,7 +40,7 @@ class Settings:
     peer_tokens: int = 256
     peer_decode: int = 128
     tuned: tuple[str, ...] = ("8b", "0.6b")  # the models whose kernels' options are measured
-    tune_seconds: float = 60  # of all searches
+    tune_seconds: float = 120  # of all searches
     ablated: str = "0.6b"
     ablation_batches: tuple[int, ...] = (1, 32)
     levels: tuple[int, ...] = (0, 1, 2)

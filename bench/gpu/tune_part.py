@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -40,18 +41,8 @@ def search(settings: Settings, path: Path) -> dict[str, Any]:
     if settings.tiny:
         command.append("--tiny")
         environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    print(done.stdout, flush=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"bench.tune: {done.stdout[-2000:]}")
-    return {"found": done.stdout.splitlines()}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    return {"lines": json.loads(path.read_text(encoding="utf-8"))["lines"]}
 
 
 @contextmanager
