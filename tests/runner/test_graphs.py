@@ -25,7 +25,7 @@ from op_cases import require_cpu_ops
 
 from llmc.engine.plan import NewRow, RowWork, StepPlan
 from llmc.kernels import tuned
-from llmc.kernels.prompts import PromptConfig, prompt_config
+from llmc.kernels.prompts import PromptConfig, Prompts, prompt_config
 from llmc.passes import pipeline
 from llmc.passes.split_prompts import split_prompts
 from llmc.runner import graphs
@@ -212,7 +212,17 @@ def test_graphs_leave_fresh_prompts_to_their_kernel(
     monkeypatch.setattr(tuned, "load_table", lambda: measured)
     caches = [torch.zeros(1, 1, 16, dim) for dim in (16, 8)]
     runner, backend = graphed(naming_prompts, caches=caches)
-    assert "prompts" in runner.step.inputs
+    call, named = runner.step.call, set()
+
+    def kept(**inputs: torch.Tensor) -> Any:
+        named.add(Prompts.read(inputs["prompts"]).lengths)
+        return call(**inputs)
+
+    runner.step = dataclasses.replace(runner.step, call=kept)
+    for tokens in (13, 14, 20):
+        runner.dummy_run(1, tokens)
+    assert named == {(), (14,), (20,)}
+    named.clear()
     plain = naming_prompts.started.runner
     want = {n: plain.execute(enter(0, num_tokens=n)).token_ids for n in (13, 14)}
     for times in range(4):
@@ -225,6 +235,7 @@ def test_graphs_leave_fresh_prompts_to_their_kernel(
         StepShape(tokens=16, requests=2, samples=2)
     ]
     assert runner.eager_steps == {"not_captured": 2, "long_prompts": 4}
+    assert named == {(), (14,)}
 
 
 def test_a_failed_capture_costs_speed_and_no_answer(
