@@ -169,15 +169,19 @@ def using(table: Mapping[Key, Any]) -> Iterator[None]:
 
 
 def asked_options(makers: Iterable[Maker]) -> dict[Key, list[Work]]:
-    """The calls by the options that they ask for; others are left out."""
+    """The calls by the options that they ask for; those that ask for none or fail are left out."""
     found: dict[Key, list[Work]] = {}
     with compiling_together():
-        for work in (work for maker in makers for work in made(maker)):
-            asked = _Asked()
-            with using(asked):
-                work.run()
-            for key in asked:
-                found.setdefault(key, []).append(work)
+        for maker in makers:
+            try:
+                for work in made(maker):
+                    asked = _Asked()
+                    with using(asked):
+                        work.run()
+                    for key in asked:
+                        found.setdefault(key, []).append(work)
+            except Exception as error:  # such as too little memory
+                print(f"left out: {type(error).__name__}: {error}", flush=True)
     return found
 
 
@@ -287,7 +291,11 @@ def tune(
             print(f"no time is left for {len(asked) - index} of {len(asked)}", flush=True)
             break
         deadline = now + (end - now) / (len(asked) - index)
-        found = search(key, works, deadline, budget_s=budget_s)
+        try:
+            found = search(key, works, deadline, budget_s=budget_s)
+        except Exception as error:  # whatever it is, the others are searched
+            print(f"{key[0]}{key[1]} failed: {type(error).__name__}: {error}", flush=True)
+            continue
         line = make_line(key, found.options, {"before_s": found.before, "after_s": found.after})
         write_lines(path, {key: line if found.is_faster else None})
         print(found, flush=True)

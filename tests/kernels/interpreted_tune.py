@@ -206,6 +206,27 @@ def test_what_was_found_is_what_kernels_use(
     assert "no time is left for 2 of 2" in capsys.readouterr().out
 
 
+def test_calls_and_searches_that_fail_leave_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    working = partial(linear_work.linear_work, 1, SHAPE[1], SHAPE[0])
+    [key] = tune.asked_options([broken, working])
+    assert "left out: RuntimeError: CUDA out of memory" in capsys.readouterr().out
+    asked = asked_by(4, 1)
+    search = tune.search
+
+    def searched_or_not(wanted: Key, *rest: Any, **options: Any) -> tune.Found:
+        return search(wanted, *rest, **options) if wanted == key else broken()
+
+    monkeypatch.setattr(tune, "search", searched_or_not)
+    priced(monkeypatch, key, lambda tiles: 1 / tiles.block_n)
+    assert [found.key for found in tune.tune(asked, tmp_path / "tuned.json", 600)] == [key]
+    assert "failed: RuntimeError: CUDA out of memory" in capsys.readouterr().out
+
+
 def test_a_table_of_another_device_is_replaced(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
