@@ -2,7 +2,7 @@
 
 Every kernel of a model's decode and prefill is called once, to learn which options it asks for.
 Calls that ask for the same options are tuned together: from the code's own options, the search goes
-to the fastest neighbour, with one option halved or doubled, until there is none. Neighbours that
+to the fastest neighbour, with one number halved or doubled, until there is none. Neighbours that
 can't be compiled or that give other results than the reference are left out. Options that save more
 than 3 % are written to the table, which LLMC_TUNED=tuned.json makes llmc use (kernels/tuned.py).
 """
@@ -16,7 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -41,6 +41,7 @@ from llmc.load_test.report import context, write_json
 _GAIN = 0.97  # of the time of the code's options
 _WORST = 1.03  # of any single call
 _MAX_ERROR = 0.02  # relative to the largest value of the reference
+_STEP = 0.99  # of the best so far: smaller differences are noise
 _ROUNDS = 4
 _FUSED: Mapping[str, Mapping[str, Any]] = {
     "qkv": {"normed": True},
@@ -192,16 +193,13 @@ def compiling_together() -> contextlib.AbstractContextManager[None]:
 
 
 def neighbours(function: Tuned[*tuple[Any, ...], Any], at: Any, chosen: Any) -> Iterator[Any]:
-    """`at` with one option changed, where the kernel still computes what it does with `chosen`."""
-    for name in (field.name for field in fields(at)):
-        value = getattr(at, name)
+    """`at` with one number changed, where the kernel still computes what it does with `chosen`.
+    Flags stay: what they do depends on more than the arguments, such as the size of blocks."""
+    for name, value in asdict(at).items():
         if type(value) is bool:
-            values = [not value]
-        elif name == "num_stages":
-            values = [value - 1, value + 1]
-        else:
-            values = [value // 2, value * 2]
-        for other in values:
+            continue
+        by_one = name == "num_stages"
+        for other in (value - 1, value + 1) if by_one else (value // 2, value * 2):
             new = replace(at, **{name: other})
             if new != at and function.accepts(new, chosen):
                 yield new
@@ -234,7 +232,7 @@ def search(key: Key, works: Sequence[Work], deadline: float, *, budget_s: float 
                 failed[str(options)] = f"{type(error).__name__}: {error}"[:200]
                 continue
             ratio = statistics.mean(times[case] / before[case] for case in before)
-            if ratio < best_ratio:
+            if ratio < _STEP * best_ratio:
                 best, best_ratio = options, ratio
         if best == start:
             break
