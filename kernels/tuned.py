@@ -105,7 +105,7 @@ class _Mark(Protocol):
 
 def tuned(fixed: Collection[str] = (), least: Mapping[str, int] = NOTHING) -> _Mark:
     """Decorator. With other values of the options `fixed`, or lower ones than `least`, the kernel
-    could compute something else for some number of rows."""
+    could compute something else, or not be compiled, for other calls that a line is for."""
 
     def mark(rule: Callable[[*Arguments], Options]) -> Tuned[*Arguments, Options]:
         made = FUNCTIONS[rule.__name__] = Tuned(rule, fixed, least)

@@ -28,12 +28,14 @@ from bench.gpu.shapes import read_config
 from bench.kernel_work import Work
 from llmc.kernels import tuned
 from llmc.kernels.prompts import PromptConfig, prompt_config
+from llmc.kernels.registry import OPS
 from llmc.kernels.triton import launch, paged_attention
 from llmc.kernels.triton.linear_configs import LinearTiles, few_rows_config, few_rows_tiles
 from llmc.kernels.tuned import FUNCTIONS, Key
 
 CPU = torch.device("cpu")
 SHAPE = (64, 96, 2)  # channels, depth, bytes per weight
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 Cost = Callable[[LinearTiles], float]
 
 
@@ -169,15 +171,31 @@ def test_calls_that_ask_alike_are_tuned_together() -> None:
 
 
 def test_a_models_kernels_ask_for_all_that_can_be_tuned() -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config = read_config("tiny.json") | experts
+    config = read_config("tiny.json") | EXPERTS
     asked = tune.asked_options(tune.model_work(config, CPU, tune.TINY, ("int4", "fp8")))
     assert {key[0] for key in asked} == set(FUNCTIONS) - {"prompt_config"}
     decode = next(works for key, works in asked.items() if key[0] == "attention_config")
     assert [work.op for work in decode] == ["paged_attention", "rope_attention"]
     for works in (decode, asked[next(key for key in asked if key[0] == "scaled_expert_config")]):
         for work in works:
-            tune._check(work, tune.OPS[work.op].reference(*tune._first(work).args))
+            tune._check(work, OPS[work.op].reference(*tune._first(work).args))
+
+
+@pytest.mark.exhaustive
+def test_with_all_options_that_are_tried_kernels_compute_the_same() -> None:
+    """A line is for more calls than those that were measured."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256}
+    config = read_config("tiny.json") | sizes | EXPERTS
+    makers = tune.model_work(config, CPU, tune.TINY, ("int4", "int5", "fp8"))
+    num_checked = 0
+    for key, works in tune.asked_options(makers).items():
+        wanted = [OPS[work.op].reference(*tune._first(work).args) for work in works]
+        for options in tune.neighbours(FUNCTIONS[key[0]], key[2], key[2]):
+            with tune.using({key: options}):
+                for work, want in zip(works, wanted, strict=True):
+                    tune._check(work, want)
+                    num_checked += 1
+    assert num_checked > 400
 
 
 def test_what_was_found_is_what_kernels_use(
