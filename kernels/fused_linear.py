@@ -1,6 +1,6 @@
 """`fused_linear`: a linear with the norm before it and the activation or residual sum after it.
 
-`add_linear` adds the same to the residual in place.
+The norm may have a gate, as `gated_rms_norm`. `add_linear` adds the same to the residual in place.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmc.kernels.act_mul import ACTIVATIONS
+from llmc.kernels.gated_rms_norm import gated_rms_norm
 from llmc.kernels.registry import Case, op
 from llmc.kernels.rms_norm import normalize
 
 
 def _shape(*, x: Tensor, weight: Tensor, act: str | None, **others: object) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 if act is None else 2))
+    return weight.new_empty(*x.shape[:-1], weight.shape[0] // (1 if act is None else 2))
 
 
 @op(shape=_shape)
@@ -30,20 +31,30 @@ def fused_linear(
     offset: float,
     act: str | None,
     residual: Tensor | None,
+    gate: Tensor | None = None,
+    gate_act: str = "silu",
+    gate_first: bool = False,
+    group: int = 0,
 ) -> Tensor:
     """act_mul(rms_norm(x) weight^T + bias) + residual; each part is optional.
 
     x [..., K], weight [N, K], bias [N]. eps None: no norm; otherwise norm_weight [K] and offset
     as in `rms_norm`. act as in `act_mul`: the result has N / 2 columns. residual: same shape as the
-    result.
+    result. With a gate [..., K], the norm is `gated_rms_norm`, of groups of `group` channels, with
+    gate_act as its act; then x and gate may have other dtypes than the weight and the result.
     """
-    if eps is not None:
+    if gate is not None:
+        assert eps is not None, "a gate belongs to a norm"
+        x = gated_rms_norm.reference(
+            x, gate, norm_weight, eps, offset, gate_act, gate_first, group, weight.dtype
+        )
+    elif eps is not None:
         x = normalize(x, norm_weight, eps, offset).to(x.dtype)
     y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     if act is not None:
         gate, up = y.chunk(2, dim=-1)
         y = ACTIVATIONS[act](gate) * up
-    return (y if residual is None else y + residual.float()).to(x.dtype)
+    return (y if residual is None else y + residual.float()).to(weight.dtype)
 
 
 @fused_linear.cases
@@ -69,6 +80,23 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         residual = rand(*rows, n // (1 if act is None else 2)) if added else None
         offset = 1.0 if normed and k % 8 else 0.0
         yield x, weight, bias, norm_weight, eps, offset, act, residual
+    for rows, groups, group, gate_act, first, weighted, added in (
+        ((1, 1), 5, 16, "silu", False, True, True),
+        ((1, 3), 3, 64, "sigmoid", False, False, True),
+        ((1, 1), 1, 200, "silu", True, True, True),
+        ((4,), 1, 96, "sigmoid", True, True, False),
+        ((2, 2), 3, 320, "silu", True, True, True),
+        ((1,), 2, 1088, "silu", True, False, False),
+        ((3,), 2, 12, "silu", False, True, True),
+        ((12,), 2, 16, "silu", False, True, True),
+    ):
+        k = groups * group
+        x, weight = rand(*rows, k), rand(32, k) * k**-0.5
+        gate = rand(*rows, 2 * k)[..., k:]
+        residual = rand(*rows, 32) if added else None
+        norm_weight = rand(k) if weighted else None
+        linear = (weight, None, norm_weight, 1e-5, float(first), None, residual)
+        yield x.float() if first else x, *linear, gate, gate_act, first, group
 
 
 @op(mutates=("out",))
@@ -81,18 +109,24 @@ def add_linear(
     eps: float | None,
     offset: float,
     act: str | None,
+    gate: Tensor | None = None,
+    gate_act: str = "silu",
+    gate_first: bool = False,
+    group: int = 0,
 ) -> None:
     """out += act_mul(rms_norm(x) weight^T + bias): `fused_linear`, with `out` as the residual.
 
     out [..., N], or [..., N / 2] with an act; it shares no memory with the other arguments.
     """
-    out.copy_(fused_linear.reference(x, weight, bias, norm_weight, eps, offset, act, out))
+    given = (x, weight, bias, norm_weight, eps, offset, act, out)
+    out.copy_(fused_linear.reference(*given, gate, gate_act, gate_first, group))
 
 
 @add_linear.cases
 def _adding_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    for *given, residual in _cases(device, dtype):
+    for x, weight, bias, norm_weight, eps, offset, act, residual, *gated in _cases(device, dtype):
         if residual is not None:
+            given = (x, weight, bias, norm_weight, eps, offset, act, *gated)
             yield residual, *given
             spread = residual.new_zeros(*residual.shape[:-1], residual.shape[-1] + 3)
             yield spread[..., :-3].copy_(residual), *given

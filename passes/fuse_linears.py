@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, fx
 
 from llmc.kernels.act_mul import act_mul
 from llmc.kernels.fused_linear import add_linear, fused_linear
+from llmc.kernels.gated_rms_norm import gated_rms_norm
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import (
@@ -18,13 +20,17 @@ from llmc.passes.edit import (
     calls,
     emit,
     is_call,
+    keeps_order,
     only_user,
     operands,
     replace,
+    reshaped,
     same_shape,
+    source_of,
     through,
     val,
 )
+from llmc.passes.inputs import WeightInput, add_input, input_of
 
 _RESHAPES = (
     aten.view.default,
@@ -50,6 +56,11 @@ def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
         z = llmc.rms_norm(x, g2, eps, 0.0)
     and where x is an input of the graph, or is also read later, instead of add_linear:
         h = llmc.fused_linear(a, v, None, None, None, 0.0, None, x)
+
+    Before:
+        o = aten.linear(llmc.gated_rms_norm(x, z, g, eps, 0.0, "silu", False, group, dtype), w)
+    After:
+        o = llmc.fused_linear(x, w, None, g, eps, 0.0, None, None, z, "silu", False, group)
     """
     if unwanted is not None:
         return [unwanted]
@@ -65,6 +76,8 @@ def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
             _fuse(graph, node, linear, act=given.act)
     for node in calls(graph, aten.linear.default, fused_linear.overload):
         _take_norm(graph, node)
+    for node in calls(graph, aten.linear.default, fused_linear.overload):
+        _take_gated_norm(graph, node)
     _add_in_place(graph)
     return []
 
@@ -151,6 +164,57 @@ def _take_norm(graph: fx.Graph, node: fx.Node) -> None:
         )
     replace(node, fused)
     graph.erase_node(source)
+
+
+def _take_gated_norm(graph: fx.Graph, node: fx.Node) -> None:
+    given = arguments(node)
+    is_fused = node.target is fused_linear.overload
+    if is_fused and given.eps is not None:
+        return
+    source = given.x if is_fused else given.input
+    shape = val(source).shape
+    reader = node
+    while keeps_order(source) and only_user(source) is reader:
+        source, reader = source.args[0], source
+    if not is_call(source, gated_rms_norm.overload) or only_user(source) is not reader:
+        return
+    norm = arguments(source)
+    if shape[-1] % val(source).shape[-1]:
+        return
+    weight = _repeated(graph, norm.weight, shape[-1])
+    if weight is None and norm.weight is not None:
+        return
+    with graph.inserting_before(node):
+        fused = emit(
+            graph,
+            fused_linear.overload,
+            x=reshaped(graph, source_of(norm.x), shape),
+            weight=given.weight,
+            bias=given.bias,
+            norm_weight=weight,
+            eps=norm.eps,
+            offset=norm.offset,
+            act=given.act if is_fused else None,
+            residual=given.residual if is_fused else None,
+            gate=reshaped(graph, source_of(norm.gate), shape),
+            gate_act=norm.act,
+            gate_first=norm.gate_first,
+            group=norm.group,
+        )
+    replace(node, fused)
+
+
+def _repeated(graph: fx.Graph, weight: fx.Node | None, width: int) -> fx.Node | None:
+    """A norm's weight as often as it fits into `width` channels; None if it is computed."""
+    if weight is None or val(weight).shape[0] == width:
+        return weight
+    role = input_of(weight)
+    if not isinstance(role, WeightInput):
+        return None
+    size = val(weight).shape[0]
+    order = (role.order or ((0, size),)) * (width // size)
+    fake = val(weight).new_empty(width)
+    return add_input(graph, f"{weight.name}_repeated", dataclasses.replace(role, order=order), fake)
 
 
 def _add_in_place(graph: fx.Graph) -> None:

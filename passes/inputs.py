@@ -111,7 +111,8 @@ class WeightInput:
     `transposed`: each part is stored [in, out] and is transposed to [out, in] first.
     `quantized`: the result is the quantized weight, its scales or its zeros.
     `shards`: the shard of each part (after transposing) that is used; () uses all.
-    `order`: ranges (start, length) of the rows, which are kept in this order; () keeps all.
+    `order`: ranges (start, length) of the rows, which are kept in this order, perhaps more than
+    once; () keeps all.
     `functions`: names of elementwise functions that are applied in order; names of dtypes are
     casts. The first is the dtype in which the parts are loaded.
     `first_rank`: only rank 0 has it and the others have zeros, since it is added to a term that is

@@ -102,11 +102,9 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
 
 }  // namespace
 
-namespace {
-
-Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const optional<Tensor>& weight,
-                      double eps, double offset, const std::string& act, bool gate_first,
-                      int64_t group, int32_t dtype) {
+Tensor gated_norm(const Tensor& x, const Tensor& gate, const optional<Tensor>& weight, double eps,
+                  double offset, const std::string& act, bool gate_first, int64_t group,
+                  at::ScalarType dtype) {
   const int64_t width = x.size(-1);
   TORCH_CHECK(x.sizes() == gate.sizes(), "gate ", gate.sizes(), " does not fit x ", x.sizes());
   TORCH_CHECK(group > 0 && width % group == 0, "groups of ", group, " do not divide ", width);
@@ -115,7 +113,7 @@ Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const optional<Tensor
   TORCH_CHECK(!weighted || (weight->dim() == 1 && weight->size(0) == width &&
                             (width == 1 || weight->stride(0) == 1)),
               "weight must be a dense [", width, "]");
-  Tensor out = at::empty(x.sizes(), at::scalar_type_of(dtype));
+  Tensor out = at::empty(x.sizes(), dtype);
   if (x.numel() == 0) return out;
   Tensor kept_x, kept_gate;
   const auto [x_rows, gate_rows] = alike(x, gate, kept_x, kept_gate);
@@ -125,6 +123,15 @@ Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const optional<Tensor
                            float(eps), float(offset), act == "silu", gate_first,
                            at::num_threads()});
   return out;
+}
+
+namespace {
+
+Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const optional<Tensor>& weight,
+                      double eps, double offset, const std::string& act, bool gate_first,
+                      int64_t group, int32_t dtype) {
+  return gated_norm(x, gate, weight, eps, offset, act, gate_first, group,
+                    at::scalar_type_of(dtype));
 }
 
 }  // namespace

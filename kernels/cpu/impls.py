@@ -130,6 +130,15 @@ def _choose_blocks(*, query: Tensor, key: Tensor, key_cache: Tensor, **others: o
     return _takes(query, key, key_cache)
 
 
+def _fused_linear(
+    *, x: Tensor, norm_weight: Tensor | None, gate: Tensor | None, **others: Any
+) -> bool:
+    linear = [others[name] for name in ("weight", "bias", "residual")]
+    if gate is None:
+        return _takes(x, norm_weight, *linear)
+    return all(_takes(t) for t in (x, gate, norm_weight)) and _takes(*linear)
+
+
 def _bmm(*, self: Tensor, mat2: Tensor) -> bool:
     dense = mat2.stride(1) == 1 or mat2.stride(2) == 1
     return _takes(self) and mat2.dtype == self.dtype and mat2.device == self.device and dense
@@ -218,7 +227,7 @@ _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (quantized_linear, _quantized_linear),
     (quantized_expert_linear, _quantized_linear),
     (quantized_embedding, _quantized_embedding),
-    (fused_linear, _all_of("x", "weight", "bias", "norm_weight", "residual")),
+    (fused_linear, _fused_linear),
     (add_lora, _all_of("out", "x", "a", "b")),
     (write_segments, _on_cpu),
     (prepare_step, _on_cpu),

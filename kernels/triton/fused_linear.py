@@ -3,6 +3,8 @@ weight once.
 
 One row is multiplied lane by lane, up to FEW_ROWS rows by tensor cores. The norm's factor is the
 same for a whole row, so it is applied to the sums, and the squares are accumulated along the way.
+A gated norm can have smaller groups: its factor is applied to a tile that holds whole groups, or to
+the sums of a part of the depth that is one group.
 Deep, narrow weights are split along their depth; the last program of a tile adds the parts in a
 fixed order, so results are the same in every run, unlike with atomic additions.
 More rows are compute-bound: torch's own linear multiplies them, between other ops of this package.
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from llmc.kernels.fused_linear import add_linear, fused_linear
 from llmc.kernels.linear import linear
-from llmc.kernels.triton import act_mul, dependent_launch, norm
+from llmc.kernels.triton import act_mul, dependent_launch, gated_rms_norm, norm
 from llmc.kernels.triton.act_mul import activate
 from llmc.kernels.triton.counters import counters, is_last, sum_of_parts
 from llmc.kernels.triton.define import (
@@ -30,7 +32,14 @@ from llmc.kernels.triton.define import (
 )
 from llmc.kernels.triton.dependent_launch import prefetch, wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors
-from llmc.kernels.triton.linear_configs import FEW_ROWS, few_rows_config, prefers_library
+from llmc.kernels.triton.linear_configs import (
+    FEW_ROWS,
+    LinearConfig,
+    few_rows_config,
+    gated_rows_config,
+    prefers_library,
+)
+from llmc.kernels.triton.state import sigmoid
 
 
 @triton.jit
@@ -59,7 +68,8 @@ def linear_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
     WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, CACHE: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr, gate=None, gate_row=0, SILU: tl.constexpr = False,
+    GATE_FIRST: tl.constexpr = False, GROUP: tl.constexpr = 0,
 ):  # fmt: skip
     """Compute the BLOCK_N channels of one tile over part `part` of the depth; the last of SPLITS
     parts stores their results.
@@ -68,6 +78,8 @@ def linear_tile(
     partial [SPLITS, rows, N or 2 N], squares [SPLITS, tiles, rows]: sums over each part of K.
     CACHE: cache modifier with which x and the residual are read. WHOLE: BLOCK_N divides N, and
     BLOCK_K divides K, so nothing needs a mask.
+    GROUP: inputs that are normalized together; 0: all. A tile holds whole groups, or SPLIT_K is
+    one. The gate multiplies before the norm if GATE_FIRST, otherwise after it.
     """
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
@@ -83,6 +95,7 @@ def linear_tile(
         acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
         up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     square = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     for k0 in tl.range(first, min(first + SPLIT_K, K), BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         reached = tl.full([BLOCK_K], True, tl.int1) if WHOLE else k < K
@@ -94,10 +107,27 @@ def linear_tile(
         w = tl.load(w_at + k[None, :], mask=known, other=0.0)
         if NORM:
             wide = a.to(tl.float32)
-            square += wide * wide
+            if gate is not None:
+                z = tl.load(
+                    gate + m[:, None] * gate_row + k[None, :],
+                    mask=(m < rows)[:, None] & reached[None, :], other=0.0,
+                ).to(tl.float32)  # fmt: skip
+                opened = z * sigmoid(z) if SILU else sigmoid(z)
+                if GATE_FIRST:
+                    wide *= opened
+            if GROUP > 0 and GROUP <= BLOCK_K:
+                groups = tl.reshape(wide, [BLOCK_M, BLOCK_K // GROUP, GROUP])
+                factors = 1 / tl.sqrt_rn(tl.sum(groups * groups, axis=2) / GROUP + eps)
+                wide = tl.reshape(groups * factors[:, :, None], [BLOCK_M, BLOCK_K])
+            elif gate is not None:  # the sum keeps the tile as loaded, not copied for each warp
+                total += tl.sum(wide * wide, axis=1)
+            else:
+                square += wide * wide
             if WEIGHTED:
                 gain = tl.load(norm_weight + k, mask=reached, other=0.0).to(tl.float32) + offset
                 wide = wide * gain[None, :]
+            if gate is not None and not GATE_FIRST:
+                wide *= opened
             a = wide.to(w.dtype) if DOT else wide
         if UPCAST or not DOT:
             a = a.to(tl.float32)
@@ -116,7 +146,11 @@ def linear_tile(
                 up_acc += u * a
     y = acc if DOT else tl.sum(acc, axis=1)[None, :]
     up = up_acc if DOT else tl.sum(up_acc, axis=1)[None, :]
-    total = tl.sum(square, axis=1)
+    total += tl.sum(square, axis=1)
+    if GROUP > BLOCK_K:
+        of_part = (1 / tl.sqrt_rn(total / GROUP + eps))[:, None]
+        y *= of_part
+        up *= of_part
     row = m.to(tl.int64)[:, None]
     stored = (m < rows)[:, None] & inside[None, :]
     is_done = True
@@ -129,7 +163,7 @@ def linear_tile(
         if GATED:
             tl.store(at + N + own, up, mask=stored)
         squares_at = squares
-        if NORM:
+        if NORM and GROUP == 0:
             squares_at = squares + tile * rows + m
             tl.store(squares_at + part * tiles * rows, total, mask=m < rows)
         is_done = is_last(counter + tile, SPLITS)
@@ -138,9 +172,9 @@ def linear_tile(
             y = sum_of_parts(at, rows * WIDTH, stored, SPLITS)
             if GATED:
                 up = sum_of_parts(at + N, rows * WIDTH, stored, SPLITS)
-            if NORM:
+            if NORM and GROUP == 0:
                 total = sum_of_parts(squares_at, tiles * rows, m < rows, SPLITS)
-        if NORM:
+        if NORM and GROUP == 0:
             factor = (1 / tl.sqrt_rn(total / K + eps))[:, None]
             y *= factor
             up *= factor
@@ -161,12 +195,13 @@ def linear_tile(
 
 @triton.jit(do_not_specialize=["rows"])
 def few_rows_kernel(
-    x, weight, bias, norm_weight, residual, out, partial, squares, counter, rows, x_row,
-    weight_row, residual_row, eps, offset,
+    x, weight, bias, norm_weight, gate, residual, out, partial, squares, counter, rows, x_row,
+    weight_row, gate_row, residual_row, eps, offset,
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
     WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, SILU: tl.constexpr,
+    GATE_FIRST: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile and part of the depth; the arguments are those of `linear_tile`."""
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -179,13 +214,14 @@ def few_rows_kernel(
         tile, part, x, weight, bias, norm_weight, residual, out, partial, squares, counter, rows,
         x_row, weight_row, residual_row, eps, offset,
         N, K, SPLITS, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_K, NORM, WEIGHTED, BIAS, ACT, ADD, DOT,
-        PRECISION, UPCAST, "", False,
+        PRECISION, UPCAST, "", False, gate, gate_row, SILU, GATE_FIRST, GROUP,
     )  # fmt: skip
 
 
 def plan(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
     eps: float | None, offset: float, act: str | None, residual: Tensor | None,
+    gate: Tensor | None = None, gate_act: str = "silu", gate_first: bool = False, group: int = 0,
     out: Tensor | None = None,
 ) -> Plan[Tensor]:  # fmt: skip
     """For up to FEW_ROWS rows. `out`, contiguous, may be the residual itself: each program reads
@@ -194,12 +230,12 @@ def plan(
     channels = weight.shape[0] // (1 if act is None else 2)
     flat = x.reshape(-1, depth)
     rows = flat.shape[0]
+    gates = None if gate is None else gate.reshape(rows, depth)
     more = None if residual is None else residual.reshape(rows, channels)
-    processors = 3 if interpreted() else multiprocessors(x.device)
-    size = weight.element_size() * (1 if act is None else 2)  # weight bytes per input and channel
-    config = few_rows_config(rows, channels, depth, size, processors)
+    config = _config(rows, weight, act, 0 if gate is None else group)
+    assert config is not None, "`takes` tells"
     tiles = config.tiles
-    out = x.new_empty(*x.shape[:-1], channels) if out is None else out
+    out = weight.new_empty(*x.shape[:-1], channels) if out is None else out
     pdl = dependent_launch.applies_to(x.device)
     blocks = cdiv(channels, tiles.block_n)
     partial = x.new_empty(config.splits, rows, weight.shape[0], dtype=torch.float32)
@@ -209,10 +245,10 @@ def plan(
         kernel=few_rows_kernel,
         grid=(blocks, config.splits),
         args={
-            "x": flat, "weight": weight, "bias": bias, "norm_weight": norm_weight,
+            "x": flat, "weight": weight, "bias": bias, "norm_weight": norm_weight, "gate": gates,
             "residual": more, "out": out, "partial": partial, "squares": squares,
             "counter": counters(x.device, blocks), "rows": rows, "x_row": flat.stride(0),
-            "weight_row": weight.stride(0),
+            "weight_row": weight.stride(0), "gate_row": 0 if gates is None else gates.stride(0),
             "residual_row": 0 if more is None else more.stride(0), "eps": eps or 0.0,
             "offset": offset,
         },
@@ -221,8 +257,10 @@ def plan(
             "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
             "NORM": eps is not None, "WEIGHTED": norm_weight is not None,
             "BIAS": bias is not None, "ACT": act, "ADD": more is not None, "DOT": rows > 1,
-            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-            "UPCAST": needs_upcast(x.dtype), "PDL": pdl,
+            "PRECISION": "ieee" if weight.dtype == torch.float32 else "tf32",
+            "UPCAST": needs_upcast(weight.dtype), "SILU": gate_act == "silu",
+            "GATE_FIRST": gate_first, "GROUP": 0 if gate is None or group == depth else group,
+            "PDL": pdl,
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -231,22 +269,50 @@ def plan(
     return Plan(out=out, launches=(launch,))
 
 
-def takes(x: Tensor, weight: Tensor, eps: float | None) -> bool:
+def _config(rows: int, weight: Tensor, act: str | None, group: int) -> LinearConfig | None:
+    """`group`: of a gated norm, otherwise 0."""
+    channels, depth = weight.shape[0] // (1 if act is None else 2), weight.shape[1]
+    processors = 3 if interpreted() else multiprocessors(weight.device)
+    size = weight.element_size() * (1 if act is None else 2)  # weight bytes per input and channel
+    if group:
+        return gated_rows_config(rows, channels, depth, group, size, processors)
+    return few_rows_config(rows, channels, depth, size, processors)
+
+
+def takes(
+    x: Tensor, weight: Tensor, eps: float | None, act: str | None = None,
+    gate: Tensor | None = None, group: int = 0,
+) -> bool:  # fmt: skip
     """Whether one kernel computes these rows."""
     rows = x.numel() // x.shape[-1]
+    if not 0 < rows <= FEW_ROWS or prefers_library(*weight.shape):
+        return False
+    if gate is not None and (not eps or _config(rows, weight, act, group) is None):
+        return False
     # a float16 row before normalization times the norm's weight can overflow float16
-    narrow = x.dtype == torch.float16 and eps is not None
-    return 0 < rows <= FEW_ROWS and not narrow and not prefers_library(*weight.shape)
+    return weight.dtype != torch.float16 or eps is None
+
+
+def _normalized(
+    x: Tensor, weight: Tensor, norm_weight: Tensor | None, eps: float, offset: float,
+    gate: Tensor | None, gate_act: str, gate_first: bool, group: int,
+) -> Tensor:  # fmt: skip
+    if gate is None:
+        return norm.plan(x, norm_weight, eps, offset).run()
+    given = (eps, offset, gate_act, gate_first, group, weight.dtype)
+    return gated_rms_norm.plan(x, gate, norm_weight, *given).run()
 
 
 def run(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
     eps: float | None, offset: float, act: str | None, residual: Tensor | None,
+    gate: Tensor | None = None, gate_act: str = "silu", gate_first: bool = False, group: int = 0,
 ) -> Tensor:  # fmt: skip
-    if takes(x, weight, eps):
-        return plan(x, weight, bias, norm_weight, eps, offset, act, residual).run()
+    gated = gate, gate_act, gate_first, group
+    if takes(x, weight, eps, act, gate, group):
+        return plan(x, weight, bias, norm_weight, eps, offset, act, residual, *gated).run()
     if eps is not None:
-        x = norm.plan(x, norm_weight, eps, offset).run()
+        x = _normalized(x, weight, norm_weight, eps, offset, *gated)
     if residual is not None and bias is None and act is None:
         # rounded once; torch copies the residual to where the product adds to it
         flat = residual.reshape(-1, weight.shape[0])
@@ -260,17 +326,19 @@ def run(
 def run_add(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
     eps: float | None, offset: float, act: str | None,
+    gate: Tensor | None = None, gate_act: str = "silu", gate_first: bool = False, group: int = 0,
 ) -> None:  # fmt: skip
+    gated = gate, gate_act, gate_first, group
     if not out.is_contiguous():
-        out.copy_(run(x, weight, bias, norm_weight, eps, offset, act, out))
-    elif takes(x, weight, eps):
-        plan(x, weight, bias, norm_weight, eps, offset, act, out, out).run()
+        out.copy_(run(x, weight, bias, norm_weight, eps, offset, act, out, *gated))
+    elif takes(x, weight, eps, act, gate, group):
+        plan(x, weight, bias, norm_weight, eps, offset, act, out, *gated, out=out).run()
     elif bias is None and act is None:  # rounded once, and the product adds to `out` itself
         if eps is not None:
-            x = norm.plan(x, norm_weight, eps, offset).run()
+            x = _normalized(x, weight, norm_weight, eps, offset, *gated)
         out.view(-1, weight.shape[0]).addmm_(x.reshape(-1, weight.shape[1]), weight.t())
     else:
-        out += run(x, weight, bias, norm_weight, eps, offset, act, None)
+        out += run(x, weight, bias, norm_weight, eps, offset, act, None, *gated)
 
 
 def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -285,10 +353,12 @@ def _supports(
     norm_weight: Tensor | None = None,
     residual: Tensor | None = None,
     out: Tensor | None = None,
+    gate: Tensor | None = None,
     **others: object,
 ) -> bool:
-    tensors = (x, weight, bias, norm_weight, residual, out)
-    return supports_tensors(*tensors) and same_dtype(x, weight, bias, residual, out)
+    tensors = (x, weight, bias, norm_weight, residual, out, gate)
+    rounded = None if gate is not None else x  # a gated norm rounds its result to weight's dtype
+    return supports_tensors(*tensors) and same_dtype(rounded, weight, bias, residual, out)
 
 
 define(fused_linear, run=run, supports=_supports)

@@ -6,7 +6,7 @@ ahead-of-time builds report.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmc.kernels.triton.launch import cdiv, power_of_2
 from llmc.kernels.tuned import tuned
@@ -21,6 +21,7 @@ WIDE_ROWS = 256
 SCALED_ROWS = 128
 WIDE_BYTES = 128 << 20  # of the scratch: enough channels at a time to occupy every multiprocessor
 WIDE_BLOCK = 512  # inputs of 16 channels that a program dequantizes
+_MAX_GROUPS = 16  # parts of the depth of a linear, each a group of a gated norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,33 @@ def few_rows_tiles(rows: int, channels: int, depth: int, size: int) -> LinearTil
     block_k = min(power_of_2(depth, 16), 512 // size if size < 8 else 32)
     stages = 4 if size == 2 else 3 if size == 4 else 1
     return LinearTiles(block_m=16, block_n=16, block_k=block_k, num_warps=4, num_stages=stages)
+
+
+def gated_rows_config(
+    rows: int, channels: int, depth: int, group: int, size: int, multiprocessors: int
+) -> LinearConfig | None:
+    """The same with a gated norm of groups of inputs before the linear. None: a kernel of its own
+    computes the norm.
+
+    A group is the whole depth, or a tile holds whole groups, or each part of the depth is a group.
+    Every tile of channels computes the norm again, so tiles of several rows have more channels.
+    """
+    if rows == 1:
+        block_k = min(power_of_2(depth), 2048 // size)
+        tiles = LinearTiles(block_m=1, block_n=8, block_k=block_k, num_warps=4, num_stages=2)
+    else:
+        block_k = min(power_of_2(depth, 16), 256 // size)
+        stages = 4 if size == 2 else 2
+        tiles = LinearTiles(block_m=16, block_n=64, block_k=block_k, num_warps=4, num_stages=stages)
+    if group == depth:
+        return _divided(tiles, channels, depth, multiprocessors)
+    if group <= max(block_k, 512 // size) and group == power_of_2(group):
+        tiles = replace(tiles, block_k=max(block_k, group))
+        return _divided(tiles, channels, depth, multiprocessors)
+    block_k = min(block_k, group & -group)
+    if block_k < 32 or depth // group > _MAX_GROUPS:
+        return None
+    return LinearConfig(tiles=replace(tiles, block_k=block_k), splits=depth // group, split_k=group)
 
 
 def low_bit_config(

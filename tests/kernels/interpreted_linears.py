@@ -100,6 +100,58 @@ def test_a_deep_linear_is_divided_and_sums_are_the_same_every_time(
     assert not counters(CPU, 1).any()
 
 
+@few
+@given(
+    rows=st.integers(1, 8),
+    groups=st.integers(1, 5),
+    group=st.sampled_from([8, 32, 64, 128, 192, 256, 320, 512, 1088]),
+    n=st.integers(1, 70),
+    gate_act=st.sampled_from(["silu", "sigmoid"]),
+    extras=st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
+)
+def test_few_rows_after_a_gated_norm(
+    rows: int,
+    groups: int,
+    group: int,
+    n: int,
+    gate_act: str,
+    extras: tuple[bool, bool, bool, bool],
+) -> None:
+    """Tiles that hold several groups, parts that are one, and one group over several parts."""
+    weighted, added, first, gated = extras
+    k, act, channels = groups * group, "gelu" if gated else None, 2 * n if gated else n
+    x, gate = (
+        rand(rows, k) * 10 ** rand(rows, groups, seed=5).repeat_interleave(group, 1),
+        rand(rows, 2 * k, seed=6),
+    )
+    case = (
+        x,
+        rand(channels, k, seed=1) * k**-0.5,
+        None,
+        rand(k, seed=3) if weighted else None,
+        1e-5,
+        0.5,
+        act,
+        rand(rows, n, seed=4) if added else None,
+        gate[:, k:],
+        gate_act,
+        first,
+        group,
+    )
+    assert fused_linear.takes(x, case[1], 1e-5, act, gate, group)
+    assert_equals_reference("fused_linear", fused_linear.plan(*case), case)
+
+
+def test_other_groups_are_normalized_by_their_own_kernel() -> None:
+    for rows, k, group, taken in (
+        (1, 96, 24, False),  # neither a power of two nor enough inputs for a tile of its own
+        (8, 32 * 320, 320, False),  # too many parts
+        (9, 64, 16, False),
+        (8, 64, 16, True),
+    ):
+        assert fused_linear.takes(rand(rows, k), rand(8, k), 1e-5, None, rand(1), group) == taken
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_deep_low_bit_weight_is_divided(format: Format, rows: int) -> None:

@@ -11,7 +11,10 @@ from tiny_graphs import Arg, Values, apply, assert_idempotent, assert_same, ops,
 from torch import Tensor
 
 from llmc.kernels.act_mul import act_mul
+from llmc.kernels.fused_linear import add_linear, fused_linear
+from llmc.kernels.gated_rms_norm import gated_rms_norm
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
+from llmc.passes.edit import arguments, aten, calls, is_call, val
 from llmc.passes.fuse_linears import fuse_linears
 
 GEN = torch.Generator().manual_seed(0)
@@ -49,6 +52,81 @@ def test_rewrites_a_block() -> None:
     assert report.removed["aten.linear.default"] == 3 and report.added == {FUSED: 3}
     assert_same(fused, gm, VALUES)
     assert_idempotent(gm, fuse_linears())
+
+
+GATED: dict[str, Arg] = {
+    "x": step(rand(5, 4, 6), dynamic=0),  # as a recurrent op returns it
+    "hidden": step(rand(1, 5, 16), dynamic=1),
+    "gates": step(rand(1, 5, 40), dynamic=1),
+    "gain": weight("gain", rand(6)),
+    "wide_gain": weight("wide_gain", rand(24)),
+    "back": weight("back", rand(16, 24)),
+}
+
+
+def by_head(x: Tensor, hidden: Tensor, gates: Tensor, gain: Tensor, *weights: Tensor) -> Tensor:
+    """Tokens and heads in one dimension, as some models write it."""
+    z = gates[..., :24].reshape(-1, 6)
+    y = gated_rms_norm.overload(x.reshape(-1, 6), z, gain, 1e-5, 0.0, "silu", False, 6, x.dtype)
+    return hidden + F.linear(y.reshape(1, -1, 4, 6).reshape(1, -1, 24), weights[1])
+
+
+def by_group(
+    x: Tensor, hidden: Tensor, gates: Tensor, gain: Tensor, wide_gain: Tensor, back: Tensor
+) -> Tensor:
+    """Two groups of channels, and a sum in place."""
+    rows, z = x.reshape(1, -1, 24), gates[..., 16:]
+    y = gated_rms_norm.overload(rows, z, wide_gain, 1e-5, 1.0, "sigmoid", True, 12, x.dtype)
+    return hidden * 2 + F.linear(y, back)
+
+
+@pytest.mark.parametrize(
+    ("layer", "fused_op", "group"), [(by_head, FUSED, 6), (by_group, ADDED, 12)]
+)
+def test_takes_a_gated_norm(layer: Callable[..., Tensor], fused_op: str, group: int) -> None:
+    gm = trace(layer, **GATED)
+    fused, _ = apply(gm, fuse_linears())
+    left = {name: n for name, n in ops(fused).items() if name.startswith("llmc.")}
+    assert left == {fused_op: 1}
+    (node,) = calls(fused.graph, fused_linear.overload, add_linear.overload)
+    given = arguments(node)
+    assert (given.group, given.gate_first) == (group, layer is by_group)
+    assert given.x.args[0].op == "placeholder"
+    # a view of the gates: heads are not merged with tokens, which would copy them
+    assert is_call(given.gate.args[0], aten.slice.Tensor) and val(given.gate).shape[-1] == 24
+    assert val(given.norm_weight).shape == (24,)
+    assert_same(fused, gm, Values.of(**GATED))
+    assert_idempotent(gm, fuse_linears())
+
+
+ELSEWHERE: dict[str, Callable[..., list[Tensor]]] = {
+    "is read elsewhere": lambda y, back: [F.linear(y.reshape(1, -1, 24), back), y],
+    "is read elsewhere in its last shape": lambda y, back: [
+        F.linear(rows := y.reshape(1, -1, 24), back),
+        rows,
+    ],
+    "is cut into other rows": lambda y, back: [F.linear(y.reshape(1, -1, 4), back[:, :4])],
+    "is in another order": lambda y, back: [F.linear(y.reshape(1, -1, 24).flip(-1), back)],
+    "has another norm after it": lambda y, back: [
+        F.linear(rms_norm.overload(y.reshape(1, -1, 24), None, 1e-6, 0.0), back)
+    ],
+    "has a computed weight": lambda y, back: [F.linear(y.reshape(1, -1, 24), back)],
+}
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_leaves_alone_a_gated_norm_that(kind: str) -> None:
+    def layer(
+        x: Tensor, hidden: Tensor, gates: Tensor, gain: Tensor, *rest: Tensor
+    ) -> list[Tensor]:
+        gain = gain * 2 if "computed" in kind else gain
+        z = gates[..., :24].reshape(1, -1, 4, 6)
+        y = gated_rms_norm.overload(x[None], z, gain, 1e-5, 0.0, "silu", False, 6, x.dtype)
+        return ELSEWHERE[kind](y, rest[1])
+
+    fused, _ = apply(trace(layer, **GATED), fuse_linears())
+    assert ops(fused)["llmc.gated_rms_norm.default"] == 1
+    assert all(arguments(node).gate is None for node in calls(fused.graph, fused_linear.overload))
 
 
 def test_takes_a_plain_sum_with_the_residual_on_either_side() -> None:

@@ -390,6 +390,15 @@ def few_rows(rows: int, channels: int, depth: int, act: str | None = None) -> Pl
     )  # fmt: skip
 
 
+def gated_rows(rows: int, depth: int, group: int, *, first: bool) -> Plan[Tensor]:
+    """The linear after a recurrent layer: with a gated norm before it, and a residual."""
+    x, gate = meta(rows, depth, dtype=torch.float32 if first else BF16), meta(rows, 3 * depth)
+    return fused_linear.plan(
+        x, meta(depth // 2, depth), None, meta(depth), 1e-6, 0.0, None, meta(rows, depth // 2),
+        gate[:, :depth], "silu", first, group,
+    )  # fmt: skip
+
+
 def slots(requests: int, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
     state = meta(257, *shape, dtype=dtype)
     return state, ints(requests + 1), ints(requests), longs(requests)
@@ -602,6 +611,11 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "fused_linear row gated": lambda: few_rows(1, 28672, 4096, "silu"),
     "fused_linear few": lambda: few_rows(8, 4096, 14336),
     "fused_linear few gated": lambda: few_rows(8, 28672, 4096, "silu"),
+    "fused_linear row, norm of heads": lambda: gated_rows(1, 4096, 128, first=False),
+    "fused_linear few, norm of heads": lambda: gated_rows(8, 4096, 128, first=False),
+    "fused_linear row, norm of groups": lambda: gated_rows(1, 10240, 1280, first=True),
+    "fused_linear few, norm of groups": lambda: gated_rows(8, 8192, 1024, first=True),
+    "fused_linear few, gated norm": lambda: gated_rows(8, 5120, 5120, first=True),
     "chain_linears row": lambda: chained(1),
     "chain_linears few": lambda: chained(8),
     "chain_linears few biased": lambda: chained(8, biased=True),
@@ -744,6 +758,7 @@ SIZED: dict[str, Callable[[int], Plan[Any]]] = {
 # ops whose launch options depend on the number of rows, in a few classes
 CLASSED: dict[str, Callable[[int], Plan[Any]]] = {
     "fused_linear": lambda n: few_rows(min(n, 8), 28672, 4096, "silu"),
+    "fused_linear, norm of heads": lambda n: gated_rows(min(n, 8), 4096, 128, first=False),
     "chain_linears": lambda n: chained(min(n, 8)),
     "expert_linear": lambda n: experts(8 * n, choices=8),
     "quantized_linear int4": lambda n: low_bit(n, "int4", group=128),
