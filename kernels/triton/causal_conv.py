@@ -14,6 +14,10 @@ from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.state import dense, silu, span, step_args, takes_slots
 
+# the arguments of a recurrence's kernel, without a convolution in it
+NO_CONVOLUTION = {"conv_weight": None, "conv_bias": None, "conv_state": None, "counter": None}
+NO_TAPS = {"TAPS": 0, "TAPS_PAD": 0, "SILU": False}
+
 
 @triton.jit
 def inputs(x, past, i, c, x_token, kept, inside, PAST: tl.constexpr):
@@ -21,6 +25,47 @@ def inputs(x, past, i, c, x_token, kept, inside, PAST: tl.constexpr):
     new = tl.load(x + i.to(tl.int64) * x_token + c, mask=inside & (i >= 0), other=0.0)
     old = tl.load(past + c * PAST + PAST + i, mask=inside & (i < 0) & kept, other=0.0)
     return new.to(tl.float32) + old.to(tl.float32)
+
+
+@triton.jit
+def convolved(
+    x, weight, bias, past, i, c, live, inside, x_token, kept,
+    TAPS: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """The outputs of tokens i of a request in channels c, in float32; i and c broadcast. `live` and
+    `inside`: which channels, and which of both there are."""
+    y = 0.0
+    if bias is not None:
+        y += tl.load(bias + c, mask=live, other=0.0).to(tl.float32)
+    for j in tl.static_range(TAPS):
+        w = tl.load(weight + c * TAPS + j, mask=live, other=0.0).to(tl.float32)
+        y += w * inputs(x, past, i - (TAPS - 1) + j, c, x_token, kept, inside, TAPS - 1)
+    if SILU:
+        y = silu(y)
+    return y
+
+
+@triton.jit
+def convolved_token(
+    x, weight, bias, past, i, c, live, x_token, kept, TAPS: tl.constexpr, SILU: tl.constexpr
+):  # fmt: skip
+    """The outputs of token i, for a recurrence: rounded as the convolution's own kernel does."""
+    y = convolved(x, weight, bias, past, i, c, live, live, x_token, kept, TAPS, SILU)
+    return y.to(x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def keep_inputs(
+    x, past, count, c, live, x_token, kept, TAPS: tl.constexpr, TAPS_PAD: tl.constexpr
+):  # fmt: skip
+    """Store the last inputs of channels c as their state after the request's `count` tokens."""
+    j = tl.arange(0, TAPS_PAD)[None, :]
+    inside = (j < TAPS - 1) & live[:, None]
+    last_inputs = inputs(x, past, count - (TAPS - 1) + j, c[:, None], x_token, kept, inside,
+                         TAPS - 1)  # fmt: skip
+    tl.debug_barrier()  # all threads of the program have read the state
+    place = past + c[:, None] * (TAPS - 1) + j
+    tl.store(place, last_inputs.to(past.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -42,25 +87,11 @@ def causal_conv_kernel(
     for begin in range(0, count, TOKENS):
         token = (begin + i)[:, None]
         inside = (token < count) & live[None, :]
-        y = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
-        if bias is not None:
-            y += tl.load(bias + c, mask=live, other=0.0).to(tl.float32)[None, :]
-        for j in tl.static_range(TAPS):
-            w = tl.load(weight + c * TAPS + j, mask=live, other=0.0).to(tl.float32)
-            tap = inputs(x, past, token - (TAPS - 1) + j, c[None, :], x_token, kept, inside,
-                         TAPS - 1)  # fmt: skip
-            y += w[None, :] * tap
-        if SILU:
-            y = silu(y)
+        y = convolved(x, weight, bias, past, token, c[None, :], live[None, :], inside, x_token,
+                      kept, TAPS, SILU)  # fmt: skip
         place = out + token.to(tl.int64) * CHANNELS + c[None, :]
         tl.store(place, y.to(out.dtype.element_ty), mask=inside)
-    j = tl.arange(0, TAPS_PAD)[None, :]
-    inside = (j < TAPS - 1) & live[:, None]
-    last_inputs = inputs(x, past, count - (TAPS - 1) + j, c[:, None], x_token, kept, inside,
-                         TAPS - 1)  # fmt: skip
-    tl.debug_barrier()  # all threads of the program have read the state
-    place = past + c[:, None] * (TAPS - 1) + j
-    tl.store(place, last_inputs.to(state.dtype.element_ty), mask=inside)
+    keep_inputs(x, past, count, c, live, x_token, kept, TAPS, TAPS_PAD)
 
 
 def plan(

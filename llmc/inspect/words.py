@@ -38,6 +38,8 @@ _WORDS: dict[str, Words] = {
     "causal_conv": ("recurrent", "mix each token with the few before it (short convolution)"),
     "delta_rule": ("recurrent", "update the layer's state and read it (delta rule)"),
     "selective_scan": ("recurrent", "update the layer's state and read it (state space)"),
+    "conv_delta_rule": ("recurrent", "short convolution, then the delta rule"),
+    "conv_scan": ("recurrent", "short convolution, then the state space"),
     "decayed_softmax": ("recurrent", "update the layer's state and read it"),
     "running_max": ("recurrent", "the maximum over the sequence so far (max pooling)"),
     "linear_recurrence": ("recurrent", "update the layer's state and read it"),

@@ -32,6 +32,7 @@ _KIND_OF = {
     **dict.fromkeys(("rms_norm", "add_rms_norm", "gated_rms_norm", "layer_norm"), "norm"),
     **dict.fromkeys(("process_logits", "ban_words", "sample", "sample_rows"), "sampler"),
     **dict.fromkeys(("delta_rule", "selective_scan", "linear_recurrence"), "recurrence"),
+    **dict.fromkeys(("conv_delta_rule", "conv_scan"), "recurrence"),
     **dict.fromkeys(("decayed_softmax", "causal_conv", "running_max"), "recurrence"),
     **dict.fromkeys(("all_reduce", "all_gather", "first_rank"), "collective"),
 }

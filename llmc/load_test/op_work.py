@@ -30,7 +30,13 @@ from llmc.passes.inputs import (
 )
 
 # Operations per value of the state and per token.
-_STATE_OPERATIONS = {"delta_rule": 7, "selective_scan": 5, "linear_recurrence": 2}
+_STATE_OPERATIONS = {
+    "delta_rule": 7,
+    "selective_scan": 5,
+    "linear_recurrence": 2,
+    "conv_delta_rule": 7,
+    "conv_scan": 5,
+}
 _PICKED = ("index_select", "index", "gather")  # they read only what they return
 _EMBEDDINGS = {"embedding": "indices", "embed_shard": "ids", "quantized_embedding": "ids"}
 _TABLES_BY_POSITION = ("cos_table", "sin_table")
@@ -163,7 +169,8 @@ def _operations(call: Call) -> int:
         return int(2 * call.num_tokens * given["weight"].numel())
     if name in _STATE_OPERATIONS:
         values = given["state"][0].numel()
-        return _STATE_OPERATIONS[name] * call.num_tokens * int(values)
+        taps = given["conv_weight"].numel() if "conv_weight" in given else 0
+        return call.num_tokens * (_STATE_OPERATIONS[name] * int(values) + 2 * taps)
     if name == "latent_attention":
         return sum(_latent_operations(call, request) for request in call.requests)
     if name in ("paged_attention", "rope_attention", "choose_keys", "choose_blocks"):

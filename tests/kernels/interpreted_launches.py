@@ -88,20 +88,17 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         ),
     ),
     "hybrid": (
-        "6: causal_conv_kernel, delta_rule_kernel, 4 few_rows_kernel",
-        "6: causal_conv_kernel, delta_rule_kernel, 4 few_rows_kernel",
+        "5: delta_rule_kernel, 4 few_rows_kernel",
+        "5: delta_rule_kernel, 4 few_rows_kernel",
         (
-            "10: act_mul_kernel, 2 aten.addmm_, 2 aten.linear, causal_conv_kernel, "
+            "9: act_mul_kernel, 2 aten.addmm_, 2 aten.linear, "
             "delta_rule_kernel, gated_norm_kernel, 2 norm_kernel"
         ),
     ),
     "recurrent": (
-        "4: causal_conv_kernel, 2 few_rows_kernel, selective_scan_kernel",
-        "4: causal_conv_kernel, 2 few_rows_kernel, selective_scan_kernel",
-        (
-            "6: aten.addmm_, aten.linear, causal_conv_kernel, gated_norm_kernel, "
-            "norm_kernel, selective_scan_kernel"
-        ),
+        "3: 2 few_rows_kernel, selective_scan_kernel",
+        "3: 2 few_rows_kernel, selective_scan_kernel",
+        ("5: aten.addmm_, aten.linear, gated_norm_kernel, norm_kernel, selective_scan_kernel"),
     ),
 }
 

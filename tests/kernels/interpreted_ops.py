@@ -21,7 +21,7 @@ import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from state_draws import STATE_OPS, state_cases
+from state_draws import CONV_OPS, STATE_OPS, state_cases
 from tiers import tiered
 from torch import Tensor
 from triton.runtime import interpreter
@@ -29,7 +29,7 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
-from llmc.kernels import delta_rule
+from llmc.kernels import conv_recurrence, delta_rule
 from llmc.kernels.fp8 import FP8, to_cache
 from llmc.kernels.paged_attention import make_case, paged_attention
 from llmc.kernels.registry import OPS, Impl, Op
@@ -648,10 +648,42 @@ def test_process_logits_over_random_tables(vocab: int, length: int, seed: int, b
 
 
 @settings(few, max_examples=4)
-@pytest.mark.parametrize("name", STATE_OPS)
+@pytest.mark.parametrize("name", [*STATE_OPS, *CONV_OPS])
 @given(data=st.data())
 def test_state_ops_over_random_steps(name: str, data: st.DataObject) -> None:
     check(OPS[name], data.draw(state_cases(name, torch.float32)), torch.float32)
+
+
+@pytest.mark.parametrize("name", CONV_OPS)
+@pytest.mark.parametrize("lengths", [[(1, 9), (1, 1), (1, 30)], [(1, 5), (2, 7), (0, 0)]], ids=str)
+def test_a_recurrence_takes_its_convolution_over(
+    name: str, lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one launch, and whichever program comes last: it gives what both kernels give, bit for
+    bit, and all counters are zero again."""
+    gen = torch.Generator().manual_seed(0)
+    make = conv_recurrence.make_delta_case, conv_recurrence.make_scan_case
+    sizes = ((6, 32, 80, False, 3, 4), (4, 80, 2, 32, False, 4))
+    which = CONV_OPS.index(name)
+    case = make[which](make_step(lengths, gen, CPU), gen, torch.bfloat16, *sizes[which])
+    in_turn = (conv_recurrence.delta_rule_in_turn, conv_recurrence.scan_in_turn)[which]
+    want = op_cases.effect(in_turn, case)
+    launched = []
+    queue = Launch._queue
+    monkeypatch.setattr(Launch, "_queue", lambda launch: (launched.append(launch), queue(launch)))
+    builder = interpreter.interpreter_builder
+    forward = builder.set_grid_idx
+
+    def backward(x: int, y: int, z: int) -> None:
+        forward(*(size - 1 - i for size, i in zip(builder.grid_dim, (x, y, z), strict=True)))
+
+    for order in (forward, backward):
+        monkeypatch.setattr(builder, "set_grid_idx", order)
+        got = op_cases.effect(triton_impl(OPS[name]).op(), case)
+        for one, other in zip(got, want, strict=True):
+            assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+        assert not launched[-1].args["counter"].any()
+    assert len(launched) == 2 and launched[0].grid[2] > 1
 
 
 def test_expert_linear_gives_zeros_for_unknown_experts() -> None:

@@ -14,7 +14,7 @@ from op_cases import (
     cases,
     require_cpu_ops,
 )
-from state_draws import STATE_OPS
+from state_draws import CONV_OPS, STATE_OPS
 from torch import Tensor
 
 from llmc.kernels.registry import OPS
@@ -23,7 +23,7 @@ IN_TORCH = (*STATE_OPS, "running_max")
 NUM_STEP_INPUTS = 3  # query_start, context_len, request_row: the last arguments; the state before
 
 
-@pytest.mark.parametrize(("name", "dtype", "index"), case_params(list(IN_TORCH)))
+@pytest.mark.parametrize(("name", "dtype", "index"), case_params([*IN_TORCH, *CONV_OPS]))
 def test_all_requests_at_once_match_the_reference(
     name: str, dtype: torch.dtype, index: int
 ) -> None:

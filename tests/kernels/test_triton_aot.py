@@ -194,6 +194,17 @@ def test_parts_are_published_before_they_are_counted() -> None:
     assert loads and all(".cg" in load for load in loads), loads
 
 
+@pytest.mark.parametrize("build", ["conv_delta_rule", "conv_scan"])
+def test_shared_channels_are_written_after_all_programs_have_read_them(build: str) -> None:
+    """All threads wait between the last load of a convolution's state and the addition that lets
+    another program overwrite it. The last program stores after that, besides the counter."""
+    code = compiled_code(BUILDS[build]().launches[0], "sm_90").asm["ptx"]
+    reads, atom, writes = code.partition("atom.global.gpu.acq_rel.add")
+    _, last_load, between = reads.rpartition("ld.global")
+    assert atom and last_load and "bar.sync" in between
+    assert len(re.findall(r"\bst\.global", writes)) > 1
+
+
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_tiles_of_keys_can_be_copied_by_the_copy_engine(
     target: str, monkeypatch: pytest.MonkeyPatch

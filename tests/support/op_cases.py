@@ -21,6 +21,7 @@ from llmc.kernels import (  # noqa: F401
     choose_experts,
     choose_keys,
     collectives,
+    conv_recurrence,
     decayed_softmax,
     delta_rule,
     draft_states,
@@ -65,7 +66,8 @@ WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", "running_max", *CO
 # passes for GPUs alone insert them
 FOR_GPUS = {
     *("choose_experts", "sum_experts", "sort_experts"),
-    *("sample_rows", "rope_attention", "add_linear", "chain_linears"),
+    *("sample_rows", "rope_attention", "add_linear", "chain_linears", "conv_delta_rule"),
+    "conv_scan",
 }
 # torch's attention serves each text
 WITHOUT_CPP = {*WITHOUT_KERNELS, *FOR_GPUS, "encoder_attention"}

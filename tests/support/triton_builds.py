@@ -25,6 +25,7 @@ from llmc.kernels.triton import (
     choose_experts,
     choose_keys,
     chosen_attention,
+    conv_recurrence,
     decayed_softmax,
     delta_rule,
     dequantize,
@@ -450,6 +451,28 @@ def conv(tokens: int, requests: int) -> Plan[Tensor]:
     return causal_conv.plan(meta(tokens, 12288)[:, :8192], meta(8192, 4), meta(8192), "silu", *step)
 
 
+def convolution(requests: int, channels: int) -> tuple[Any, ...]:
+    """x, weight, bias, act and state, as `conv_delta_rule` and `conv_scan` take them."""
+    state, *_ = slots(requests, channels, 3, dtype=BF16)
+    return meta(requests, 2 * channels)[:, :channels], meta(channels, 4), None, "silu", state
+
+
+def conv_delta(requests: int, *, by_channel: bool = False) -> Plan[Tensor]:
+    decays = 128 if by_channel else 1
+    return conv_recurrence.plan_delta_rule(
+        *convolution(requests, 8192), 16, meta(requests, 32, decays), meta(requests, 32),
+        128**-0.5, 1e-6, floats(32), meta(32, decays), 1.0, *slots(requests, 32, 128, 128),
+    )  # fmt: skip
+
+
+def conv_scan(requests: int) -> Plan[Tensor]:
+    """Normalized after it, in float32."""
+    return conv_recurrence.plan_scan(
+        *convolution(requests, 80 * 64 + 2 * 128), 1, meta(requests, 80), floats(80, 1), meta(80),
+        None, meta(80), True, 0.0, math.inf, torch.float32, *slots(requests, 80, 64, 128),
+    )  # fmt: skip
+
+
 def gated_norm(tokens: int, heads: int, width: int) -> Plan[Tensor]:
     """Of heads, before the gate."""
     gate = meta(1, tokens, 3 * heads * width)[..., : heads * width].unflatten(-1, (heads, width))
@@ -697,6 +720,9 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "selective_scan by state": lambda: scan(64, 5120, 1, 16),
     "selective_scan": lambda: scan(64, 80, 64, 128),
     "selective_scan linear attention": lambda: linear_attention(64, 64, 128),
+    "conv_delta_rule": lambda: conv_delta(64),
+    "conv_delta_rule by channel": lambda: conv_delta(64, by_channel=True),
+    "conv_scan": lambda: conv_scan(64),
     "linear_recurrence decode": lambda: recurrence(64, 64),
     "linear_recurrence prefill": lambda: recurrence(4096, 4),
     "decayed_softmax": lambda: mixing(64),
@@ -748,6 +774,8 @@ SIZED: dict[str, Callable[[int], Plan[Any]]] = {
     "queries and keys of delta_rule": units,
     "selective_scan by state": lambda n: scan(n, 5120, 1, 16),
     "selective_scan": lambda n: scan(n, 80, 64, 128),
+    "conv_delta_rule": conv_delta,
+    "conv_scan": conv_scan,
     "linear_recurrence": lambda n: recurrence(n, n),
     "decayed_softmax": mixing,
     "pool_windows": lambda n: pooling(n, n, 2, 4),
