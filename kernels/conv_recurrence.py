@@ -115,8 +115,8 @@ def conv_scan(
     return made
 
 
-def _in_turn(recurrence: Op, arguments: Arguments) -> Fn:
-    """One op after the other, each in its best version."""
+def in_turn(recurrence: Op, arguments: Arguments, *prefer: str) -> Fn:
+    """One op after the other, each in the first version of `prefer` that supports it."""
 
     def run(
         x: Tensor,
@@ -127,15 +127,17 @@ def _in_turn(recurrence: Op, arguments: Arguments) -> Fn:
         groups: int,
         *rest: Any,
     ) -> Tensor:
-        y = causal_conv.run(x, weight, bias, act, state, *rest[-3:])
-        made: Tensor = recurrence.run(*arguments(y, groups, *rest))
+        y = causal_conv.run(x, weight, bias, act, state, *rest[-3:], prefer=prefer)
+        made: Tensor = recurrence.run(*arguments(y, groups, *rest), prefer=prefer)
         return made
 
     return run
 
 
-delta_rule_in_turn = torch_impl(conv_delta_rule)(_in_turn(delta_rule, delta_arguments))
-scan_in_turn = torch_impl(conv_scan)(_in_turn(selective_scan, scan_arguments))
+# In torch alone: while a step is recorded on a CPU, C++ kernels called from an op would be replayed
+# besides the op itself, and change the state twice.
+torch_impl(conv_delta_rule)(in_turn(delta_rule, delta_arguments, "torch"))
+torch_impl(conv_scan)(in_turn(selective_scan, scan_arguments, "torch"))
 
 
 def _with_convolution(

@@ -94,12 +94,12 @@ class Op:
                         return impl
         return None
 
-    def run(self, *args: Any) -> Any:
-        """Call the best version, or the reference if there is none.
+    def run(self, *args: Any, prefer: Sequence[str] = PREFER) -> Any:
+        """Call the best version in the order of `prefer`, or the reference if there is none.
 
         For calls outside a graph; in a graph, `lower_kernels` chooses once.
         """
-        impl = self.best(args)
+        impl = self.best(args, prefer=prefer)
         return self.reference(*args) if impl is None else (impl.run or impl.op())(*args)
 
     def impl(self, impl: Impl) -> Impl:

@@ -20,11 +20,12 @@ from llmc.kernels.conv_recurrence import (
     conv_delta_rule,
     conv_scan,
     delta_arguments,
-    delta_rule_in_turn,
+    in_turn,
     scan_arguments,
-    scan_in_turn,
 )
-from llmc.kernels.registry import Fn
+from llmc.kernels.delta_rule import delta_rule as one_delta_rule
+from llmc.kernels.registry import Fn, Op
+from llmc.kernels.selective_scan import selective_scan as one_scan
 from llmc.kernels.triton import delta_rule, selective_scan
 from llmc.kernels.triton.counters import counters
 from llmc.kernels.triton.define import define
@@ -66,10 +67,12 @@ plan_delta_rule = partial(_plan, delta_rule.plan, delta_arguments)
 plan_scan = partial(_plan, selective_scan.plan, scan_arguments)
 
 
-def _choose(plan: Callable[..., Plan[Tensor]], in_turn: Fn) -> Fn:
+def _run(plan: Callable[..., Plan[Tensor]], recurrence: Op, arguments: Arguments) -> Fn:
+    both = in_turn(recurrence, arguments, "triton", "torch")
+
     def run(x: Tensor, *rest: Any) -> Tensor:
         requests = rest[-1].shape[0]
-        made: Tensor = plan(x, *rest).run() if x.shape[0] <= requests else in_turn(x, *rest)
+        made: Tensor = plan(x, *rest).run() if x.shape[0] <= requests else both(x, *rest)
         return made
 
     return run
@@ -79,5 +82,8 @@ def _supports(*, conv_state: Tensor, **others: Any) -> bool:
     return conv_state.is_contiguous() and takes_slots(conv_state=conv_state, **others)
 
 
-define(conv_delta_rule, run=_choose(plan_delta_rule, delta_rule_in_turn), supports=_supports)
-define(conv_scan, run=_choose(plan_scan, scan_in_turn), supports=_supports)
+run_delta_rule = _run(plan_delta_rule, one_delta_rule, delta_arguments)
+run_scan = _run(plan_scan, one_scan, scan_arguments)
+
+define(conv_delta_rule, run=run_delta_rule, supports=_supports)
+define(conv_scan, run=run_scan, supports=_supports)

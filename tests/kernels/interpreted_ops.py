@@ -666,8 +666,11 @@ def test_a_recurrence_takes_its_convolution_over(
     sizes = ((6, 32, 80, False, 3, 4), (4, 80, 2, 32, False, 4))
     which = CONV_OPS.index(name)
     case = make[which](make_step(lengths, gen, CPU), gen, torch.bfloat16, *sizes[which])
-    in_turn = (conv_recurrence.delta_rule_in_turn, conv_recurrence.scan_in_turn)[which]
-    want = op_cases.effect(in_turn, case)
+    parts = (
+        (OPS["delta_rule"], conv_recurrence.delta_arguments),
+        (OPS["selective_scan"], conv_recurrence.scan_arguments),
+    )[which]
+    want = op_cases.effect(conv_recurrence.in_turn(*parts, "triton"), case)
     launched = []
     queue = Launch._queue
     monkeypatch.setattr(Launch, "_queue", lambda launch: (launched.append(launch), queue(launch)))

@@ -26,7 +26,12 @@ MAX_SECONDS = 300  # compiling is slow on a busy machine; an error ends the wait
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize(
     ("family", "ops"),
-    [("mixtral", ("add_linear", "sort_experts")), ("qwen3", ("add_linear", "chain_linears"))],
+    [
+        ("mixtral", ("add_linear", "sort_experts")),
+        ("qwen3", ("add_linear", "chain_linears")),
+        ("qwen3_next", ("add_linear", "torch_conv_delta_rule")),
+        ("mamba2", ("add_linear", "torch_conv_scan")),
+    ],
 )
 def test_passes_for_gpus_compile(
     family: str, ops: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -37,7 +42,7 @@ def test_passes_for_gpus_compile(
         return PipelineOptions(**{**options, "device_type": "cuda"})
 
     monkeypatch.setattr(compile_module, "PipelineOptions", for_gpus)
-    path = save_checkpoint(family, tmp_path)
+    path = _checkpoint(family, tmp_path)
     model = load_reference(path)
     expected = [continue_greedily(model, p, NUM_TOKENS) for p in prompts(LENGTHS)]
     running = tiny_engine.start(path, opt_level=2, passes={"chain_linears": True})
@@ -51,10 +56,7 @@ def test_passes_for_gpus_compile(
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, in Inductor
 @pytest.mark.parametrize("family", tiered(["qwen3", "gemma2", "mixtral", "qwen3_next"], "qwen3"))
 def test_compiled_step_equals_transformers(family: str, tmp_path: Path) -> None:
-    if family in FAMILIES:
-        path = save_checkpoint(family, tmp_path)
-    else:
-        path = save_random(tiny_config(family), tmp_path)
+    path = _checkpoint(family, tmp_path)
     model = load_reference(path)
     expected = [continue_greedily(model, p, NUM_TOKENS) for p in prompts(LENGTHS)]
     running = tiny_engine.start(path, opt_level=2)
@@ -70,6 +72,12 @@ def test_compiled_step_equals_transformers(family: str, tmp_path: Path) -> None:
         assert not wrong, f"{family}, steps of {chunk} tokens: " + "; ".join(wrong)
         assert skipped <= 2
     assert _compiled_graphs() == compiled, "a step of another size was compiled anew"
+
+
+def _checkpoint(family: str, path: Path) -> Path:
+    if family in FAMILIES:
+        return save_checkpoint(family, path)
+    return save_random(tiny_config(family), path)
 
 
 def _compiled_graphs() -> int:
