@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from llmc.kernels.act_mul import act_mul
 from llmc.kernels.expert_linear import choices_of
 from llmc.kernels.quantized_linear import (
     CHANNELS,
@@ -25,8 +26,11 @@ from llmc.kernels.quantized_linear import (
 from llmc.kernels.registry import Case, op
 
 
-def _shape(*, x: Tensor, weight: Tensor, expert: Tensor, **others: object) -> Tensor:
-    return x.new_empty(expert.shape[0], weight.shape[1] * CHANNELS)
+def _shape(
+    *, x: Tensor, weight: Tensor, expert: Tensor, act: str | None, **others: object
+) -> Tensor:
+    channels = weight.shape[1] * CHANNELS
+    return x.new_empty(expert.shape[0], channels // (1 if act is None else 2))
 
 
 @op(shape=_shape)
@@ -41,13 +45,14 @@ def quantized_expert_linear(
     x_bits: int = EXACT_BITS,
     order: Tensor | None = None,
     offsets: Tensor | None = None,
+    act: str | None = None,
 ) -> Tensor:
     """x [T, K], expert [S] -> x[s // C] w[expert[s]]^T + bias[expert[s]], [S, N] in x's dtype.
 
-    C = S / T, order and offsets: as in `expert_linear`. weight [E, N / 16, lines, 64], scale, zero
-    and minimum [E, N / 16, K / group, 16], bias [E, N] and x_bits: as in `quantized_linear`, for
-    each expert. Results of one expert are computed together, so that each weight is read at most
-    once. An expert outside [0, E) gives a row of zeros.
+    C = S / T, order, offsets and act: as in `expert_linear`. weight [E, N / 16, lines, 64], scale,
+    zero and minimum [E, N / 16, K / group, 16], bias [E, N] and x_bits: as in `quantized_linear`,
+    for each expert. Results of one expert are computed together, so that each weight is read at
+    most once. An expert outside [0, E) gives a row of zeros.
     """
     x = choices_of(x, expert)
     out = x.new_zeros(x.shape[0], weight.shape[1] * CHANNELS)
@@ -57,7 +62,7 @@ def quantized_expert_linear(
         own = [None if part is None else part[e] for part in (zero, bias, minimum)]
         rows = (expert == e).nonzero()[:, 0]
         out[rows] = quantized_linear.reference(x[rows], weight[e], scale[e], *own, x_bits)
-    return out
+    return out if act is None else act_mul.reference(out, act)
 
 
 @quantized_expert_linear.cases
@@ -95,8 +100,12 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         expert = torch.randint(-1, experts, (rows,), generator=gen).to(device)
         given = x, weight.to(device), scale.to(device), zero, bias, expert, minimum
         yield given
+        bits = 16 if format == "int8" else 8
         if format != "mxfp4":
-            yield *given, 16 if format == "int8" else 8
+            yield *given, bits
+        if n == 48:  # the errors of two sums multiply: smaller sums
+            exact = 8 if format == "fp8" else EXACT_BITS
+            yield x / 4, *given[1:], exact, None, None, "silu"
     for format, group, least, k in SUPERBLOCK_DRAWS:
         weight, scale = superblock_draw(gen, format, group, least, 4, 32, k)
         x = torch.randn(10, k, generator=gen).to(device, dtype)

@@ -24,6 +24,7 @@ from llmc.passes.find_shifts import find_shifts
 from llmc.passes.fold_weights import fold_weights
 from llmc.passes.fuse_act_mul import fuse_act_mul
 from llmc.passes.fuse_convolutions import fuse_convolutions
+from llmc.passes.fuse_experts import fuse_experts
 from llmc.passes.fuse_gated_norms import fuse_gated_norms
 from llmc.passes.fuse_linears import fuse_linears
 from llmc.passes.fuse_recurrences import fuse_recurrences
@@ -148,6 +149,9 @@ def pipeline(
             unwanted=_unless_gpu(options, "this fusion")
         ),
         fuse_linears(  # after the passes that fuse the norms and activations that it absorbs
+            unwanted=_unless_gpu(options, "this fusion")
+        ),
+        fuse_experts(  # after fuse_routers: its ops
             unwanted=_unless_gpu(options, "this fusion")
         ),
         chain_linears(  # after fuse_linears: its ops

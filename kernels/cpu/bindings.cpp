@@ -207,8 +207,11 @@ namespace {
 
 Tensor expert_linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias,
                      const Tensor& expert, bool transposed, const optional<Tensor>&,
-                     const optional<Tensor>&) {  // rows are gathered, not sorted
-  return multiply_experts(x, weight, bias, expert, transposed);
+                     const optional<Tensor>&,  // rows are gathered, not sorted
+                     const optional<std::string>& act) {
+  Tensor y = multiply_experts(x, weight, bias, expert, transposed);
+  if (act) return act_mul(y, *act);
+  return y;
 }
 
 void add_lora(const Tensor& out, const Tensor& x, const Tensor& a, const Tensor& b,

@@ -191,18 +191,21 @@ Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& sca
 Tensor quantized_expert_linear(const Tensor& x, const Tensor& weight, const Tensor& scale,
                                const optional<Tensor>& zero, const optional<Tensor>& bias,
                                const Tensor& expert, const optional<Tensor>& minimum,
-                               int64_t x_bits, const optional<Tensor>&, const optional<Tensor>&) {
+                               int64_t x_bits, const optional<Tensor>&, const optional<Tensor>&,
+                               const optional<std::string>& act) {
   TORCH_CHECK(weight.dim() == 4 && scale.dim() == 4 && scale.size(0) == weight.size(0),
               "quantized_expert_linear: weight ", weight.sizes(), " and scale ", scale.sizes(),
               " must both be [experts, N / 16, ..., ...]");
   const auto of = [](const optional<Tensor>& all, int64_t k) {
     return all ? optional(all->select(k)) : std::nullopt;
   };
-  return by_expert(x, expert, weight.size(0), weight.size(1) * kChannels,
-                   [&](const Tensor& rows, int64_t k) {
-                     return quantized_linear(rows, weight.select(k), scale.select(k), of(zero, k),
-                                             of(bias, k), of(minimum, k), x_bits);
-                   });
+  Tensor y = by_expert(x, expert, weight.size(0), weight.size(1) * kChannels,
+                       [&](const Tensor& rows, int64_t k) {
+                         return quantized_linear(rows, weight.select(k), scale.select(k),
+                                                 of(zero, k), of(bias, k), of(minimum, k), x_bits);
+                       });
+  if (act) return act_mul(y, *act);
+  return y;
 }
 
 Tensor quantized_embedding(const Tensor& ids, const Tensor& weight, const Tensor& scale,

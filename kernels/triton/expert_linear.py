@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llmc.kernels.expert_linear import expert_linear, sort_experts
 from llmc.kernels.triton import dependent_launch
+from llmc.kernels.triton.act_mul import activate
 from llmc.kernels.triton.attention_plan import at, locate
 from llmc.kernels.triton.configs import GemmConfig, expert_config
 from llmc.kernels.triton.define import (
@@ -86,26 +87,56 @@ def rows_of_tile(
 
 
 @triton.jit
-def store_zeros(out, row, n, mine, N: tl.constexpr):
+def channels_of_tile(tile, N: tl.constexpr, BLOCK_N: tl.constexpr, ACT: tl.constexpr):
+    """The channels [BLOCK_N] of N that a tile sums. With an ACT, the first half are gates, and the
+    second half what these multiply, N / 2 channels further on. The last tile may sum more, which
+    is not stored."""
+    j = tl.arange(0, BLOCK_N)
+    if ACT is None:
+        n = tile * BLOCK_N + j
+    else:
+        HALF: tl.constexpr = BLOCK_N // 2
+        n = tile * HALF + j % HALF + j // HALF * (N // 2)
+    return n
+
+
+@triton.jit
+def store_tile(y, out, row, mine, WIDTH: tl.constexpr):
+    """A tile [BLOCK_M, BLOCK] of out [rows, WIDTH], rounded to its dtype."""
+    BLOCK: tl.constexpr = y.shape[1]
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(
+        out + row[:, None] * WIDTH + n[None, :],
+        y.to(out.dtype.element_ty),
+        mask=mine[:, None] & (n < WIDTH)[None, :],
+    )
+
+
+@triton.jit
+def store_zeros(
+    out, row, mine, N: tl.constexpr, BLOCK_N: tl.constexpr, ACT: tl.constexpr
+):  # fmt: skip
     """Zeros for a tile of rows without an expert."""
-    zeros = tl.zeros([row.shape[0], n.shape[0]], out.dtype.element_ty)
-    tl.store(out + row[:, None] * N + n[None, :], zeros, mask=mine[:, None] & (n < N)[None, :])
+    PER: tl.constexpr = 1 if ACT is None else 2  # sums for each result
+    zeros = tl.zeros([row.shape[0], BLOCK_N // PER], tl.float32)
+    store_tile(zeros, out, row, mine, N // PER)
 
 
 @triton.jit
 def store_sums(
-    acc, bias, expert, bias_expert, out, row, n, mine, N: tl.constexpr, BIAS: tl.constexpr
-):
-    """A tile's sums with its expert's bias, rounded to the dtype of out [rows, N]."""
-    inside = n < N
+    acc, bias, expert, bias_expert, out, row, n, mine,
+    N: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr,
+):  # fmt: skip
+    """A tile's sums over the channels n with its expert's bias, and activated with an ACT."""
     if BIAS:
-        own = tl.load(bias + expert.to(tl.int64) * bias_expert + n, mask=inside, other=0.0)
+        own = tl.load(bias + expert.to(tl.int64) * bias_expert + n, mask=n < N, other=0.0)
         acc += own.to(tl.float32)[None, :]
-    tl.store(
-        out + row[:, None] * N + n[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=mine[:, None] & inside[None, :],
-    )
+    if ACT is None:
+        store_tile(acc, out, row, mine, N)
+    else:
+        halves = tl.reshape(acc, [acc.shape[0], 2, acc.shape[1] // 2])
+        gate, up = tl.split(tl.permute(halves, (0, 2, 1)))
+        store_tile(activate(gate, ACT) * up, out, row, mine, N // 2)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -114,7 +145,8 @@ def expert_kernel(
     bias_expert, N: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BIAS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """chosen, offsets: as in `rows_of_tile`. x has a row for CHOICES consecutive results."""
     if PDL:
@@ -122,9 +154,9 @@ def expert_kernel(
     expert, row, mine = rows_of_tile(chosen, offsets, rows, ROWS, EXPERTS, EXPERTS_PAD, BLOCK_M)
     if expert > EXPERTS:
         return
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = channels_of_tile(tl.program_id(1), N, BLOCK_N, ACT)
     if expert == EXPERTS:
-        store_zeros(out, row, n, mine, N)
+        store_zeros(out, row, mine, N, BLOCK_N, ACT)
         return
     w = weight + expert.to(tl.int64) * weight_expert + n[None, :] * weight_n
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -140,7 +172,7 @@ def expert_kernel(
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    store_sums(acc, bias, expert, bias_expert, out, row, n, mine, N, BIAS)
+    store_sums(acc, bias, expert, bias_expert, out, row, n, mine, N, BIAS, ACT)
 
 
 def are_sorted(rows: int, experts: int) -> bool:
@@ -187,6 +219,7 @@ def plan_tiles(
     expert: Tensor,
     order: Tensor | None,
     offsets: Tensor | None,
+    act: str | None,
     *,
     experts: int,
     channels: int,
@@ -194,10 +227,11 @@ def plan_tiles(
     constants: dict[str, Any],
 ) -> Plan[Tensor]:
     """A grouped product of x [T, K] by `kernel`, which takes `args` and `constants` besides what
-    `rows_of_tile` and `store_sums` need. Returns [rows, channels] in x's dtype."""
+    `rows_of_tile` and `store_sums` need. Returns [rows, channels] in x's dtype, or half as many
+    columns with an act."""
     rows, depth = expert.shape[0], x.shape[1]
     given, shared = _chosen_rows(x, expert, experts, order, offsets)
-    out = x.new_empty(rows, channels)
+    out = x.new_empty(rows, channels // (1 if act is None else 2))
     pdl = dependent_launch.applies_to(x.device)
     launch = Launch(
         kernel=kernel,
@@ -209,7 +243,7 @@ def plan_tiles(
         constants={
             "N": channels, "K": depth, **shared,
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
-            "BIAS": bias is not None, "PDL": pdl, **constants,
+            "BIAS": bias is not None, "ACT": act, "PDL": pdl, **constants,
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -226,13 +260,14 @@ def plan(
     transposed: bool,
     order: Tensor | None = None,
     offsets: Tensor | None = None,
+    act: str | None = None,
 ) -> Plan[Tensor]:
     experts = weight.shape[0]
     n_axis, k_axis = (2, 1) if transposed else (1, 2)
     return plan_tiles(
         expert_kernel,
         expert_config(expert.shape[0], experts, x.element_size()),
-        x, bias, expert, order, offsets, experts=experts, channels=weight.shape[n_axis],
+        x, bias, expert, order, offsets, act, experts=experts, channels=weight.shape[n_axis],
         args={
             "x": x, "weight": weight, "x_row": x.stride(0), "weight_expert": weight.stride(0),
             "weight_n": weight.stride(n_axis), "weight_k": weight.stride(k_axis),

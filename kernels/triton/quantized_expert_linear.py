@@ -16,7 +16,13 @@ from llmc.kernels.triton import scaled_expert_linear
 from llmc.kernels.triton.configs import low_bit_expert_config
 from llmc.kernels.triton.define import define, needs_upcast
 from llmc.kernels.triton.dependent_launch import wait_for_previous
-from llmc.kernels.triton.expert_linear import plan_tiles, rows_of_tile, store_sums, store_zeros
+from llmc.kernels.triton.expert_linear import (
+    channels_of_tile,
+    plan_tiles,
+    rows_of_tile,
+    store_sums,
+    store_zeros,
+)
 from llmc.kernels.triton.launch import Launch, Plan
 from llmc.kernels.triton.quantized_linear import (
     load_block,
@@ -37,7 +43,7 @@ def low_bit_expert_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr, WORDS: tl.constexpr, MIDDLE: tl.constexpr, PER: tl.constexpr,
     ZERO: tl.constexpr, MINIMUM: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    ACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """words [EXPERTS, N / 16, WORDS] int32; scale, zero, minimum [.., K / GROUP, 16].
 
@@ -51,10 +57,10 @@ def low_bit_expert_kernel(
     expert, row, mine = rows_of_tile(chosen, offsets, rows, ROWS, EXPERTS, EXPERTS_PAD, BLOCK_M)
     if expert > EXPERTS:
         return
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = channels_of_tile(tl.program_id(1), N, BLOCK_N, ACT)
     inside = n < N
     if expert == EXPERTS:
-        store_zeros(out, row, n, mine, N)
+        store_zeros(out, row, mine, N, BLOCK_N, ACT)
         return
     block, lane = expert.to(tl.int64) * (N // 16) + n // 16, n % 16
     word = words + block * WORDS + lane
@@ -91,7 +97,7 @@ def low_bit_expert_kernel(
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    store_sums(acc, bias, expert, bias_expert, out, row, n, mine, N, BIAS)
+    store_sums(acc, bias, expert, bias_expert, out, row, n, mine, N, BIAS, ACT)
 
 
 def plan(
@@ -105,10 +111,12 @@ def plan(
     x_bits: int = EXACT_BITS,
     order: Tensor | None = None,
     offsets: Tensor | None = None,
+    act: str | None = None,
 ) -> Plan[Tensor]:
     rounding: tuple[Launch, ...] = ()
-    if x_bits < EXACT_BITS and multiplies_codes(x.device):
-        return scaled_expert_linear.plan(x, weight, scale, bias, expert, order, offsets)
+    whole = act is None or weight.shape[1] % 2 == 0  # halves are whole blocks of channels
+    if x_bits < EXACT_BITS and whole and multiplies_codes(x.device):
+        return scaled_expert_linear.plan(x, weight, scale, bias, expert, order, offsets, act)
     if x_bits < EXACT_BITS:
         rounded = plan_rounded(x, x.shape[1] // scale.shape[2])
         x, rounding = rounded.out, rounded.launches
@@ -116,7 +124,8 @@ def plan(
     product = plan_tiles(
         low_bit_expert_kernel,
         low_bit_expert_config(expert.shape[0], experts, x.element_size()),
-        x, bias, expert, order, offsets, experts=experts, channels=weight.shape[1] * CHANNELS,
+        x, bias, expert, order, offsets, act,
+        experts=experts, channels=weight.shape[1] * CHANNELS,
         args={
             "x": x, "words": weight.view(torch.int32), "scale": scale, "zero": zero,
             "minimum": minimum, "x_row": x.stride(0),

@@ -16,7 +16,13 @@ from torch import Tensor
 from llmc.kernels.quantized_linear import CHANNELS
 from llmc.kernels.triton.configs import scaled_expert_config
 from llmc.kernels.triton.dependent_launch import wait_for_previous
-from llmc.kernels.triton.expert_linear import plan_tiles, rows_of_tile, store_sums, store_zeros
+from llmc.kernels.triton.expert_linear import (
+    channels_of_tile,
+    plan_tiles,
+    rows_of_tile,
+    store_sums,
+    store_zeros,
+)
 from llmc.kernels.triton.launch import Plan
 from llmc.kernels.triton.scaled_linear import plan_codes
 
@@ -39,10 +45,10 @@ def scaled_expert_kernel(
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BIAS: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [tokens, K] float8, x_scale [tokens, K / GROUP]; words [EXPERTS, N / 16, K / 4, 16] int32,
-    scale [.., K / GROUP, 16]. BLOCK_K divides GROUP, unless that is K.
+    scale [.., K / GROUP, 16]. BLOCK_K divides GROUP, unless that is K. With an ACT, 32 divides N.
 
     chosen, offsets: as in `rows_of_tile`. x has a row for CHOICES consecutive results.
     """
@@ -51,14 +57,14 @@ def scaled_expert_kernel(
     expert, row, mine = rows_of_tile(chosen, offsets, rows, ROWS, EXPERTS, EXPERTS_PAD, BLOCK_M)
     if expert > EXPERTS:
         return
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = channels_of_tile(tl.program_id(1), N, BLOCK_N, ACT)
     inside = n < N
     if expert == EXPERTS:
-        store_zeros(out, row, n, mine, N)
+        store_zeros(out, row, mine, N, BLOCK_N, ACT)
         return
     first = expert.to(tl.int64) * (N // 16)
     b_scale = scale + (first + n // 16) * (K // GROUP * 16) + n % 16
-    block = tl.program_id(1) * (BLOCK_N // 16) + tl.arange(0, BLOCK_N // 16)[None, :, None]
+    block = channels_of_tile(tl.program_id(1), N // 16, BLOCK_N // 16, ACT)[None, :, None]
     word = words + (first + block) * (K // 4 * 16) + tl.arange(0, 16)[None, None, :]
     token = row // CHOICES
     a_row = x + token[:, None] * K
@@ -82,7 +88,7 @@ def scaled_expert_kernel(
         of_rows = tl.load(a_scale, mask=mine, other=0.0)
         of_channels = tl.load(b_scale, mask=inside, other=0.0).to(tl.float32)
         acc *= of_rows[:, None] * of_channels[None, :]
-    store_sums(acc, bias, expert, bias_expert, out, row, n, mine, N, BIAS)
+    store_sums(acc, bias, expert, bias_expert, out, row, n, mine, N, BIAS, ACT)
 
 
 def plan(
@@ -93,6 +99,7 @@ def plan(
     expert: Tensor,
     order: Tensor | None = None,
     offsets: Tensor | None = None,
+    act: str | None = None,
 ) -> Plan[Tensor]:
     """`quantized_expert_linear` with `x_bits` 8 of an fp8 weight; x [T, K] is rounded first."""
     experts, depth = weight.shape[0], x.shape[1]
@@ -102,7 +109,8 @@ def plan(
     product = plan_tiles(
         scaled_expert_kernel,
         scaled_expert_config(expert.shape[0], experts, group, depth),
-        x, bias, expert, order, offsets, experts=experts, channels=weight.shape[1] * CHANNELS,
+        x, bias, expert, order, offsets, act,
+        experts=experts, channels=weight.shape[1] * CHANNELS,
         args={
             "x": codes, "x_scale": x_scale, "words": weight.view(torch.int32), "scale": scale,
         },

@@ -75,16 +75,16 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
     ),
     "routed": (
         (
-            "10: act_mul_kernel, attention_kernel, choose_experts_kernel, 2 expert_kernel, 3 "
-            "few_rows_kernel, norm_kernel, sum_experts_kernel"
+            "9: attention_kernel, choose_experts_kernel, 2 expert_kernel, 3 few_rows_kernel, "
+            "norm_kernel, sum_experts_kernel"
         ),
         (
-            "10: act_mul_kernel, attention_kernel, choose_experts_kernel, 2 expert_kernel, 3 "
-            "few_rows_kernel, norm_kernel, sum_experts_kernel"
+            "9: attention_kernel, choose_experts_kernel, 2 expert_kernel, 3 few_rows_kernel, "
+            "norm_kernel, sum_experts_kernel"
         ),
         (
-            "11: act_mul_kernel, aten.addmm_, 2 aten.linear, attention_kernel, "
-            "choose_experts_kernel, 2 expert_kernel, 2 norm_kernel, sum_experts_kernel"
+            "10: aten.addmm_, 2 aten.linear, attention_kernel, choose_experts_kernel, "
+            "2 expert_kernel, 2 norm_kernel, sum_experts_kernel"
         ),
     ),
     "hybrid": (

@@ -419,16 +419,30 @@ def test_experts_multiply_codes(
     """GPUs without products of float8 multiply the same numbers, dequantized (in bfloat16, that
     rounds them once more)."""
     monkeypatch.setattr(quantized_expert_linear, "multiplies_codes", lambda device: has_products)
-    case = float8_experts(rows, choices, n, k, group, dtype)
+    assert_multiplies_codes(float8_experts(rows, choices, n, k, group, dtype), has_products)
+
+
+@pytest.mark.parametrize("n", [64, 160, 48])
+@pytest.mark.parametrize("rows", [10, 60])
+def test_experts_multiply_codes_and_activate(
+    rows: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile of codes has whole blocks of 16 gates: 24 gates take the other kernel."""
+    monkeypatch.setattr(quantized_expert_linear, "multiplies_codes", lambda device: True)
+    x, *others = float8_experts(rows, 2, n, 64, 32, torch.float32)
+    assert_multiplies_codes((x / 100, *others, None, None, "silu"), n != 48)
+
+
+def assert_multiplies_codes(case: tuple[Any, ...], expected: bool) -> None:
     want = OPS["quantized_expert_linear"].reference(*case)
     assert want.isnan().any() and want.isfinite().any()
     plan = quantized_expert_linear.plan(*case)
     assert len(plan.launches) == 2
-    assert ("x_scale" in plan.launches[1].args) == has_products
+    assert ("x_scale" in plan.launches[1].args) == expected
     plan.out.fill_(7.0)
     got = plan.run()
-    tolerance = op_cases.TOLERANCE[dtype] | (
-        {"rtol": 2e-5, "atol": 2e-4} if dtype == torch.float32 else {}
+    tolerance = op_cases.TOLERANCE[want.dtype] | (
+        {"rtol": 2e-5, "atol": 2e-4} if want.dtype == torch.float32 else {}
     )
     torch.testing.assert_close(got, want, equal_nan=True, **tolerance)
 
@@ -499,7 +513,10 @@ def test_rows_find_their_experts_and_those_without_one_get_zeros(rows: int, expe
     ids="{0[0]} below and {0[1]} above".format,
 )
 @pytest.mark.parametrize("quantized", [False, True])
-def test_sorted_rows_without_an_expert_get_zeros(others: tuple[int, int], quantized: bool) -> None:
+@pytest.mark.parametrize("act", [None, "silu"])
+def test_sorted_rows_without_an_expert_get_zeros(
+    others: tuple[int, int], quantized: bool, act: str | None
+) -> None:
     """All of them, some, or none; padding has the number of experts, other rows any number."""
     below, above = others
     inside = torch.arange(1100 - below - above) % 2
@@ -508,12 +525,13 @@ def test_sorted_rows_without_an_expert_get_zeros(others: tuple[int, int], quanti
     x = rand(1100, 32)
     if quantized:
         to = Quantization(format="int8")
-        weight, scale = (part.unflatten(0, (2, 1)) for part in quantize(rand(32, 32, seed=1), to))
-        case: tuple[Any, ...] = (x, weight, scale, None, None, expert)
+        drawn = rand(32, 32, seed=1) / 4
+        weight, scale = (part.unflatten(0, (2, 1)) for part in quantize(drawn, to))
+        case: tuple[Any, ...] = (x, weight, scale, None, None, expert, None, 24, None, None, act)
         plan = quantized_expert_linear.plan(*case)
         assert_equals_reference("quantized_expert_linear", plan, case)
     else:
-        case = (x, rand(2, 16, 32, seed=1), None, expert, False)
+        case = (x, rand(2, 16, 32, seed=1) / 4, None, expert, False, None, None, act)
         plan = expert_linear.plan(*case)
         assert_equals_reference("expert_linear", plan, case)
     outside = (expert < 0) | (expert >= 2)

@@ -229,6 +229,7 @@ def experts(
     choices: int = 1,
     transposed: bool = False,
     bias: bool = False,
+    act: str | None = None,
 ) -> Plan[Tensor]:
     weight = meta(count, 2048, 1536) if transposed else meta(count, 1536, 2048)
     return expert_linear.plan(
@@ -237,6 +238,7 @@ def experts(
         meta(count, 1536) if bias else None,
         longs(rows),
         transposed,
+        act=act,
     )
 
 
@@ -326,7 +328,7 @@ def codes_product(group: int = 0, *, rows: int = 4096) -> Plan[Tensor]:
 
 def low_bit_experts(
     rows: int, format: Format, *, choices: int = 1, minimum: bool = False,
-    stored: Quantization | None = None,
+    stored: Quantization | None = None, act: str | None = None,
 ) -> Plan[Tensor]:  # fmt: skip
     """In groups of 32, as in checkpoints and GGUF files."""
     scale: Scale = "exponent" if format == "mxfp4" else "float16"
@@ -340,10 +342,13 @@ def low_bit_experts(
         meta(128, 1536),
         longs(rows),
         parts.get("minimum"),
+        act=act,
     )
 
 
-def scaled_experts(rows: int, group: int = 0, *, choices: int = 1) -> Plan[Tensor]:
+def scaled_experts(
+    rows: int, group: int = 0, *, choices: int = 1, act: str | None = None
+) -> Plan[Tensor]:
     """Float8 by float8, with scales as in checkpoints; without the launch that rounds x."""
     to = Quantization(format="fp8", group=group)
     plan = scaled_expert_linear.plan(
@@ -352,6 +357,7 @@ def scaled_experts(rows: int, group: int = 0, *, choices: int = 1) -> Plan[Tenso
         floats(*to.shape("scale", 128, 1536, 2048)),
         meta(128, 1536),
         longs(rows),
+        act=act,
     )
     return Plan(out=plan.out, launches=plan.launches[1:])
 
@@ -625,6 +631,9 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "expert_linear unsorted, few experts": lambda: experts(1000, 16),
     "expert_linear many": lambda: experts(32768, transposed=True, bias=True),
     "expert_linear of tokens": lambda: experts(32768, choices=8),
+    "expert_linear gated few": lambda: experts(64, choices=8, act="silu"),
+    "expert_linear gated unsorted": lambda: experts(1000, 16, bias=True, act="silu"),
+    "expert_linear gated many": lambda: experts(32768, transposed=True, act="silu"),
     "choose_experts": lambda: choose_experts.plan(meta(64, 128), longs(64), 8, True, BF16),
     "sum_experts": lambda: choose_experts.plan_sum(meta(512, 2048), meta(64, 8), BF16),
     "add_lora few": lambda: lora(64, 16, parts=3),
@@ -711,6 +720,14 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_expert_linear fp8 product, rows": lambda: scaled_experts(4096, 128),
     "quantized_expert_linear fp8 product, many": lambda: scaled_experts(32768, 128),
     "quantized_expert_linear fp8 product, many, whole rows": lambda: scaled_experts(32768),
+    "quantized_expert_linear mxfp4 gated few": lambda: low_bit_experts(64, "mxfp4", act="silu"),
+    "quantized_expert_linear mxfp4 gated many": lambda: low_bit_experts(32768, "mxfp4", act="silu"),
+    "quantized_expert_linear int4 gated few": lambda: low_bit_experts(64, "int4", act="silu"),
+    "quantized_expert_linear int8 gated many": lambda: low_bit_experts(32768, "int8", act="silu"),
+    "quantized_expert_linear fp8 product, gated few": lambda: scaled_experts(64, 128, act="silu"),
+    "quantized_expert_linear fp8 product, gated many": lambda: scaled_experts(
+        32768, 128, act="silu"
+    ),
     "quantized_embedding int4": lambda: embedding(64, "int4", minimum=True),
     "quantized_embedding int8": lambda: embedding(64, "int8"),
     "quantized_embedding fp8": lambda: embedding(64, "fp8"),
