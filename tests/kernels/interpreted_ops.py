@@ -36,11 +36,11 @@ from llmc.kernels.registry import OPS, Impl, Op
 from llmc.kernels.rope_attention import make_rope_case
 from llmc.kernels.sample import filter_logits, gumbel
 from llmc.kernels.state_cases import make_step
+from llmc.kernels.triton import define, sample_rows
 from llmc.kernels.triton import delta_rule as triton_delta_rule
 from llmc.kernels.triton import launch as launch_module
 from llmc.kernels.triton import paged_attention as triton_attention
 from llmc.kernels.triton import rope_attention as triton_rope
-from llmc.kernels.triton import sample_rows
 from llmc.kernels.triton.attention_tiles import TRITON_SPECIALIZES
 from llmc.kernels.triton.configs import AttentionConfig
 from llmc.kernels.triton.define import interpreted
@@ -63,6 +63,17 @@ def poisoned_memory() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_is_replaced(
+    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> Iterator[None]:
+    """A kernel that cannot be interpreted would be replaced with the reference, which equals it."""
+    yield
+    if "cannot_be_compiled" not in request.node.name:
+        replaced = [r.getMessage() for r in caplog.get_records("call") if r.name == define.__name__]
+        assert not replaced
 
 
 @pytest.fixture(autouse=True)
