@@ -1,42 +1,60 @@
-"""`fuse_experts`: routed experts absorb the activation between their linears."""
+"""`fuse_experts`: fewer kernels around a layer's routed experts."""
 
 from __future__ import annotations
+
+import operator
 
 from torch import fx
 
 from llmc.kernels.act_mul import act_mul
+from llmc.kernels.choose_experts import choose_experts
 from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.quantized_expert_linear import quantized_expert_linear
+from llmc.kernels.rms_norm import rms_norm
+from llmc.kernels.route import route
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import (
     arguments,
+    aten,
     calls,
+    emit,
     is_call,
     only_user,
     replace,
+    reshaped,
     set_arguments,
+    through,
     update_val,
+    val,
 )
 
 EXPERTS = (expert_linear.overload, quantized_expert_linear.overload)
+_RESHAPES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
 
 
 @graph_pass()
 def fuse_experts(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
-    """Run fewer, longer kernels around a layer's routed experts.
+    """Run a router together with the norm before it, and the first linear of the experts together
+    with their activation. Everything else that reads the norm reads it as before.
 
     Not exact: sums are rounded once instead of after every op.
 
     Before:
-        a = llmc.act_mul(llmc.expert_linear(x, w, b, expert, False), "silu")
+        z = llmc.rms_norm(x, g, eps, 0.0);  y = aten.reshape(z, [-1, K])
+        w, i = llmc.choose_experts(aten.linear(y, r), slot_mapping, 8, True, dtype)
+        a = llmc.act_mul(llmc.expert_linear(y, u, b, aten.reshape(i, [-1]), False), "silu")
     After:
-        a = llmc.expert_linear(x, w, b, expert, False, None, None, "silu")
+        y, w, i = llmc.route(aten.reshape(x, [-1, K]), g, eps, 0.0, r, None, slot_mapping, 8, True,
+                             dtype)
+        a = llmc.expert_linear(y, u, b, aten.reshape(i, [-1]), False, None, None, "silu")
     and in the same way with llmc.quantized_expert_linear.
     """
     if unwanted is not None:
         return [unwanted]
     for node in calls(gm.graph, act_mul.overload):
         _take_activation(node)
+    for node in calls(gm.graph, choose_experts.overload):
+        _take_router(gm.graph, node)
     return []
 
 
@@ -47,3 +65,39 @@ def _take_activation(node: fx.Node) -> None:
         set_arguments(linear, act=given.act)
         update_val(linear)
         replace(node, linear)
+
+
+def _take_router(graph: fx.Graph, node: fx.Node) -> None:
+    given = arguments(node)
+    if not is_call(given.logits, aten.linear.default) or only_user(given.logits) is not node:
+        return
+    linear = arguments(given.logits)
+    normed = through(linear.input, *_RESHAPES)
+    early = (linear.weight, linear.bias, given.slot_mapping)  # are there before the norm
+    if not is_call(normed, rms_norm.overload):
+        return
+    if any(isinstance(source, fx.Node) and source.op != "placeholder" for source in early):
+        return
+    norm = arguments(normed)
+    with graph.inserting_before(normed):
+        made = emit(
+            graph,
+            route.overload,
+            x=reshaped(graph, norm.x, val(linear.input).shape),
+            norm_weight=norm.weight,
+            eps=norm.eps,
+            offset=norm.offset,
+            router=linear.weight,
+            bias=linear.bias,
+            slot_mapping=given.slot_mapping,
+            count=given.count,
+            normalized=given.normalized,
+            dtype=given.dtype,
+        )
+        y, weight, expert = (emit(graph, operator.getitem, made, i) for i in range(3))
+        replace_by = reshaped(graph, y, val(normed).shape)
+    for user in list(node.users):
+        replace(user, (weight, expert)[arguments(user).index])
+    graph.erase_node(node)
+    graph.erase_node(given.logits)
+    replace(normed, replace_by)

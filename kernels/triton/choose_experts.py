@@ -18,39 +18,56 @@ _MAX_COUNT = 32  # the kernel's loop over them is unrolled
 
 
 @triton.jit
+def store_choices(
+    x, token, known, slots, weight, expert,
+    EXPERTS: tl.constexpr, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, NORMALIZED: tl.constexpr,
+):  # fmt: skip
+    """Choose for each known token [ROWS] by its logits x [ROWS, EXPERTS_PAD], float32, which are
+    -inf beyond EXPERTS; those of other tokens are any numbers. Of equal logits the first is
+    chosen."""
+    minus_inf = float("-inf")
+    e = tl.arange(0, x.shape[1])[None, :]
+    c = tl.arange(0, COUNT_PAD)[None, :]
+    highest = tl.max(x, axis=1)[:, None]
+    # a NaN among the logits makes every weight NaN, so that it is noticed
+    total = tl.sum(tl.exp(x - highest), axis=1)[:, None]
+    left = tl.broadcast_to(e < EXPERTS, x.shape)
+    best = tl.full([x.shape[0], COUNT_PAD], minus_inf, tl.float32)
+    chosen = tl.zeros([x.shape[0], COUNT_PAD], tl.int32)
+    for i in tl.static_range(COUNT):
+        top = tl.max(tl.where(left, x, minus_inf), axis=1)[:, None]
+        index = tl.min(tl.where(left & (x == top), e, EXPERTS), axis=1)[:, None]
+        best = tl.where(c == i, top, best)
+        chosen = tl.where(c == i, index, chosen)
+        left = left & (e != index)
+    share = tl.exp(best - highest)
+    if NORMALIZED:
+        total = tl.sum(share, axis=1)[:, None] + total * 0
+    if slots is not None:
+        is_padding = tl.load(slots + token, mask=known, other=-1) < 0
+        chosen = tl.where(is_padding[:, None], EXPERTS, chosen)
+    at = token[:, None] * COUNT + c
+    stored = known[:, None] & (c < COUNT)
+    tl.store(weight + at, (share / total).to(weight.dtype.element_ty), mask=stored)
+    tl.store(expert + at, chosen.to(tl.int64), mask=stored)
+
+
+@triton.jit
 def choose_experts_kernel(
     logits, slots, weight, expert, logits_row,
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr,
     NORMALIZED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per token. Of equal logits the first is chosen."""
+    """One program per token."""
     if PDL:
         wait_for_previous()
-    token = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, EXPERTS_PAD)
-    c = tl.arange(0, COUNT_PAD)
-    minus_inf = float("-inf")
-    x = tl.load(logits + token * logits_row + e, mask=e < EXPERTS, other=minus_inf).to(tl.float32)
-    highest = tl.max(x, axis=0)
-    left = e < EXPERTS
-    best = tl.full([COUNT_PAD], minus_inf, tl.float32)
-    chosen = tl.zeros([COUNT_PAD], tl.int32)
-    for i in tl.static_range(COUNT):
-        top = tl.max(tl.where(left, x, minus_inf), axis=0)
-        index = tl.min(tl.where(left & (x == top), e, EXPERTS), axis=0)
-        best = tl.where(c == i, top, best)
-        chosen = tl.where(c == i, index, chosen)
-        left = left & (e != index)
-    share = tl.exp(best - highest)
-    # a NaN among the logits makes every weight NaN, so that it is noticed
-    total = tl.sum(tl.exp(x - highest), axis=0)
-    if NORMALIZED:
-        total = tl.sum(share, axis=0) + total * 0
-    if slots is not None:
-        chosen = tl.where(tl.load(slots + token) < 0, EXPERTS, chosen)
-    at = token * COUNT + c
-    tl.store(weight + at, (share / total).to(weight.dtype.element_ty), mask=c < COUNT)
-    tl.store(expert + at, chosen.to(tl.int64), mask=c < COUNT)
+    token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    e = tl.arange(0, EXPERTS_PAD)[None, :]
+    at = logits + token[:, None] * logits_row + e
+    x = tl.load(at, mask=e < EXPERTS, other=float("-inf")).to(tl.float32)
+    store_choices(
+        x, token, token >= 0, slots, weight, expert, EXPERTS, COUNT, COUNT_PAD, NORMALIZED
+    )
 
 
 @triton.jit
@@ -119,7 +136,7 @@ def plan_sum(
     return Plan(out=out, launches=(launch,))
 
 
-def _supports(*, logits: Tensor, slot_mapping: Tensor | None, count: int, **others: object) -> bool:
+def supports(*, logits: Tensor, slot_mapping: Tensor | None, count: int, **others: object) -> bool:
     slots = slot_mapping is None or (on_device(slot_mapping) and slot_mapping.is_contiguous())
     return supports_tensors(logits) and slots and count <= _MAX_COUNT
 
@@ -130,5 +147,5 @@ def _supports_sum(
     return supports_tensors(rows, weight, residual) and int(weight.shape[1]) <= _MAX_COUNT
 
 
-define(choose_experts, plan=plan, supports=_supports)
+define(choose_experts, plan=plan, supports=supports)
 define(sum_experts, plan=plan_sum, supports=_supports_sum)

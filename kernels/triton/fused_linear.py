@@ -72,7 +72,8 @@ def linear_tile(
     GATE_FIRST: tl.constexpr = False, GROUP: tl.constexpr = 0,
 ):  # fmt: skip
     """Compute the BLOCK_N channels of one tile over part `part` of the depth; the last of SPLITS
-    parts stores their results.
+    parts stores their results. Returns whether this one was that, and then the sums of squares of
+    the rows [BLOCK_M], if there is a NORM.
 
     weight [N, K], or [2 N, K] with the gates first if there is an ACT.
     partial [SPLITS, rows, N or 2 N], squares [SPLITS, tiles, rows]: sums over each part of K.
@@ -191,6 +192,7 @@ def linear_tile(
             )  # fmt: skip
             y += more.to(tl.float32)
         tl.store(out + row * N + n[None, :], y.to(out.dtype.element_ty), mask=stored)
+    return is_done, total
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -81,14 +81,14 @@ def add_plan(
     return Plan(out=(out, total), launches=(launch,))
 
 
-def _supports(*, x: Tensor, weight: Tensor | None, **others: object) -> bool:
+def supports(*, x: Tensor, weight: Tensor | None, **others: object) -> bool:
     return supports_tensors(x, weight) and x.shape[-1] <= _MAX_WIDTH
 
 
 def _add_supports(*, x: Tensor, residual: Tensor, weight: Tensor | None, **others: object) -> bool:
     fits = x.shape == residual.shape and same_dtype(x, residual)
-    return fits and supports_tensors(residual) and _supports(x=x, weight=weight)
+    return fits and supports_tensors(residual) and supports(x=x, weight=weight)
 
 
-define(rms_norm, plan=plan, supports=_supports)
+define(rms_norm, plan=plan, supports=supports)
 define(add_rms_norm, plan=add_plan, supports=_add_supports)

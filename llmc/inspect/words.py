@@ -25,6 +25,7 @@ _WORDS: dict[str, Words] = {
     "_linear_pointwise": ("matmul", "multiply by a prepacked weight matrix"),
     "expert_linear": ("matmul", "multiply by the weight matrix of each token's expert"),
     "choose_experts": ("math", "choose each token's experts"),
+    "route": ("math", "scale every token to unit size, and choose its experts"),
     "sum_experts": ("math", "add the results of each token's experts"),
     "attention": ("attention", "attend to all earlier tokens of one sequence (a marker)"),
     "paged_attention": ("attention", "attend to the cached tokens of each request"),

@@ -148,6 +148,8 @@ def _operations(call: Call) -> int:
     if name in ("linear", "fused_linear", "add_linear"):
         x, weight = (given[n] for n in given if n in ("x", "input", "weight"))
         return int(2 * x.numel() * weight.shape[0])
+    if name == "route":
+        return int(2 * given["x"].numel() * given["router"].shape[0])
     if name == "chain_linears":
         rows = given["hidden"].numel() // given["hidden"].shape[-1]
         weights = (given[n] for n in ("weight", "up_weight", "down_weight", "next_weight"))

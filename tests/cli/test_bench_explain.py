@@ -243,6 +243,8 @@ def test_of_tables_experts_and_states_what_is_used_counts() -> None:
     given = {"x": x, "weight": experts, "expert": ids, "act": "silu"}
     gated = call("expert_linear", [(3, 3)], weight, torch.empty(3, 16), **given)
     assert gated.num_operations == found.num_operations
+    routed = call("route", [(3, 3)], weight, (x, x, ids), x=x, router=torch.zeros(8, 16))
+    assert routed.num_operations == 2 * 3 * 16 * 8
     assert found.num_bytes == experts.nbytes // 4 + x.nbytes + 3 * 32 * FLOAT + ids.nbytes
 
     state: dict[str, Input] = {"state": StateInput(call=0, op="linear_recurrence")}

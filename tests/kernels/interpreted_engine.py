@@ -32,9 +32,10 @@ ALWAYS = {"attention_kernel", "process_kernel", "draw_kernel"}
 ALWAYS |= {"rope_write_kernel", "rope_attention"}  # for prompts, and for decodes
 LAUNCHED = {
     "qwen3": ALWAYS | {"norm_kernel", "act_mul_kernel"},
-    "mixtral": ALWAYS | {"expert_kernel", "choose_experts_kernel", "sum_experts_kernel"},
-    "gpt_oss": ALWAYS | {"expert_kernel"},
-    "gpt_oss in mxfp4": ALWAYS | {"low_bit_expert_kernel"},
+    "mixtral": ALWAYS
+    | {"expert_kernel", "route_kernel", "choose_experts_kernel", "sum_experts_kernel"},
+    "gpt_oss": ALWAYS | {"expert_kernel", "route_kernel"},
+    "gpt_oss in mxfp4": ALWAYS | {"low_bit_expert_kernel", "route_kernel"},
     "qwen3_next": ALWAYS | {"delta_rule_kernel", "delta_chunks_kernel", "gated_norm_kernel"},
     "mamba2": {"causal_conv_kernel", "selective_scan_kernel", "gated_norm_kernel"},
 }

@@ -75,12 +75,12 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
     ),
     "routed": (
         (
-            "9: attention_kernel, choose_experts_kernel, 2 expert_kernel, 3 few_rows_kernel, "
-            "norm_kernel, sum_experts_kernel"
+            "7: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel, "
+            "sum_experts_kernel"
         ),
         (
-            "9: attention_kernel, choose_experts_kernel, 2 expert_kernel, 3 few_rows_kernel, "
-            "norm_kernel, sum_experts_kernel"
+            "7: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel, "
+            "sum_experts_kernel"
         ),
         (
             "10: aten.addmm_, 2 aten.linear, attention_kernel, choose_experts_kernel, "

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton.runtime import interpreter
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from bench.linear_work import ways_work
@@ -39,8 +40,11 @@ from llmc.kernels.triton import (
     quantized_rows,
     scaled_linear,
 )
+from llmc.kernels.triton import (
+    route as triton_route,
+)
 from llmc.kernels.triton.counters import counters
-from llmc.kernels.triton.launch import Plan
+from llmc.kernels.triton.launch import Launch, Plan
 
 CPU = torch.device("cpu")
 few = settings(max_examples=25, deadline=None, derandomize=True)
@@ -476,6 +480,71 @@ def test_many_rows_go_to_the_library_and_nothing_is_lost_on_the_way(
     case = (rand(1, 11, 40), rand(24, 40), bias, rand(40), 1e-5, 0.0, act, residual)
     got = torch.ops.llmc_triton.fused_linear(*case)
     torch.testing.assert_close(got, OPS["fused_linear"].reference(*case), rtol=2e-5, atol=2e-5)
+
+
+def routed(rows: int, depth: int, experts: int) -> tuple[Any, ...]:
+    """Arguments of `route`; the third token only pads the step."""
+    slots = torch.arange(rows)
+    slots[2:3] = -1
+    return (
+        rand(rows, depth), rand(depth, seed=1), 1e-5, 0.5, rand(experts, depth, seed=2),
+        rand(experts, seed=3), slots, 2, True, torch.float32,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(
+    ("experts", "depth"), [(20, 2100), (2, 8192)], ids=["many tiles", "one tile, long rows"]
+)
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_last_program_of_a_router_chooses(
+    rows: int, experts: int, depth: int, backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever that is, and when a graph is replayed; padding has no expert."""
+    if backward:
+        builder = interpreter.interpreter_builder
+        forward = builder.set_grid_idx
+        monkeypatch.setattr(
+            builder,
+            "set_grid_idx",
+            lambda x, *others: forward(builder.grid_dim[0] - 1 - x, *others),
+        )
+    case = routed(rows, depth, experts)
+    plan = triton_route.plan(*case)
+    (launch,) = plan.launches
+    assert launch.constants["SPLITS"] > 1
+    want = OPS["route"].reference(*case)
+    for out in plan.out:
+        out.fill_(7)
+    first = [out.clone() for out in plan.run()]
+    for mine, theirs in zip(first, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
+    assert (first[2][2:3] == experts).all() and (first[2][:2] < experts).all()
+    assert all(torch.equal(a, b) for a, b in zip(plan.run(), first, strict=True))
+    assert not counters(CPU, 1).any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "depth", "dtype", "launches"),
+    [
+        (8, 64, 256, torch.bfloat16, 1),
+        (4, 8, 4096, torch.bfloat16, 1),
+        (5, 8, 4096, torch.bfloat16, 3),  # too long for the program of one tile of experts
+        (2, 513, 64, torch.bfloat16, 3),
+        (2, 64, 256, torch.float16, 3),  # times the norm's weight, a row can overflow
+        (9, 64, 256, torch.bfloat16, 2),  # and the library's product
+    ],
+)
+def test_a_router_is_one_kernel_where_its_programs_have_little_else_to_do(
+    rows: int, experts: int, depth: int, dtype: torch.dtype, launches: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    made: list[str] = []
+    monkeypatch.setattr(Launch, "run", lambda launch: made.append(launch.kernel.__name__))
+    case = (a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a
+            for a in routed(rows, depth, experts))  # fmt: skip
+    triton_route.run(*case)
+    assert len(made) == launches
 
 
 @pytest.mark.parametrize("rows", [8, 24])

@@ -1,15 +1,22 @@
-"""fuse_experts: the activation between the linears of routed experts becomes part of the first."""
+"""fuse_experts: the activation between the linears of routed experts becomes part of the first, and
+the norm and the choice before them part of the router."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
+import torch.nn.functional as F
 from tiny_graphs import Arg, Values, apply, assert_idempotent, assert_same, ops, step, trace, weight
 from torch import Tensor
 
 from llmc.kernels.act_mul import act_mul
+from llmc.kernels.choose_experts import choose_experts
 from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.quantized_expert_linear import quantized_expert_linear
 from llmc.kernels.quantized_linear import quantization_of, quantize
+from llmc.kernels.rms_norm import rms_norm
 from llmc.passes.fuse_experts import fuse_experts
 
 GEN = torch.Generator().manual_seed(0)
@@ -68,6 +75,71 @@ def test_a_linear_that_is_read_elsewhere_keeps_its_result() -> None:
         return [act_mul.overload(y, "silu"), y]
 
     gm = trace(read_twice, **INPUTS)
+    same, (report,) = apply(gm, fuse_experts())
+    assert not report.changed and ops(same) == ops(gm)
+
+
+ROUTED: dict[str, Arg] = {
+    "x": step(rand(1, TOKENS, WIDTH), dynamic=1),
+    "slot_mapping": step(torch.tensor([3, -1, 0, 7, -1])),
+    "gain": weight("gain", rand(WIDTH)),
+    "router": weight("router", rand(EXPERTS, WIDTH)),
+    "bias": weight("bias", rand(EXPERTS)),
+    "shared": weight("shared", rand(WIDTH, WIDTH)),
+}
+ROUTED_VALUES = Values.of(**ROUTED)
+ROUTE = "llmc.route.default"
+
+
+def choose(logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    return choose_experts.overload(logits, slots, CHOICES, True, torch.float32)
+
+
+def routed(
+    x: Tensor, slots: Tensor, gain: Tensor, router: Tensor, bias: Tensor, shared: Tensor
+) -> list[Tensor]:
+    """What experts read, and a linear that also reads the norm."""
+    normed = rms_norm.overload(x, gain, 1e-6, 1.0)
+    rows = normed.view(-1, WIDTH)
+    return [*choose(F.linear(rows, router, bias), slots), rows, F.linear(normed, shared)]
+
+
+def test_a_router_takes_the_norm_and_the_choice() -> None:
+    def run(
+        x: Tensor, slot_mapping: Tensor, gain: Tensor, router: Tensor, bias: Tensor, shared: Tensor
+    ) -> list[Tensor]:
+        return routed(x, slot_mapping, gain, router, bias, shared)
+
+    gm = trace(run, **ROUTED)
+    fused, (report,) = apply(gm, fuse_experts())
+    made = ops(fused)
+    assert made[ROUTE] == 1 and made["aten.linear.default"] == 1
+    gone = {"llmc.rms_norm.default", "llmc.choose_experts.default", "aten.linear.default"}
+    assert gone <= report.removed.keys()
+    assert_same(fused, gm, ROUTED_VALUES)
+    assert_idempotent(gm, fuse_experts())
+
+
+OTHERS: dict[str, Callable[..., list[Tensor]]] = {
+    "logits that are read elsewhere": lambda x, slots, gain, router: [
+        logits := F.linear(rms_norm.overload(x, gain, 1e-6, 0.0).view(-1, WIDTH), router),
+        *choose(logits, slots),
+    ],
+    "no norm": lambda x, slots, gain, router: list(choose(F.linear(x[0] * gain, router), slots)),
+    "a weight computed after the norm": lambda x, slots, gain, router: [
+        normed := rms_norm.overload(x, gain, 1e-6, 0.0).view(-1, WIDTH),
+        *choose(F.linear(normed, router * normed[:1]), slots),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_routers_are_left_alone(kind: str) -> None:
+    def run(x: Tensor, slot_mapping: Tensor, gain: Tensor, router: Tensor) -> list[Tensor]:
+        return OTHERS[kind](x, slot_mapping, gain, router)
+
+    names = ("x", "slot_mapping", "gain", "router")
+    gm = trace(run, **{name: ROUTED[name] for name in names})
     same, (report,) = apply(gm, fuse_experts())
     assert not report.changed and ops(same) == ops(gm)
 

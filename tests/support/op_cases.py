@@ -44,6 +44,7 @@ from llmc.kernels import (  # noqa: F401
     rms_norm,
     rope_attention,
     rope_write,
+    route,
     running_max,
     sample,
     sample_rows,
@@ -65,7 +66,7 @@ MARKERS = {"attention", "entries", "entry_attention", "pool_tokens", "draft_stat
 WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", "running_max", *COLLECTIVES}
 # passes for GPUs alone insert them
 FOR_GPUS = {
-    *("choose_experts", "sum_experts", "sort_experts"),
+    *("choose_experts", "route", "sum_experts", "sort_experts"),
     *("sample_rows", "rope_attention", "add_linear", "chain_linears", "conv_delta_rule"),
     "conv_scan",
 }

@@ -44,6 +44,7 @@ from llmc.kernels.triton import (
     quantized_linear,
     rope_attention,
     rope_write,
+    route,
     sample,
     sample_rows,
     scaled_expert_linear,
@@ -406,6 +407,13 @@ def gated_rows(rows: int, depth: int, group: int, *, first: bool) -> Plan[Tensor
     )  # fmt: skip
 
 
+def router(rows: int, experts: int, *, bias: bool = False) -> Plan[Any]:
+    return route.plan(
+        meta(rows, 2048), meta(2048), 1e-6, 0.0, meta(experts, 2048),
+        meta(experts) if bias else None, longs(rows), 8, True, BF16,
+    )  # fmt: skip
+
+
 def slots(requests: int, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
     state = meta(257, *shape, dtype=dtype)
     return state, ints(requests + 1), ints(requests), longs(requests)
@@ -635,6 +643,9 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "expert_linear gated unsorted": lambda: experts(1000, 16, bias=True, act="silu"),
     "expert_linear gated many": lambda: experts(32768, transposed=True, act="silu"),
     "choose_experts": lambda: choose_experts.plan(meta(64, 128), longs(64), 8, True, BF16),
+    "route row": lambda: router(1, 128),
+    "route few": lambda: router(8, 128),
+    "route few of many experts": lambda: router(8, 512, bias=True),
     "sum_experts": lambda: choose_experts.plan_sum(meta(512, 2048), meta(64, 8), BF16),
     "add_lora few": lambda: lora(64, 16, parts=3),
     "add_lora many": lambda: lora(8192, 64),
@@ -805,6 +816,7 @@ CLASSED: dict[str, Callable[[int], Plan[Any]]] = {
     "fused_linear": lambda n: few_rows(min(n, 8), 28672, 4096, "silu"),
     "fused_linear, norm of heads": lambda n: gated_rows(min(n, 8), 4096, 128, first=False),
     "chain_linears": lambda n: chained(min(n, 8)),
+    "route": lambda n: router(min(n, 8), 128),
     "expert_linear": lambda n: experts(8 * n, choices=8),
     "quantized_linear int4": lambda n: low_bit(n, "int4", group=128),
     "quantized_linear int8": lambda n: low_bit(n, "int8"),
