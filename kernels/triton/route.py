@@ -7,6 +7,7 @@ channels. The last of these programs reads the logits of all experts, and choose
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -97,6 +98,11 @@ def route_kernel(
             )
 
 
+def _own(values: dict[str, Any]) -> dict[str, Any]:
+    """The linear's arguments without those of gated norms, which no router has."""
+    return {name: value for name, value in values.items() if name in route_kernel.arg_names}
+
+
 def plan(
     x: Tensor, norm_weight: Tensor | None, eps: float, offset: float, router: Tensor,
     bias: Tensor | None, slot_mapping: Tensor | None, count: int, normalized: bool,
@@ -114,11 +120,11 @@ def plan(
         linear,
         kernel=route_kernel,
         args={
-            **linear.args, "counter": counters(x.device, tiles + 1), "slots": slot_mapping,
+            **_own(linear.args), "counter": counters(x.device, tiles + 1), "slots": slot_mapping,
             "normed": normed, "share": weight, "expert": expert,
         },
         constants={
-            **linear.constants, "ROWS": at_once, "CHANNELS": channels,
+            **_own(linear.constants), "ROWS": at_once, "CHANNELS": channels,
             "BLOCK": min(power_of_2(channels), _BLOCK_VALUES // at_once),
             "EXPERTS_PAD": power_of_2(router.shape[0]), "COUNT": count,
             "COUNT_PAD": power_of_2(count), "NORMALIZED": normalized,
