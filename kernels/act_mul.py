@@ -10,10 +10,12 @@ from torch import Tensor
 
 from llmc.kernels.registry import Case, op
 
+QUICK = 1.702  # https://arxiv.org/abs/1606.08415
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(QUICK * x),
 }
 
 
@@ -22,13 +24,24 @@ def _shape(*, gate_up: Tensor, **others: object) -> Tensor:
 
 
 @op(shape=_shape)
-def act_mul(gate_up: Tensor, act: str) -> Tensor:
-    """gate_up [..., 2N] -> act(gate_up[..., :N]) * gate_up[..., N:], computed in float32.
+def act_mul(
+    gate_up: Tensor,
+    act: str,
+    limit: float | None = None,
+    shift: float = 0.0,
+    interleaved: bool = False,
+) -> Tensor:
+    """gate_up [..., 2N] -> act(gate) * (up + shift) [..., N], computed in float32.
 
-    act: "silu", "gelu" or "gelu_tanh".
+    gate and up: the two halves of the last dimension; if interleaved, its even and its odd
+    elements. limit: at most so large are gates, and the magnitudes of up. act: "silu", "gelu",
+    "gelu_tanh" or "quick_gelu", which is x sigmoid(1.702 x).
     """
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (ACTIVATIONS[act](gate) * up).to(gate_up.dtype)
+    x = gate_up.float()
+    gate, up = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (ACTIVATIONS[act](gate) * (up + shift)).to(gate_up.dtype)
 
 
 @act_mul.cases
@@ -37,3 +50,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     for act in ACTIVATIONS:
         for shape in ((1, 1, 16), (3, 130), (1, 5, 1024)):
             yield torch.randn(*shape, generator=gen).to(device, dtype), act
+    for shape in ((1, 1, 16), (3, 130), (1, 5, 2080)):
+        x = torch.randn(*shape, generator=gen).to(device, dtype)
+        yield x, "quick_gelu", 0.75, 1.0, True
+        yield x, "silu", 0.5

@@ -38,6 +38,9 @@ def expert_linear(
     order: Tensor | None = None,
     offsets: Tensor | None = None,
     act: str | None = None,
+    limit: float | None = None,
+    shift: float = 0.0,
+    interleaved: bool = False,
 ) -> Tensor:
     """x [T, K], weight [E, N, K] ([E, K, N] when transposed), bias [E, N], expert [S] -> [S, N].
 
@@ -45,7 +48,7 @@ def expert_linear(
     out[s] = weight[expert[s]] @ x[s // C] + bias[expert[s]]. Results of one expert are computed
     together, so that each weight is read at most once. An expert outside [0, E) gives zeros.
     order, offsets: `sort_experts` of these experts, so that they are not sorted again.
-    act: `act_mul` of the results, [S, N / 2].
+    act, limit, shift, interleaved: `act_mul` of the results, [S, N / 2].
     """
     x = choices_of(x, expert)
     out = x.new_zeros(x.shape[0], weight.shape[2] if transposed else weight.shape[1])
@@ -55,7 +58,7 @@ def expert_linear(
         rows = (expert == e).nonzero()[:, 0]
         w = weight[e].T if transposed else weight[e]
         out[rows] = F.linear(x[rows], w, None if bias is None else bias[e])
-    return out if act is None else act_mul.reference(out, act)
+    return out if act is None else act_mul.reference(out, act, limit, shift, interleaved)
 
 
 def choices_of(x: Tensor, expert: Tensor) -> Tensor:
@@ -66,15 +69,18 @@ def choices_of(x: Tensor, expert: Tensor) -> Tensor:
 @expert_linear.cases
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
-    for rows, choices, experts, n, k, transposed, biased, act in (
-        (1, 1, 4, 16, 32, False, False, None),
-        (13, 1, 8, 24, 40, True, True, None),
-        (40, 1, 3, 64, 64, False, True, None),
-        (5, 4, 8, 24, 40, False, True, None),
-        (80, 3, 3, 16, 32, False, False, None),
-        (1, 2, 4, 16, 32, False, False, "silu"),
-        (5, 4, 8, 74, 40, True, True, "gelu_tanh"),
-        (80, 3, 3, 144, 32, False, True, "gelu"),
+    clamped = ("quick_gelu", 0.75, 1.0, True)
+    for rows, choices, experts, n, k, transposed, biased, gated in (
+        (1, 1, 4, 16, 32, False, False, ()),
+        (13, 1, 8, 24, 40, True, True, ()),
+        (40, 1, 3, 64, 64, False, True, ()),
+        (5, 4, 8, 24, 40, False, True, ()),
+        (80, 3, 3, 16, 32, False, False, ()),
+        (1, 2, 4, 16, 32, False, False, ("silu", 0.5)),
+        (5, 4, 8, 74, 40, True, True, ("gelu_tanh",)),
+        (80, 3, 3, 144, 32, False, True, ("gelu",)),
+        (5, 4, 8, 74, 40, True, True, clamped),
+        (80, 3, 3, 144, 32, False, True, clamped),
     ):
         shape = (experts, k, n) if transposed else (experts, n, k)
         yield (
@@ -83,9 +89,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             torch.randn(experts, n, generator=gen).to(device, dtype) if biased else None,
             torch.randint(-1, experts, (rows * choices,), generator=gen).to(device),
             transposed,
-            None,
-            None,
-            act,
+            *((None, None, *gated) if gated else ()),
         )
 
 

@@ -46,13 +46,16 @@ def quantized_expert_linear(
     order: Tensor | None = None,
     offsets: Tensor | None = None,
     act: str | None = None,
+    limit: float | None = None,
+    shift: float = 0.0,
+    interleaved: bool = False,
 ) -> Tensor:
     """x [T, K], expert [S] -> x[s // C] w[expert[s]]^T + bias[expert[s]], [S, N] in x's dtype.
 
-    C = S / T, order, offsets and act: as in `expert_linear`. weight [E, N / 16, lines, 64], scale,
-    zero and minimum [E, N / 16, K / group, 16], bias [E, N] and x_bits: as in `quantized_linear`,
-    for each expert. Results of one expert are computed together, so that each weight is read at
-    most once. An expert outside [0, E) gives a row of zeros.
+    C = S / T, order, offsets, act, limit, shift and interleaved: as in `expert_linear`. weight
+    [E, N / 16, lines, 64], scale, zero and minimum [E, N / 16, K / group, 16], bias [E, N] and
+    x_bits: as in `quantized_linear`, for each expert. Results of one expert are computed together,
+    so that each weight is read at most once. An expert outside [0, E) gives a row of zeros.
     """
     x = choices_of(x, expert)
     out = x.new_zeros(x.shape[0], weight.shape[1] * CHANNELS)
@@ -62,7 +65,7 @@ def quantized_expert_linear(
         own = [None if part is None else part[e] for part in (zero, bias, minimum)]
         rows = (expert == e).nonzero()[:, 0]
         out[rows] = quantized_linear.reference(x[rows], weight[e], scale[e], *own, x_bits)
-    return out if act is None else act_mul.reference(out, act)
+    return out if act is None else act_mul.reference(out, act, limit, shift, interleaved)
 
 
 @quantized_expert_linear.cases
@@ -106,6 +109,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         if n == 48:  # the errors of two sums multiply: smaller sums
             exact = 8 if format == "fp8" else EXACT_BITS
             yield x / 4, *given[1:], exact, None, None, "silu"
+            yield x / 4, *given[1:], exact, None, None, "quick_gelu", 0.75, 1.0, True
     for format, group, least, k in SUPERBLOCK_DRAWS:
         weight, scale = superblock_draw(gen, format, group, least, 4, 32, k)
         x = torch.randn(10, k, generator=gen).to(device, dtype)

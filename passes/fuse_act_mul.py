@@ -7,40 +7,94 @@ from typing import Any
 
 from torch import fx
 
-from llmc.kernels.act_mul import act_mul
+from llmc.kernels.act_mul import QUICK, act_mul
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, calls, emit, is_call, operands, replace, val
 
 
 @graph_pass()
 def fuse_act_mul(gm: fx.GraphModule) -> Notes:
-    """Fuse activation and gate over the two halves of one tensor.
+    """Fuse activation and gate over the two halves of one tensor, or over its even and odd
+    elements. Both may be clamped, and a number added to what the gate multiplies.
 
     Before:
         gate, up = aten.split_with_sizes(gate_up, [n, n], -1)
-        y = aten.mul(aten.silu(gate), up)
+        y = aten.mul(aten.silu(aten.clamp(gate, None, 7.0)), aten.clamp(up, -7.0, 7.0))
     After:
-        y = llmc.act_mul(gate_up, "silu")
+        y = llmc.act_mul(gate_up, "silu", 7.0, 0.0, False)
     """
     graph = gm.graph
     for node in calls(graph, aten.mul.Tensor):
         for activated, up in operands(node):
-            act = _activation(activated)
-            source = _halves(arguments(activated).self, up) if act else None
-            if act and source is not None:
+            given = _gated(activated, up)
+            if given is not None:
                 with graph.inserting_before(node):
-                    fused = emit(graph, act_mul.overload, source, act)
+                    fused = emit(graph, act_mul.overload, *given)
                 replace(node, fused)
                 break
     return []
 
 
-def _activation(node: Any) -> str | None:
+def _gated(activated: Any, up: Any) -> tuple[Any, ...] | None:
+    """The arguments of `act_mul` that give activated * up."""
+    act, gate = _activation(activated)
+    if act is None:
+        return None
+    up, shift = _shifted(up)
+    gate, limits = _clamped(gate)
+    up, others = _clamped(up)
+    limit = limits[1]
+    if limit is None:
+        fits = limits == others == (None, None)
+    else:
+        fits = limits == (None, limit) and others == (-limit, limit)
+    source, interleaved = _pair(gate, up) if fits else (None, False)
+    return None if source is None else (source, act, limit, shift, interleaved)
+
+
+def _activation(node: Any) -> tuple[str | None, Any]:
+    """(act, its argument) of an activation of `act_mul`."""
     if is_call(node, aten.silu.default):
-        return "silu"
+        return "silu", node.args[0]
     if is_call(node, aten.gelu.default):
-        return {"none": "gelu", "tanh": "gelu_tanh"}.get(node.kwargs.get("approximate", "none"))
-    return None
+        kinds = {"none": "gelu", "tanh": "gelu_tanh"}
+        return kinds.get(node.kwargs.get("approximate", "none")), node.args[0]
+    if is_call(node, aten.mul.Tensor):
+        for x, share in operands(node):
+            scaled: Any = arguments(share).self if is_call(share, aten.sigmoid.default) else None
+            if is_call(scaled, aten.mul.Tensor) and tuple(scaled.args) == (x, QUICK):
+                return "quick_gelu", x
+    return None, None
+
+
+def _shifted(node: Any) -> tuple[Any, float]:
+    """(x, number) of their sum; 0 for other values."""
+    if is_call(node, aten.add.Tensor) and not node.kwargs and isinstance(node.args[1], int | float):
+        return node.args[0], float(node.args[1])
+    return node, 0.0
+
+
+def _clamped(node: Any) -> tuple[Any, tuple[Any, Any]]:
+    """(x, (lower, upper bound)) of a value that is clamped."""
+    if not is_call(node, aten.clamp.default):
+        return node, (None, None)
+    given = arguments(node)
+    return given.self, (given.min, given.max)
+
+
+def _pair(gate: Any, up: Any) -> tuple[fx.Node | None, bool]:
+    """(x, False) if `gate` is the first and `up` the second half of the last dimension of x;
+    (x, True) if they are its even and its odd elements."""
+    if is_call(gate, aten.slice.Tensor) and is_call(up, aten.slice.Tensor):
+        even, odd = arguments(gate), arguments(up)
+        source: fx.Node = even.self
+        last, width = val(source).dim() - 1, val(source).shape[-1]
+        is_pair = odd.self is source and isinstance(width, int) and width % 2 == 0
+        for part, start in ((even, 0), (odd, 1)):
+            is_pair = is_pair and part.dim in (-1, last) and (part.start or 0) == start
+            is_pair = is_pair and part.step == 2 and (part.end is None or part.end >= width)
+        return (source if is_pair else None), True
+    return _halves(gate, up), False
 
 
 def _halves(gate: Any, up: Any) -> fx.Node | None:

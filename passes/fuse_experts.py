@@ -62,7 +62,8 @@ def _take_activation(node: fx.Node) -> None:
     given = arguments(node)
     linear = given.gate_up
     if is_call(linear, *EXPERTS) and only_user(linear) is node:
-        set_arguments(linear, act=given.act)
+        names = ("act", "limit", "shift", "interleaved")
+        set_arguments(linear, **{name: getattr(given, name) for name in names})
         update_val(linear)
         replace(node, linear)
 

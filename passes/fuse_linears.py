@@ -72,7 +72,8 @@ def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
     for node in calls(graph, act_mul.overload):
         given = arguments(node)
         linear = given.gate_up
-        if is_call(linear, aten.linear.default) and only_user(linear) is node:
+        plain = given.limit is None and given.shift == 0 and not given.interleaved
+        if plain and is_call(linear, aten.linear.default) and only_user(linear) is node:
             _fuse(graph, node, linear, act=given.act)
     for node in calls(graph, aten.linear.default, fused_linear.overload):
         _take_norm(graph, node)

@@ -136,19 +136,25 @@ Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const optional<Tensor
 
 }  // namespace
 
-Tensor act_mul(const Tensor& gate_up, const std::string& act) {
+Tensor act_mul(const Tensor& gate_up, const std::string& act, optional<double> limit,
+               double shift, bool interleaved) {
   TORCH_CHECK(gate_up.size(-1) % 2 == 0, "gate_up must have an even width, got ", gate_up.sizes());
-  TORCH_CHECK(act == "silu" || act == "gelu" || act == "gelu_tanh",
-              "act must be silu, gelu or gelu_tanh, got ", act);
+  TORCH_CHECK(act == "silu" || act == "gelu" || act == "gelu_tanh" || act == "quick_gelu",
+              "act must be silu, gelu, gelu_tanh or quick_gelu, got ", act);
   auto sizes = gate_up.sizes().vec();
   sizes.back() /= 2;
   Tensor kept, out = at::empty(sizes, gate_up.scalar_type());
   if (out.numel() == 0) return out;
-  const Act kind = act == "silu"   ? Act::silu
-                         : act == "gelu" ? Act::gelu
-                                         : Act::gelu_tanh;
-  kernels->act_mul({dtype_of(gate_up), kind, rows_of(gate_up, kept), out.data_ptr(), sizes.back(),
-                    at::num_threads()});
+  const Act kind = act == "silu"        ? Act::silu
+                   : act == "gelu"      ? Act::gelu
+                   : act == "gelu_tanh" ? Act::gelu_tanh
+                                        : Act::quick_gelu;
+  ActArgs a{dtype_of(gate_up), kind, rows_of(gate_up, kept), out.data_ptr(), sizes.back(),
+            at::num_threads()};
+  if (limit) a.limit = float(*limit);
+  a.shift = float(shift);
+  a.interleaved = interleaved;
+  kernels->act_mul(a);
   return out;
 }
 
@@ -208,9 +214,10 @@ namespace {
 Tensor expert_linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias,
                      const Tensor& expert, bool transposed, const optional<Tensor>&,
                      const optional<Tensor>&,  // rows are gathered, not sorted
-                     const optional<std::string>& act) {
+                     const optional<std::string>& act, optional<double> limit, double shift,
+                     bool interleaved) {
   Tensor y = multiply_experts(x, weight, bias, expert, transposed);
-  if (act) return act_mul(y, *act);
+  if (act) return act_mul(y, *act, limit, shift, interleaved);
   return y;
 }
 

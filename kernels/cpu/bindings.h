@@ -22,7 +22,8 @@ Tensor rms_norm(const Tensor& x, const optional<Tensor>& weight, double eps, dou
 Tensor gated_norm(const Tensor& x, const Tensor& gate, const optional<Tensor>& weight, double eps,
                   double offset, const std::string& act, bool gate_first, int64_t group,
                   at::ScalarType dtype);
-Tensor act_mul(const Tensor& gate_up, const std::string& act);
+Tensor act_mul(const Tensor& gate_up, const std::string& act, optional<double> limit = {},
+               double shift = 0, bool interleaved = false);
 Tensor linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias);
 // x [B, M, K] times mat2 [B, K, N] to `out` [B, M, N] with contiguous rows. Matrices of `mat2` are
 // stored like weights, [channels, depth], or transposed.

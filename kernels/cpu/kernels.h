@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 namespace llmc {
 
@@ -35,7 +36,7 @@ struct GatedNormArgs {
   int threads;
 };
 
-enum class Act { silu, gelu, gelu_tanh };
+enum class Act { silu, gelu, gelu_tanh, quick_gelu };
 
 struct ActArgs {
   Dtype dtype;
@@ -44,6 +45,9 @@ struct ActArgs {
   void* out;
   int64_t width;  // of the output; input rows are twice as wide
   int threads;
+  float limit = std::numeric_limits<float>::infinity();  // of gates, and magnitudes of the others
+  float shift = 0;           // is added to what the gates multiply
+  bool interleaved = false;  // gates are not the first half, but the even elements
 };
 
 struct AddArgs {  // dense

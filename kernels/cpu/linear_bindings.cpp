@@ -192,7 +192,8 @@ Tensor quantized_expert_linear(const Tensor& x, const Tensor& weight, const Tens
                                const optional<Tensor>& zero, const optional<Tensor>& bias,
                                const Tensor& expert, const optional<Tensor>& minimum,
                                int64_t x_bits, const optional<Tensor>&, const optional<Tensor>&,
-                               const optional<std::string>& act) {
+                               const optional<std::string>& act, optional<double> limit,
+                               double shift, bool interleaved) {
   TORCH_CHECK(weight.dim() == 4 && scale.dim() == 4 && scale.size(0) == weight.size(0),
               "quantized_expert_linear: weight ", weight.sizes(), " and scale ", scale.sizes(),
               " must both be [experts, N / 16, ..., ...]");
@@ -204,7 +205,7 @@ Tensor quantized_expert_linear(const Tensor& x, const Tensor& weight, const Tens
                          return quantized_linear(rows, weight.select(k), scale.select(k),
                                                  of(zero, k), of(bias, k), of(minimum, k), x_bits);
                        });
-  if (act) return act_mul(y, *act);
+  if (act) return act_mul(y, *act, limit, shift, interleaved);
   return y;
 }
 

@@ -148,11 +148,56 @@ template <Act kAct>
 LLMC_INLINE v16f activate(v16f x) {
   if (kAct == Act::silu) return x / (1.0f + exp_lanes(-x));
   if (kAct == Act::gelu) return 0.5f * x * (1.0f + erf_lanes(x * 0.70710678118654752f));
+  if (kAct == Act::quick_gelu) return x / (1.0f + exp_lanes(-1.702f * x));
   return 0.5f * x * (1.0f + tanh_lanes(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+}
+
+// Reads n gates (up to kLanes) and what they multiply, in turns.
+template <class T>
+LLMC_INLINE void load_pairs(const T* from, int64_t n, v16f& gate, v16f& up) {
+  float pairs[2 * kLanes] = {}, even[kLanes], odd[kLanes];
+  const int64_t low = 2 * n < kLanes ? 2 * n : kLanes;
+  store_n(pairs, load_n(from, low), low);
+  if (2 * n > kLanes) store_n(pairs + kLanes, load_n(from + kLanes, 2 * n - low), 2 * n - low);
+  for (int lane = 0; lane < kLanes; ++lane) {
+    even[lane] = pairs[2 * lane];
+    odd[lane] = pairs[2 * lane + 1];
+  }
+  gate = load(even);
+  up = load(odd);
+}
+
+// act_rows for what is not plain: clamped, shifted or interleaved.
+template <class T, Act kAct>
+void clamped_rows(const ActArgs& a) {
+  const int64_t n = a.width, blocks = (n + 1023) / 1024;
+  const v16f limit = splat(a.limit);
+  parallel_rows(count(a.x) * blocks, 1024 * 12, a.threads, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t r = item / blocks, first = item % blocks * 1024;
+      const int64_t last = first + 1024 < n ? first + 1024 : n;
+      const T* row = row_pointer<T>(a.x, r);
+      for (int64_t i = first; i < last; i += kLanes) {
+        const int64_t left = last - i < kLanes ? last - i : kLanes;
+        v16f gate, up;
+        if (a.interleaved) {
+          load_pairs(row + 2 * i, left, gate, up);
+        } else {
+          gate = load_n(row + i, left);
+          up = load_n(row + n + i, left);
+        }
+        gate = select(gate > limit, limit, gate);  // NaN stays
+        up = select(up > limit, limit, select(up < -limit, -limit, up));
+        store_n(static_cast<T*>(a.out) + r * n + i, activate<kAct>(gate) * (up + a.shift), left);
+      }
+    }
+  });
 }
 
 template <class T, Act kAct>
 void act_rows(const ActArgs& a) {
+  if (a.interleaved || a.shift != 0 || a.limit != std::numeric_limits<float>::infinity())
+    return clamped_rows<T, kAct>(a);
   const int64_t n = a.width, blocks = (n + 1023) / 1024;
   // a decode step has one long row: split rows into blocks, so that it also runs in parallel
   parallel_rows(count(a.x) * blocks, 1024 * 12, a.threads, [&](int64_t begin, int64_t end) {
@@ -179,6 +224,7 @@ void act_typed(const ActArgs& a) {
     case Act::silu: return act_rows<T, Act::silu>(a);
     case Act::gelu: return act_rows<T, Act::gelu>(a);
     case Act::gelu_tanh: return act_rows<T, Act::gelu_tanh>(a);
+    case Act::quick_gelu: return act_rows<T, Act::quick_gelu>(a);
   }
 }
 

@@ -6,13 +6,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.act_mul import ACTIVATIONS, act_mul
+from llmc.kernels.act_mul import ACTIVATIONS, QUICK, act_mul
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.attention_kernel import tanh
 from llmc.kernels.triton.configs import POINTWISE_BLOCK
 from llmc.kernels.triton.define import define, supports_tensors
 from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+
+_QUICK = tl.constexpr(QUICK)
 
 
 @triton.jit
@@ -21,25 +23,47 @@ def activate(x, ACT: tl.constexpr):
         return x / (1 + tl.exp(-x))
     elif ACT == "gelu":
         return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif ACT == "quick_gelu":
+        return x / (1 + tl.exp(-_QUICK * x))
     else:
         tl.static_assert(ACT == "gelu_tanh")
         return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
 @triton.jit
-def act_mul_kernel(gate_up, out, row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-                   ACT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def gated(gate, up, ACT: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
+    """`act_mul` of gates and what they multiply; NaN stays NaN."""
+    if LIMIT is not None:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return activate(gate, ACT) * (up + SHIFT)
+
+
+@triton.jit
+def act_mul_kernel(
+    gate_up, out, row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr,
+    LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH
-    x = tl.load(gate_up + row * row_stride + i, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * row_stride + WIDTH + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + i, (activate(x, ACT) * up).to(out.dtype.element_ty), mask=inside)
+    STRIDE: tl.constexpr = 2 if INTERLEAVED else 1
+    at = gate_up + row * row_stride + i * STRIDE
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + (1 if INTERLEAVED else WIDTH), mask=inside, other=0.0).to(tl.float32)
+    y = gated(gate, up, ACT, LIMIT, SHIFT)
+    tl.store(out + row * WIDTH + i, y.to(out.dtype.element_ty), mask=inside)
 
 
-def plan(gate_up: Tensor, act: str) -> Plan[Tensor]:
+def plan(
+    gate_up: Tensor,
+    act: str,
+    limit: float | None = None,
+    shift: float = 0.0,
+    interleaved: bool = False,
+) -> Plan[Tensor]:
     width = gate_up.shape[-1] // 2
     flat = gate_up.reshape(-1, 2 * width)
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
@@ -49,13 +73,16 @@ def plan(gate_up: Tensor, act: str) -> Plan[Tensor]:
         kernel=act_mul_kernel,
         grid=(flat.shape[0], cdiv(width, block)),
         args={"gate_up": flat, "out": out, "row_stride": flat.stride(0)},
-        constants={"WIDTH": width, "BLOCK": block, "ACT": act, "PDL": pdl},
+        constants={
+            "WIDTH": width, "BLOCK": block, "ACT": act, "LIMIT": limit, "SHIFT": shift,
+            "INTERLEAVED": interleaved, "PDL": pdl,
+        },
         pdl=pdl,
-    )
+    )  # fmt: skip
     return Plan(out=out, launches=(launch,))
 
 
-def _supports(*, gate_up: Tensor, act: str) -> bool:
+def _supports(*, gate_up: Tensor, act: str, **others: object) -> bool:
     return supports_tensors(gate_up) and act in ACTIVATIONS
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmc.kernels.expert_linear import expert_linear, sort_experts
 from llmc.kernels.triton import dependent_launch
-from llmc.kernels.triton.act_mul import activate
+from llmc.kernels.triton.act_mul import gated
 from llmc.kernels.triton.attention_plan import at, locate
 from llmc.kernels.triton.configs import GemmConfig, expert_config
 from llmc.kernels.triton.define import (
@@ -30,6 +30,8 @@ from llmc.kernels.triton.define import (
 from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
+Gate = tuple[str | None, float | None, float, bool]  # act, limit, shift and interleaved
+UNGATED: Gate = (None, None, 0.0, False)
 _ROWS = (16, 64, 256, 1024)  # classes of numbers of rows that are not sorted
 
 
@@ -87,12 +89,14 @@ def rows_of_tile(
 
 
 @triton.jit
-def channels_of_tile(tile, N: tl.constexpr, BLOCK_N: tl.constexpr, ACT: tl.constexpr):
-    """The channels [BLOCK_N] of N that a tile sums. With an ACT, the first half are gates, and the
-    second half what these multiply, N / 2 channels further on. The last tile may sum more, which
-    is not stored."""
+def channels_of_tile(
+    tile, N: tl.constexpr, BLOCK_N: tl.constexpr, ACT: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """The channels [BLOCK_N] of N that a tile sums. With an ACT, half of them are gates, and half
+    what these multiply. Unless they are INTERLEAVED, the second half is N / 2 channels further on,
+    and the last tile may sum more, which is not stored."""
     j = tl.arange(0, BLOCK_N)
-    if ACT is None:
+    if ACT is None or INTERLEAVED:
         n = tile * BLOCK_N + j
     else:
         HALF: tl.constexpr = BLOCK_N // 2
@@ -125,7 +129,8 @@ def store_zeros(
 @triton.jit
 def store_sums(
     acc, bias, expert, bias_expert, out, row, n, mine,
-    N: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr,
+    N: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """A tile's sums over the channels n with its expert's bias, and activated with an ACT."""
     if BIAS:
@@ -134,9 +139,12 @@ def store_sums(
     if ACT is None:
         store_tile(acc, out, row, mine, N)
     else:
-        halves = tl.reshape(acc, [acc.shape[0], 2, acc.shape[1] // 2])
-        gate, up = tl.split(tl.permute(halves, (0, 2, 1)))
-        store_tile(activate(gate, ACT) * up, out, row, mine, N // 2)
+        if INTERLEAVED:
+            pairs = tl.reshape(acc, [acc.shape[0], acc.shape[1] // 2, 2])
+        else:
+            pairs = tl.permute(tl.reshape(acc, [acc.shape[0], 2, acc.shape[1] // 2]), (0, 2, 1))
+        gate, up = tl.split(pairs)
+        store_tile(gated(gate, up, ACT, LIMIT, SHIFT), out, row, mine, N // 2)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -145,8 +153,8 @@ def expert_kernel(
     bias_expert, N: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BIAS: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
+    BIAS: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """chosen, offsets: as in `rows_of_tile`. x has a row for CHOICES consecutive results."""
     if PDL:
@@ -154,7 +162,7 @@ def expert_kernel(
     expert, row, mine = rows_of_tile(chosen, offsets, rows, ROWS, EXPERTS, EXPERTS_PAD, BLOCK_M)
     if expert > EXPERTS:
         return
-    n = channels_of_tile(tl.program_id(1), N, BLOCK_N, ACT)
+    n = channels_of_tile(tl.program_id(1), N, BLOCK_N, ACT, INTERLEAVED)
     if expert == EXPERTS:
         store_zeros(out, row, mine, N, BLOCK_N, ACT)
         return
@@ -172,7 +180,9 @@ def expert_kernel(
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    store_sums(acc, bias, expert, bias_expert, out, row, n, mine, N, BIAS, ACT)
+    store_sums(
+        acc, bias, expert, bias_expert, out, row, n, mine, N, BIAS, ACT, LIMIT, SHIFT, INTERLEAVED
+    )
 
 
 def are_sorted(rows: int, experts: int) -> bool:
@@ -219,7 +229,7 @@ def plan_tiles(
     expert: Tensor,
     order: Tensor | None,
     offsets: Tensor | None,
-    act: str | None,
+    gate: Gate,
     *,
     experts: int,
     channels: int,
@@ -231,6 +241,7 @@ def plan_tiles(
     columns with an act."""
     rows, depth = expert.shape[0], x.shape[1]
     given, shared = _chosen_rows(x, expert, experts, order, offsets)
+    act, limit, shift, interleaved = gate
     out = x.new_empty(rows, channels // (1 if act is None else 2))
     pdl = dependent_launch.applies_to(x.device)
     launch = Launch(
@@ -243,7 +254,8 @@ def plan_tiles(
         constants={
             "N": channels, "K": depth, **shared,
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
-            "BIAS": bias is not None, "ACT": act, "PDL": pdl, **constants,
+            "BIAS": bias is not None, "ACT": act, "LIMIT": limit, "SHIFT": shift,
+            "INTERLEAVED": interleaved, "PDL": pdl, **constants,
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -261,13 +273,17 @@ def plan(
     order: Tensor | None = None,
     offsets: Tensor | None = None,
     act: str | None = None,
+    limit: float | None = None,
+    shift: float = 0.0,
+    interleaved: bool = False,
 ) -> Plan[Tensor]:
     experts = weight.shape[0]
     n_axis, k_axis = (2, 1) if transposed else (1, 2)
     return plan_tiles(
         expert_kernel,
         expert_config(expert.shape[0], experts, x.element_size()),
-        x, bias, expert, order, offsets, act, experts=experts, channels=weight.shape[n_axis],
+        x, bias, expert, order, offsets, (act, limit, shift, interleaved),
+        experts=experts, channels=weight.shape[n_axis],
         args={
             "x": x, "weight": weight, "x_row": x.stride(0), "weight_expert": weight.stride(0),
             "weight_n": weight.stride(n_axis), "weight_k": weight.stride(k_axis),

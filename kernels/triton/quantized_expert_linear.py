@@ -43,7 +43,8 @@ def low_bit_expert_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr, WORDS: tl.constexpr, MIDDLE: tl.constexpr, PER: tl.constexpr,
     ZERO: tl.constexpr, MINIMUM: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
-    ACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    ACT: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """words [EXPERTS, N / 16, WORDS] int32; scale, zero, minimum [.., K / GROUP, 16].
 
@@ -57,7 +58,7 @@ def low_bit_expert_kernel(
     expert, row, mine = rows_of_tile(chosen, offsets, rows, ROWS, EXPERTS, EXPERTS_PAD, BLOCK_M)
     if expert > EXPERTS:
         return
-    n = channels_of_tile(tl.program_id(1), N, BLOCK_N, ACT)
+    n = channels_of_tile(tl.program_id(1), N, BLOCK_N, ACT, INTERLEAVED)
     inside = n < N
     if expert == EXPERTS:
         store_zeros(out, row, mine, N, BLOCK_N, ACT)
@@ -97,7 +98,9 @@ def low_bit_expert_kernel(
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    store_sums(acc, bias, expert, bias_expert, out, row, n, mine, N, BIAS, ACT)
+    store_sums(
+        acc, bias, expert, bias_expert, out, row, n, mine, N, BIAS, ACT, LIMIT, SHIFT, INTERLEAVED
+    )
 
 
 def plan(
@@ -112,11 +115,16 @@ def plan(
     order: Tensor | None = None,
     offsets: Tensor | None = None,
     act: str | None = None,
+    limit: float | None = None,
+    shift: float = 0.0,
+    interleaved: bool = False,
 ) -> Plan[Tensor]:
+    gate = act, limit, shift, interleaved
     rounding: tuple[Launch, ...] = ()
-    whole = act is None or weight.shape[1] % 2 == 0  # halves are whole blocks of channels
+    # the kernel for codes reads whole blocks of channels, of each half
+    whole = act is None or interleaved or weight.shape[1] % 2 == 0
     if x_bits < EXACT_BITS and whole and multiplies_codes(x.device):
-        return scaled_expert_linear.plan(x, weight, scale, bias, expert, order, offsets, act)
+        return scaled_expert_linear.plan(x, weight, scale, bias, expert, order, offsets, gate)
     if x_bits < EXACT_BITS:
         rounded = plan_rounded(x, x.shape[1] // scale.shape[2])
         x, rounding = rounded.out, rounded.launches
@@ -124,7 +132,7 @@ def plan(
     product = plan_tiles(
         low_bit_expert_kernel,
         low_bit_expert_config(expert.shape[0], experts, x.element_size()),
-        x, bias, expert, order, offsets, act,
+        x, bias, expert, order, offsets, gate,
         experts=experts, channels=weight.shape[1] * CHANNELS,
         args={
             "x": x, "words": weight.view(torch.int32), "scale": scale, "zero": zero,

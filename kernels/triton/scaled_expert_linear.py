@@ -17,6 +17,8 @@ from llmc.kernels.quantized_linear import CHANNELS
 from llmc.kernels.triton.configs import scaled_expert_config
 from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.expert_linear import (
+    UNGATED,
+    Gate,
     channels_of_tile,
     plan_tiles,
     rows_of_tile,
@@ -45,10 +47,12 @@ def scaled_expert_kernel(
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BIAS: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [tokens, K] float8, x_scale [tokens, K / GROUP]; words [EXPERTS, N / 16, K / 4, 16] int32,
-    scale [.., K / GROUP, 16]. BLOCK_K divides GROUP, unless that is K. With an ACT, 32 divides N.
+    scale [.., K / GROUP, 16]. BLOCK_K divides GROUP, unless that is K. With an ACT
+    whose gates are a half, 32 divides N.
 
     chosen, offsets: as in `rows_of_tile`. x has a row for CHOICES consecutive results.
     """
@@ -57,14 +61,15 @@ def scaled_expert_kernel(
     expert, row, mine = rows_of_tile(chosen, offsets, rows, ROWS, EXPERTS, EXPERTS_PAD, BLOCK_M)
     if expert > EXPERTS:
         return
-    n = channels_of_tile(tl.program_id(1), N, BLOCK_N, ACT)
+    n = channels_of_tile(tl.program_id(1), N, BLOCK_N, ACT, INTERLEAVED)
     inside = n < N
     if expert == EXPERTS:
         store_zeros(out, row, mine, N, BLOCK_N, ACT)
         return
     first = expert.to(tl.int64) * (N // 16)
     b_scale = scale + (first + n // 16) * (K // GROUP * 16) + n % 16
-    block = channels_of_tile(tl.program_id(1), N // 16, BLOCK_N // 16, ACT)[None, :, None]
+    block = channels_of_tile(tl.program_id(1), N // 16, BLOCK_N // 16, ACT, INTERLEAVED)
+    block = block[None, :, None]
     word = words + (first + block) * (K // 4 * 16) + tl.arange(0, 16)[None, None, :]
     token = row // CHOICES
     a_row = x + token[:, None] * K
@@ -88,7 +93,9 @@ def scaled_expert_kernel(
         of_rows = tl.load(a_scale, mask=mine, other=0.0)
         of_channels = tl.load(b_scale, mask=inside, other=0.0).to(tl.float32)
         acc *= of_rows[:, None] * of_channels[None, :]
-    store_sums(acc, bias, expert, bias_expert, out, row, n, mine, N, BIAS, ACT)
+    store_sums(
+        acc, bias, expert, bias_expert, out, row, n, mine, N, BIAS, ACT, LIMIT, SHIFT, INTERLEAVED
+    )
 
 
 def plan(
@@ -99,7 +106,7 @@ def plan(
     expert: Tensor,
     order: Tensor | None = None,
     offsets: Tensor | None = None,
-    act: str | None = None,
+    gate: Gate = UNGATED,
 ) -> Plan[Tensor]:
     """`quantized_expert_linear` with `x_bits` 8 of an fp8 weight; x [T, K] is rounded first."""
     experts, depth = weight.shape[0], x.shape[1]
@@ -109,7 +116,7 @@ def plan(
     product = plan_tiles(
         scaled_expert_kernel,
         scaled_expert_config(expert.shape[0], experts, group, depth),
-        x, bias, expert, order, offsets, act,
+        x, bias, expert, order, offsets, gate,
         experts=experts, channels=weight.shape[1] * CHANNELS,
         args={
             "x": codes, "x_scale": x_scale, "words": weight.view(torch.int32), "scale": scale,

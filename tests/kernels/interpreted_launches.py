@@ -47,10 +47,15 @@ SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {"intermediate_size": DEEP, **SIZES}),
     "routed": ("qwen3_moe", {**SIZES}),
+    "routed, clamped": ("gpt_oss", {}),
     "hybrid": ("qwen3_next", {"mlp_only_layers": [0, 1, 2], **SIZES}),
     "recurrent": ("mamba2", {}),
 }
-LAYERS = {"dense": "full_attention", "hybrid": "linear_attention"}
+LAYERS = {
+    "dense": "full_attention",
+    "routed, clamped": "full_attention",
+    "hybrid": "linear_attention",
+}
 ROWS = (1, FEW, MANY)
 # what a further layer launches for each number of rows; "step": what every step launches besides
 LAUNCHES: dict[str, tuple[str, ...]] = {
@@ -84,6 +89,20 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         ),
         (
             "10: aten.addmm_, 2 aten.linear, attention_kernel, choose_experts_kernel, "
+            "2 expert_kernel, 2 norm_kernel, sum_experts_kernel"
+        ),
+    ),
+    "routed, clamped": (
+        (
+            "7: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel, "
+            "sum_experts_kernel"
+        ),
+        (
+            "7: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel, "
+            "sum_experts_kernel"
+        ),
+        (
+            "11: aten.add_, 3 aten.linear, attention_kernel, choose_experts_kernel, "
             "2 expert_kernel, 2 norm_kernel, sum_experts_kernel"
         ),
     ),

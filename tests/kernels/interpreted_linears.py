@@ -428,13 +428,15 @@ def test_experts_multiply_codes(
 
 @pytest.mark.parametrize("n", [64, 160, 48])
 @pytest.mark.parametrize("rows", [10, 60])
+@pytest.mark.parametrize("gate", [("silu",), ("quick_gelu", 0.75, 1.0, True)], ids=str)
 def test_experts_multiply_codes_and_activate(
-    rows: int, n: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, n: int, gate: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tile of codes has whole blocks of 16 gates: 24 gates take the other kernel."""
+    """A tile of codes has whole blocks of 16 gates, unless they are interleaved: a half of 24 gates
+    takes the other kernel."""
     monkeypatch.setattr(quantized_expert_linear, "multiplies_codes", lambda device: True)
     x, *others = float8_experts(rows, 2, n, 64, 32, torch.float32)
-    assert_multiplies_codes((x / 100, *others, None, None, "silu"), n != 48)
+    assert_multiplies_codes((x / 100, *others, None, None, *gate), n != 48 or len(gate) > 1)
 
 
 def assert_multiplies_codes(case: tuple[Any, ...], expected: bool) -> None:

@@ -388,5 +388,7 @@ def test_wrong_arguments_are_named() -> None:
     case[4] = case[4].long()
     with pytest.raises(RuntimeError, match="context_len must be Int, got Long"):
         torch.ops.llmc_cpu.paged_attention(*case)
-    with pytest.raises(RuntimeError, match="act must be silu, gelu or gelu_tanh, got relu"):
+    with pytest.raises(
+        RuntimeError, match="act must be silu, gelu, gelu_tanh or quick_gelu, got relu"
+    ):
         torch.ops.llmc_cpu.act_mul(torch.ones(2, 4), "relu")

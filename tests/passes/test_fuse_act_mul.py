@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_graphs import Values, apply, assert_idempotent, assert_same, step, trace
+from tiny_graphs import Values, apply, assert_idempotent, assert_same, ops, step, trace
 from torch import Tensor
 
 from llmc.passes.fuse_act_mul import fuse_act_mul
@@ -66,4 +66,71 @@ def test_leaves_alone_halves_of_two_tensors() -> None:
         return F.silu(split(x)[0]) * split(y)[1]
 
     _, (report,) = apply(trace(gated, x=GATE_UP, y=GATE_UP), fuse_act_mul())
+    assert not report.added and not report.removed
+
+
+def interleaved(x: Tensor) -> tuple[Tensor, ...]:
+    return x[..., ::2], x[..., 1::2]
+
+
+def clamped(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.clamp(max=0.5), up.clamp(min=-0.5, max=0.5)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+@pytest.mark.parametrize("parts", [split, interleaved], ids=["split", "interleaved"])
+@pytest.mark.parametrize(
+    "gated",
+    [
+        clamped,
+        lambda gate, up: F.silu(gate.clamp(max=0.5)) * up.clamp(-0.5, 0.5),
+        lambda gate, up: F.silu(gate) * (up + 2.5),
+        lambda gate, up: torch.sigmoid(1.702 * gate) * gate * up,
+    ],
+    ids=["all", "clamped", "shifted", "quick_gelu"],
+)
+def test_rewrites_clamped_and_shifted_gates(parts: object, gated: object) -> None:
+    gm = trace(lambda x: gated(*parts(x)), x=GATE_UP)  # type: ignore[operator]
+    fused, (report,) = apply(gm, fuse_act_mul())
+    assert report.added == {"llmc.act_mul.default": 1}
+    assert set(ops(fused)) == {"llmc.act_mul.default"}
+    assert_same(fused, gm, Values.of(x=GATE_UP), 1e-6)
+
+
+OTHERS = {
+    "other limits": lambda a, b: F.silu(a.clamp(max=0.5)) * b.clamp(-0.4, 0.5),
+    "a gate with a lower bound": lambda a, b: F.silu(a.clamp(-0.5, 0.5)) * b.clamp(-0.5, 0.5),
+    "one of them clamped": lambda a, b: F.silu(a) * b.clamp(-0.5, 0.5),
+    "another factor": lambda a, b: a * torch.sigmoid(1.5 * a) * b,
+    "the sigmoid of another value": lambda a, b: a * torch.sigmoid(1.702 * b) * b,
+    "the clamped activation": lambda a, b: F.silu(a).clamp(max=0.5) * b.clamp(-0.5, 0.5),
+    "the sum of two": lambda a, b: F.silu(a) * (b + a),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_leaves_alone_what_the_op_does_not_compute(kind: str) -> None:
+    gm = trace(lambda x: OTHERS[kind](*split(x)), x=GATE_UP)
+    _, (report,) = apply(gm, fuse_act_mul())
+    assert not report.added and not report.removed
+
+
+SLICES = {
+    "odd gates": lambda x: (x[..., 1::2], x[..., ::2]),
+    "steps of 4": lambda x: (x[..., ::4], x[..., 1::4]),
+    "not all": lambda x: (x[..., :8:2], x[..., 1:8:2]),
+    "both even": lambda x: (x[..., ::2], x[..., ::2]),
+    "of two tensors": lambda x: (x[..., ::2], (x * 2)[..., 1::2]),
+    "rows": lambda x: (x[:, ::2, :], x[:, 1::2, :]),
+}
+
+
+@pytest.mark.parametrize("kind", SLICES)
+def test_leaves_alone_other_slices(kind: str) -> None:
+    def gated(x: Tensor) -> Tensor:
+        gate, up = SLICES[kind](x)
+        return F.silu(gate) * up
+
+    square = step(torch.randn(1, 16, 16), dynamic=None)
+    _, (report,) = apply(trace(gated, x=square), fuse_act_mul())
     assert not report.added and not report.removed

@@ -152,6 +152,15 @@ def test_leaves_alone_what_is_read_elsewhere() -> None:
     assert not report.added and ops(same) == ops(gm)
 
 
+@pytest.mark.parametrize("others", [(0.5,), (None, 1.0), (None, 0.0, True)], ids=str)
+def test_leaves_alone_an_activation_that_is_not_plain(others: tuple[object, ...]) -> None:
+    def gated(x: Tensor, wide: Tensor, *rest: Tensor) -> Tensor:
+        return act_mul.overload(F.linear(x, wide), "silu", *others)
+
+    _, (report,) = apply(trace(gated, **INPUTS), fuse_linears())
+    assert not report.added
+
+
 def test_leaves_alone_a_sum_of_another_shape() -> None:
     def broadcast(x: Tensor, wide: Tensor, *rest: Tensor) -> Tensor:
         return F.linear(x, wide) + rest[-1]

@@ -58,6 +58,8 @@ from llmc.kernels.triton.launch import Launch, Plan
 
 BF16 = torch.bfloat16
 VOCAB = 151936
+SILU: expert_linear.Gate = ("silu", None, 0.0, False)
+CLAMPED: expert_linear.Gate = ("quick_gelu", 7.0, 1.0, True)
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -230,7 +232,7 @@ def experts(
     choices: int = 1,
     transposed: bool = False,
     bias: bool = False,
-    act: str | None = None,
+    gate: tuple[Any, ...] = (),
 ) -> Plan[Tensor]:
     weight = meta(count, 2048, 1536) if transposed else meta(count, 1536, 2048)
     return expert_linear.plan(
@@ -239,7 +241,9 @@ def experts(
         meta(count, 1536) if bias else None,
         longs(rows),
         transposed,
-        act=act,
+        None,
+        None,
+        *gate,
     )
 
 
@@ -329,7 +333,7 @@ def codes_product(group: int = 0, *, rows: int = 4096) -> Plan[Tensor]:
 
 def low_bit_experts(
     rows: int, format: Format, *, choices: int = 1, minimum: bool = False,
-    stored: Quantization | None = None, act: str | None = None,
+    stored: Quantization | None = None, gate: tuple[Any, ...] = (),
 ) -> Plan[Tensor]:  # fmt: skip
     """In groups of 32, as in checkpoints and GGUF files."""
     scale: Scale = "exponent" if format == "mxfp4" else "float16"
@@ -343,12 +347,15 @@ def low_bit_experts(
         meta(128, 1536),
         longs(rows),
         parts.get("minimum"),
-        act=act,
+        24,
+        None,
+        None,
+        *gate,
     )
 
 
 def scaled_experts(
-    rows: int, group: int = 0, *, choices: int = 1, act: str | None = None
+    rows: int, group: int = 0, *, choices: int = 1, gate: expert_linear.Gate = expert_linear.UNGATED
 ) -> Plan[Tensor]:
     """Float8 by float8, with scales as in checkpoints; without the launch that rounds x."""
     to = Quantization(format="fp8", group=group)
@@ -358,7 +365,7 @@ def scaled_experts(
         floats(*to.shape("scale", 128, 1536, 2048)),
         meta(128, 1536),
         longs(rows),
-        act=act,
+        gate=gate,
     )
     return Plan(out=plan.out, launches=plan.launches[1:])
 
@@ -620,6 +627,7 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "act_mul silu": lambda: act_mul.plan(meta(64, 24576), "silu"),
     "act_mul gelu": lambda: act_mul.plan(meta(64, 24576), "gelu"),
     "act_mul gelu_tanh": lambda: act_mul.plan(meta(64, 24576), "gelu_tanh"),
+    "act_mul clamped": lambda: act_mul.plan(meta(64, 24576), *CLAMPED),
     "write_segments": lambda: step_rows.plan_write(ints(1 << 24), ints(4096)),
     "prepare_step": step_inputs,
     "ban_words": lambda: step_rows.plan_ban(
@@ -639,9 +647,10 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "expert_linear unsorted, few experts": lambda: experts(1000, 16),
     "expert_linear many": lambda: experts(32768, transposed=True, bias=True),
     "expert_linear of tokens": lambda: experts(32768, choices=8),
-    "expert_linear gated few": lambda: experts(64, choices=8, act="silu"),
-    "expert_linear gated unsorted": lambda: experts(1000, 16, bias=True, act="silu"),
-    "expert_linear gated many": lambda: experts(32768, transposed=True, act="silu"),
+    "expert_linear gated few": lambda: experts(64, choices=8, gate=SILU),
+    "expert_linear gated unsorted": lambda: experts(1000, 16, bias=True, gate=SILU),
+    "expert_linear gated many": lambda: experts(32768, transposed=True, gate=SILU),
+    "expert_linear clamped few": lambda: experts(64, transposed=True, bias=True, gate=CLAMPED),
     "choose_experts": lambda: choose_experts.plan(meta(64, 128), longs(64), 8, True, BF16),
     "route row": lambda: router(1, 128),
     "route few": lambda: router(8, 128),
@@ -731,13 +740,17 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_expert_linear fp8 product, rows": lambda: scaled_experts(4096, 128),
     "quantized_expert_linear fp8 product, many": lambda: scaled_experts(32768, 128),
     "quantized_expert_linear fp8 product, many, whole rows": lambda: scaled_experts(32768),
-    "quantized_expert_linear mxfp4 gated few": lambda: low_bit_experts(64, "mxfp4", act="silu"),
-    "quantized_expert_linear mxfp4 gated many": lambda: low_bit_experts(32768, "mxfp4", act="silu"),
-    "quantized_expert_linear int4 gated few": lambda: low_bit_experts(64, "int4", act="silu"),
-    "quantized_expert_linear int8 gated many": lambda: low_bit_experts(32768, "int8", act="silu"),
-    "quantized_expert_linear fp8 product, gated few": lambda: scaled_experts(64, 128, act="silu"),
+    "quantized_expert_linear mxfp4 gated few": lambda: low_bit_experts(64, "mxfp4", gate=SILU),
+    "quantized_expert_linear mxfp4 gated many": lambda: low_bit_experts(32768, "mxfp4", gate=SILU),
+    "quantized_expert_linear mxfp4 clamped few": lambda: low_bit_experts(64, "mxfp4", gate=CLAMPED),
+    "quantized_expert_linear mxfp4 clamped many": lambda: low_bit_experts(
+        32768, "mxfp4", gate=CLAMPED
+    ),
+    "quantized_expert_linear int4 gated few": lambda: low_bit_experts(64, "int4", gate=SILU),
+    "quantized_expert_linear int8 gated many": lambda: low_bit_experts(32768, "int8", gate=SILU),
+    "quantized_expert_linear fp8 product, gated few": lambda: scaled_experts(64, 128, gate=SILU),
     "quantized_expert_linear fp8 product, gated many": lambda: scaled_experts(
-        32768, 128, act="silu"
+        32768, 128, gate=SILU
     ),
     "quantized_embedding int4": lambda: embedding(64, "int4", minimum=True),
     "quantized_embedding int8": lambda: embedding(64, "int8"),
