@@ -75,6 +75,5 @@ def test_supports_sees_the_shapes_of_the_call(impls: list[Impl]) -> None:
     apply(graph(), lower_kernels(prefer=("one",)))
     [arguments] = seen
     gate_up = arguments.pop("gate_up")
-    assert (
-        arguments == {"act": "silu"} and gate_up.shape[-1] == 16 and gate_up.dtype == torch.float32
-    )
+    assert arguments == {"act": "silu", "limit": None, "shift": 0.0, "interleaved": False}
+    assert gate_up.shape[-1] == 16 and gate_up.dtype == torch.float32
