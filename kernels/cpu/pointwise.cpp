@@ -152,79 +152,85 @@ LLMC_INLINE v16f activate(v16f x) {
   return 0.5f * x * (1.0f + tanh_lanes(0.79788456080286536f * (x + 0.044715f * x * x * x)));
 }
 
-// Reads n gates (up to kLanes) and what they multiply, in turns.
+// How act_rows reads up to kLanes gates and what they multiply, from gate i on of a row.
+
 template <class T>
-LLMC_INLINE void load_pairs(const T* from, int64_t n, v16f& gate, v16f& up) {
-  float pairs[2 * kLanes] = {}, even[kLanes], odd[kLanes];
-  const int64_t low = 2 * n < kLanes ? 2 * n : kLanes;
-  store_n(pairs, load_n(from, low), low);
-  if (2 * n > kLanes) store_n(pairs + kLanes, load_n(from + kLanes, 2 * n - low), 2 * n - low);
-  for (int lane = 0; lane < kLanes; ++lane) {
-    even[lane] = pairs[2 * lane];
-    odd[lane] = pairs[2 * lane + 1];
+struct Halves {
+  const T *gates, *ups;
+  LLMC_METHOD Halves(const ActArgs& a, const T* row) : gates(row), ups(row + a.width) {}
+  LLMC_METHOD void read(int64_t i, v16f& gate, v16f& up) const {
+    gate = load(gates + i);
+    up = load(ups + i);
   }
-  gate = load(even);
-  up = load(odd);
-}
+  LLMC_METHOD void read_n(int64_t i, int64_t n, v16f& gate, v16f& up) const {
+    gate = load_n(gates + i, n);
+    up = load_n(ups + i, n);
+  }
+};
 
-// act_rows for what is not plain: clamped, shifted or interleaved.
-template <class T, Act kAct>
-void clamped_rows(const ActArgs& a) {
-  const int64_t n = a.width, blocks = (n + 1023) / 1024;
-  const v16f limit = splat(a.limit);
-  parallel_rows(count(a.x) * blocks, 1024 * 12, a.threads, [&](int64_t begin, int64_t end) {
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t r = item / blocks, first = item % blocks * 1024;
-      const int64_t last = first + 1024 < n ? first + 1024 : n;
-      const T* row = row_pointer<T>(a.x, r);
-      for (int64_t i = first; i < last; i += kLanes) {
-        const int64_t left = last - i < kLanes ? last - i : kLanes;
-        v16f gate, up;
-        if (a.interleaved) {
-          load_pairs(row + 2 * i, left, gate, up);
-        } else {
-          gate = load_n(row + i, left);
-          up = load_n(row + n + i, left);
-        }
-        gate = select(gate > limit, limit, gate);  // NaN stays
-        up = select(up > limit, limit, select(up < -limit, -limit, up));
-        store_n(static_cast<T*>(a.out) + r * n + i, activate<kAct>(gate) * (up + a.shift), left);
+template <class T>
+struct Any {  // also in turns; clamped and shifted
+  const ActArgs& a;
+  const T* row;
+  LLMC_METHOD Any(const ActArgs& a, const T* row) : a(a), row(row) {}
+  LLMC_METHOD void read(int64_t i, v16f& gate, v16f& up) const { read_n(i, kLanes, gate, up); }
+  LLMC_METHOD void read_n(int64_t i, int64_t n, v16f& gate, v16f& up) const {
+    if (a.interleaved) {
+      T turns[2 * kLanes] = {}, gates[kLanes], ups[kLanes];
+      std::memcpy(turns, row + 2 * i, 2 * n * sizeof(T));
+      for (int lane = 0; lane < kLanes; ++lane) {
+        gates[lane] = turns[2 * lane];
+        ups[lane] = turns[2 * lane + 1];
       }
+      gate = load(gates);
+      up = load(ups);
+    } else {
+      Halves<T>(a, row).read_n(i, n, gate, up);
     }
-  });
-}
+    const v16f limit = splat(a.limit);
+    gate = select(gate > limit, limit, gate);  // NaN stays
+    up = select(up > limit, limit, select(up < -limit, -limit, up)) + a.shift;
+  }
+};
 
-template <class T, Act kAct>
+template <class T, Act kAct, class Reader>
 void act_rows(const ActArgs& a) {
-  if (a.interleaved || a.shift != 0 || a.limit != std::numeric_limits<float>::infinity())
-    return clamped_rows<T, kAct>(a);
   const int64_t n = a.width, blocks = (n + 1023) / 1024;
   // a decode step has one long row: split rows into blocks, so that it also runs in parallel
   parallel_rows(count(a.x) * blocks, 1024 * 12, a.threads, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t r = item / blocks, first = item % blocks * 1024;
       const int64_t last = first + 1024 < n ? first + 1024 : n;
-      const T* gate = row_pointer<T>(a.x, r);
-      const T* up = gate + n;
+      const Reader row(a, row_pointer<T>(a.x, r));
       T* out = static_cast<T*>(a.out) + r * n;
+      v16f gate, up;
       int64_t i = first;
-      for (; i + kLanes <= last; i += kLanes)
-        store(out + i, activate<kAct>(load(gate + i)) * load(up + i));
+      for (; i + kLanes <= last; i += kLanes) {
+        row.read(i, gate, up);
+        store(out + i, activate<kAct>(gate) * up);
+      }
       if (i < last) {
-        int64_t left = last - i;
-        store_n(out + i, activate<kAct>(load_n(gate + i, left)) * load_n(up + i, left), left);
+        row.read_n(i, last - i, gate, up);
+        store_n(out + i, activate<kAct>(gate) * up, last - i);
       }
     }
   });
 }
 
+template <class T, Act kAct>
+void act_kind(const ActArgs& a) {
+  const bool is_limited = a.limit != std::numeric_limits<float>::infinity();
+  if (a.interleaved || a.shift != 0 || is_limited) return act_rows<T, kAct, Any<T>>(a);
+  act_rows<T, kAct, Halves<T>>(a);
+}
+
 template <class T>
 void act_typed(const ActArgs& a) {
   switch (a.act) {
-    case Act::silu: return act_rows<T, Act::silu>(a);
-    case Act::gelu: return act_rows<T, Act::gelu>(a);
-    case Act::gelu_tanh: return act_rows<T, Act::gelu_tanh>(a);
-    case Act::quick_gelu: return act_rows<T, Act::quick_gelu>(a);
+    case Act::silu: return act_kind<T, Act::silu>(a);
+    case Act::gelu: return act_kind<T, Act::gelu>(a);
+    case Act::gelu_tanh: return act_kind<T, Act::gelu_tanh>(a);
+    case Act::quick_gelu: return act_kind<T, Act::quick_gelu>(a);
   }
 }
 
