@@ -12,6 +12,9 @@ More rows are compute-bound: torch's own linear multiplies them, between other o
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -229,12 +232,38 @@ def plan(
     """For up to FEW_ROWS rows. `out`, contiguous, may be the residual itself: each program reads
     the values of its tile before it writes them."""
     depth = x.shape[-1]
+    base = plan_ungated(
+        few_rows_kernel, x, weight, bias, norm_weight, eps, offset, act, residual,
+        0 if gate is None else group, out,
+    )  # fmt: skip
+    (launch,) = base.launches
+    gates = None if gate is None else gate.reshape(-1, depth)
+    launch = replace(
+        launch,
+        args={
+            **launch.args, "gate": gates, "gate_row": 0 if gates is None else gates.stride(0),
+        },
+        constants={
+            **launch.constants, "SILU": gate_act == "silu", "GATE_FIRST": gate_first,
+            "GROUP": 0 if gate is None or group == depth else group,
+        },
+    )  # fmt: skip
+    return Plan(out=base.out, launches=(launch,))
+
+
+def plan_ungated(
+    kernel: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
+    eps: float | None, offset: float, act: str | None, residual: Tensor | None, group: int = 0,
+    out: Tensor | None = None,
+) -> Plan[Tensor]:  # fmt: skip
+    """A launch of a kernel that calls `linear_tile`, without the arguments for a norm's gate.
+    `group`: of the gated norm that the caller adds, otherwise 0."""
+    depth = x.shape[-1]
     channels = weight.shape[0] // (1 if act is None else 2)
     flat = x.reshape(-1, depth)
     rows = flat.shape[0]
-    gates = None if gate is None else gate.reshape(rows, depth)
     more = None if residual is None else residual.reshape(rows, channels)
-    config = _config(rows, weight, act, 0 if gate is None else group)
+    config = _config(rows, weight, act, group)
     assert config is not None, "`takes` tells"
     tiles = config.tiles
     out = weight.new_empty(*x.shape[:-1], channels) if out is None else out
@@ -244,13 +273,13 @@ def plan(
     shape = config.splits, blocks, rows
     squares = None if eps is None else x.new_empty(shape, dtype=torch.float32)
     launch = Launch(
-        kernel=few_rows_kernel,
+        kernel=kernel,
         grid=(blocks, config.splits),
         args={
-            "x": flat, "weight": weight, "bias": bias, "norm_weight": norm_weight, "gate": gates,
+            "x": flat, "weight": weight, "bias": bias, "norm_weight": norm_weight,
             "residual": more, "out": out, "partial": partial, "squares": squares,
             "counter": counters(x.device, blocks), "rows": rows, "x_row": flat.stride(0),
-            "weight_row": weight.stride(0), "gate_row": 0 if gates is None else gates.stride(0),
+            "weight_row": weight.stride(0),
             "residual_row": 0 if more is None else more.stride(0), "eps": eps or 0.0,
             "offset": offset,
         },
@@ -260,9 +289,7 @@ def plan(
             "NORM": eps is not None, "WEIGHTED": norm_weight is not None,
             "BIAS": bias is not None, "ACT": act, "ADD": more is not None, "DOT": rows > 1,
             "PRECISION": "ieee" if weight.dtype == torch.float32 else "tf32",
-            "UPCAST": needs_upcast(weight.dtype), "SILU": gate_act == "silu",
-            "GATE_FIRST": gate_first, "GROUP": 0 if gate is None or group == depth else group,
-            "PDL": pdl,
+            "UPCAST": needs_upcast(weight.dtype), "PDL": pdl,
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -7,7 +7,6 @@ channels. The last of these programs reads the logits of all experts, and choose
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
@@ -98,11 +97,6 @@ def route_kernel(
             )
 
 
-def _own(values: dict[str, Any]) -> dict[str, Any]:
-    """The linear's arguments without those of gated norms, which no router has."""
-    return {name: value for name, value in values.items() if name in route_kernel.arg_names}
-
-
 def plan(
     x: Tensor, norm_weight: Tensor | None, eps: float, offset: float, router: Tensor,
     bias: Tensor | None, slot_mapping: Tensor | None, count: int, normalized: bool,
@@ -110,7 +104,9 @@ def plan(
 ) -> Plan[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """For up to FEW_ROWS rows."""
     rows, depth = x.shape
-    linear = fused_linear.plan(x, router, bias, norm_weight, eps, offset, None, None).launches[0]
+    (linear,) = fused_linear.plan_ungated(
+        route_kernel, x, router, bias, norm_weight, eps, offset, None, None
+    ).launches
     normed = x.new_empty(rows, depth)
     weight = x.new_empty(rows, count, dtype=dtype)
     expert = x.new_empty(rows, count, dtype=torch.int64)
@@ -118,13 +114,12 @@ def plan(
     channels, at_once = cdiv(depth, tiles), 1 if rows == 1 else FEW_ROWS
     launch = replace(
         linear,
-        kernel=route_kernel,
         args={
-            **_own(linear.args), "counter": counters(x.device, tiles + 1), "slots": slot_mapping,
+            **linear.args, "counter": counters(x.device, tiles + 1), "slots": slot_mapping,
             "normed": normed, "share": weight, "expert": expert,
         },
         constants={
-            **_own(linear.constants), "ROWS": at_once, "CHANNELS": channels,
+            **linear.constants, "ROWS": at_once, "CHANNELS": channels,
             "BLOCK": min(power_of_2(channels), _BLOCK_VALUES // at_once),
             "EXPERTS_PAD": power_of_2(router.shape[0]), "COUNT": count,
             "COUNT_PAD": power_of_2(count), "NORMALIZED": normalized,
