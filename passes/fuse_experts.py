@@ -23,13 +23,12 @@ from llmc.passes.edit import (
     replace,
     reshaped,
     set_arguments,
-    through,
+    through_reshapes,
     update_val,
     val,
 )
 
 EXPERTS = (expert_linear.overload, quantized_expert_linear.overload)
-_RESHAPES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
 
 
 @graph_pass()
@@ -73,7 +72,7 @@ def _take_router(graph: fx.Graph, node: fx.Node) -> None:
     if not is_call(given.logits, aten.linear.default) or only_user(given.logits) is not node:
         return
     linear = arguments(given.logits)
-    normed = through(linear.input, *_RESHAPES)
+    normed = through_reshapes(linear.input, aten.flatten.using_ints)
     early = (linear.weight, linear.bias, given.slot_mapping)  # are there before the norm
     if not is_call(normed, rms_norm.overload):
         return

@@ -85,8 +85,6 @@ LLMC_INLINE void set_part(All& all, int part, const Lanes& lanes) {
     (part ? all.hi : all.lo) = lanes;
 }
 
-// Multiplies kParts parts of a stretch's lines, from `first` on, in kAdjacent adjacent blocks by M
-// rows of x. `apart`: bytes between blocks. `left`: bytes from `line` to the end of its block.
 template <class Reader>
 constexpr int lines_together() {  // of a weight, that hold kInputs inputs
   if constexpr (requires { Reader::kLines; }) return Reader::kLines;
@@ -101,6 +99,8 @@ LLMC_INLINE auto load_lines(const uint8_t* at) {
     return load_as<typename Reader::Line>(at);
 }
 
+// Multiplies kParts parts of a stretch's lines, from `first` on, in kAdjacent adjacent blocks by M
+// rows of x. `apart`: bytes between blocks. `left`: bytes from `line` to the end of its block.
 template <class Reader, int M, int kParts, int kAdjacent>
 LLMC_INLINE void multiply_parts(const Reader& reader, const uint8_t* line, int64_t apart,
                                 int64_t left, const typename Reader::X* words, int64_t lines,

@@ -292,6 +292,10 @@ LLMC_INLINE V look_up(vu table, const V& codes) {
   }
 }
 
+LLMC_INLINE v16f floats_of(const Codebook& book) {
+  return convert<v16f>(widen_from<v16i, int8_t>(book.integers.data()));
+}
+
 // A reader unpacks a line, or each part of it that fits in a register, in kSteps steps; a step is
 // multiplied by one word of x. Values of int4 are used as stored: the zero point times the sum of x
 // is subtracted for a whole stretch at once. Stretches have at most kMaxStretch inputs. If a
@@ -316,7 +320,7 @@ struct FloatReader {  // any CPU
   v16f table = {};
   LLMC_METHOD explicit FloatReader(const LowBitArgs& a) {
     if (kFormat == Format::table)
-      table = convert<v16f>(widen_from<v16i, int8_t>(a.book.integers.data()));
+      table = floats_of(a.book);
   }
 #else
   vu table;
@@ -425,8 +429,7 @@ struct PairReader {
   LLMC_METHOD explicit PairReader(const LowBitArgs& a) {
     table = kUnsigned.load();
     if (kFormat == Format::table) {
-      const v16f values = convert<v16f>(widen_from<v16i, int8_t>(a.book.integers.data()));
-      const __m256i bits = _mm512_cvtepi32_epi16((__m512i)((v16u)values >> 16));
+      const __m256i bits = _mm512_cvtepi32_epi16((__m512i)((v16u)floats_of(a.book) >> 16));
       table = _mm512_broadcast_i64x4(bits);
     }
   }

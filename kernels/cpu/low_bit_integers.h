@@ -219,7 +219,6 @@ template <>
 struct UnsignedBytes<Format::int8> {
   static constexpr int kInputs = 4, kLines = 1;
 
-  UnsignedBytes() = default;
   explicit UnsignedBytes(const LowBitArgs&) {}
   static constexpr float offset() { return 128; }
   LLMC_INLINE Register load(const uint8_t* at) { return load_as<Register>(at); }

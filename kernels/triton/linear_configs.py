@@ -84,12 +84,12 @@ def gated_rows_config(
     Every tile of channels computes the norm again, so tiles of several rows have more channels.
     """
     if rows == 1:
-        block_k = min(power_of_2(depth), 2048 // size)
-        tiles = LinearTiles(block_m=1, block_n=8, block_k=block_k, num_warps=4, num_stages=2)
+        tiles = few_rows_tiles.rule(rows, channels, depth, size)
     else:
         block_k = min(power_of_2(depth, 16), 256 // size)
         stages = 4 if size == 2 else 2
         tiles = LinearTiles(block_m=16, block_n=64, block_k=block_k, num_warps=4, num_stages=stages)
+    block_k = tiles.block_k
     if group == depth:
         return _divided(tiles, channels, depth, multiprocessors)
     if group <= max(block_k, 512 // size) and group == power_of_2(group):
