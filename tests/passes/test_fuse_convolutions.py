@@ -71,7 +71,9 @@ def recurrence(kind: str, parts: tuple[Tensor, ...], decay: Tensor, *slots: Tens
     return selective_scan.overload(x, decay, rate, b, c, *options, *slots)
 
 
-def layer(kind: str, parts: Parts) -> Callable[..., Any]:
+def after_convolution(end: Callable[..., Any]) -> Callable[..., Any]:
+    """A convolution, then end(its result, positions, decay, state, slots)."""
+
     def fn(
         positions: Tensor,
         wide: Tensor,
@@ -80,11 +82,17 @@ def layer(kind: str, parts: Parts) -> Callable[..., Any]:
         past: Tensor,
         state: Tensor,
         *where: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        y = convolved(wide, taps, past, *where)
-        return recurrence(kind, parts(y), decay, state, *where), positions
+    ) -> Any:
+        return end(convolved(wide, taps, past, *where), positions, decay, state, *where)
 
     return fn
+
+
+def layer(kind: str, parts: Parts) -> Callable[..., Any]:
+    def end(y: Tensor, positions: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        return recurrence(kind, parts(y), *rest), positions
+
+    return after_convolution(end)
 
 
 PARTS: dict[str, Parts] = {"delta": delta_parts, "scan": scan_parts}
@@ -136,36 +144,18 @@ def assert_stays(fn: Callable[..., Any]) -> None:
 
 
 def test_a_convolution_that_is_read_elsewhere_stays() -> None:
-    def fn(
-        positions: Tensor,
-        wide: Tensor,
-        decay: Tensor,
-        taps: Tensor,
-        past: Tensor,
-        state: Tensor,
-        *where: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        y = convolved(wide, taps, past, *where)
-        return recurrence("delta", delta_parts(y), decay, state, *where), y
+    def end(y: Tensor, positions: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        return recurrence("delta", delta_parts(y), *rest), y
 
-    assert_stays(fn)
+    assert_stays(after_convolution(end))
 
 
 def test_a_convolution_over_other_requests_stays() -> None:
-    def fn(
-        positions: Tensor,
-        wide: Tensor,
-        decay: Tensor,
-        taps: Tensor,
-        past: Tensor,
-        state: Tensor,
-        *where: Tensor,
-    ) -> Tensor:
-        y = convolved(wide, taps, past, *where)
-        rows = where[2] + positions[:3] * 0
-        return recurrence("delta", delta_parts(y), decay, state, *where[:2], rows)
+    def end(y: Tensor, positions: Tensor, *rest: Tensor) -> Tensor:
+        *before, rows = rest
+        return recurrence("delta", delta_parts(y), *before, rows + positions[:3] * 0)
 
-    assert_stays(fn)
+    assert_stays(after_convolution(end))
 
 
 def test_rests_where_it_is_unwanted() -> None:
