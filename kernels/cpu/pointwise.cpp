@@ -176,8 +176,11 @@ struct Any {  // also in turns; clamped and shifted
   LLMC_METHOD void read(int64_t i, v16f& gate, v16f& up) const { read_n(i, kLanes, gate, up); }
   LLMC_METHOD void read_n(int64_t i, int64_t n, v16f& gate, v16f& up) const {
     if (a.interleaved) {
-      T turns[2 * kLanes] = {}, gates[kLanes], ups[kLanes];
-      std::memcpy(turns, row + 2 * i, 2 * n * sizeof(T));
+      T from[2 * kLanes] = {};
+      std::memcpy(from, row + 2 * i, 2 * n * sizeof(T));
+      float turns[2 * kLanes], gates[kLanes], ups[kLanes];  // of floats, the compiler shuffles lanes
+      store(turns, load(from));
+      store(turns + kLanes, load(from + kLanes));
       for (int lane = 0; lane < kLanes; ++lane) {
         gates[lane] = turns[2 * lane];
         ups[lane] = turns[2 * lane + 1];
