@@ -7,6 +7,7 @@ A file's tests stay on one worker, which creates its fixtures once. Tests with a
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import sys
@@ -68,7 +69,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture is created
 def pytest_runtest_setup() -> None:
-    """Seed the generators, so that a test does not depend on what ran before it in its worker."""
+    """Seed the generators and reset the log level, which commands that run in this process set, so
+    that a test does not depend on what ran before it in its worker."""
+    logging.getLogger("llmc").setLevel(logging.NOTSET)
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)

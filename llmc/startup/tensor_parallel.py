@@ -207,12 +207,19 @@ class RankProcesses:
         self._folder = tempfile.mkdtemp(prefix="llmc-ranks-")  # mode 0700
         self._processes: list[RankProcess] = []
         self._channels: list[socket.socket] = []
-        self.end = weakref.finalize(self, _end, self._processes, self._channels, self._folder)
+        self._ending = threading.Lock()
+        self._end = weakref.finalize(self, _end, self._processes, self._channels, self._folder)
         try:
             self._start_all()
         except BaseException:
             self.end()
             raise
+
+    def end(self) -> None:
+        """End the ranks and remove the folder. A second call waits until the first has done so:
+        the thread that makes it may be about to exit the process."""
+        with self._ending:
+            self._end()
 
     def _start_all(self) -> None:
         for _ in range(1, self.size):

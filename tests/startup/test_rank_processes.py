@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ from llmc.runner.rows import RowTables
 from llmc.sampling_params import SamplingParams
 from llmc.startup import background, rank_process, tensor_parallel
 from llmc.startup.start import start_engine
-from llmc.startup.tensor_parallel import RankOrder
+from llmc.startup.tensor_parallel import RankOrder, RankProcesses
 from llmc.structured_outputs import StructuredOutputsParams
 
 OPTIONS: dict[str, Any] = {
@@ -108,6 +109,41 @@ def test_a_rank_that_hangs_ends_with_its_engine(
     finally:
         if not has_ended(rank.pid):
             rank.kill()
+
+
+class SlowRank:
+    """A rank that takes until `release` to end."""
+
+    pid = 0
+
+    def __init__(self) -> None:
+        self.is_ending, self.release = threading.Event(), threading.Event()
+
+    def ended(self) -> str | None:
+        return None
+
+    def end(self, timeout_s: float) -> None:
+        self.is_ending.set()
+        assert self.release.wait(20)
+
+
+def test_whoever_ends_the_ranks_second_waits_for_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second would exit the process before the first has removed the folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ranks, rank = RankProcesses(1), SlowRank()
+    ranks._processes.append(rank)
+    first, second = threading.Thread(target=ranks.end), threading.Thread(target=ranks.end)
+    first.start()
+    assert rank.is_ending.wait(20)
+    second.start()
+    second.join(0.2)
+    is_waiting = second.is_alive()
+    rank.release.set()
+    second.join(20)
+    assert is_waiting and not second.is_alive() and not [*tmp_path.iterdir()]
+    first.join()
 
 
 KILLED = """
