@@ -75,7 +75,7 @@ class BuildPackage(build_py):
         toolchain = compiling.find_toolchain()
         error = compiling.compile_library(toolchain, made_for[1], folder / "ops.so", tell)
         if error is not None:
-            raise SystemExit(f"{toolchain.compiler[0]} failed: {error}")
+            raise SystemExit(f"{toolchain.command} failed: {error}")
 
 
 class Wheel(bdist_wheel):

@@ -104,6 +104,22 @@ def is_obtainable() -> bool:
     return (PREBUILT / "ops.so").exists() or find_toolchain() is not None
 
 
+def find_library() -> Path | None:
+    """The library that `load` would use without building one; None if it would have to."""
+    level = pick_level()
+    if level is None:
+        return None
+    folder = _find_prebuilt(level)
+    if folder is None and (toolchain := find_toolchain()) is not None:
+        built = _build_folder(toolchain, level)
+        folder = built if _manifest(built) is not None else None
+    return None if folder is None else folder / "ops.so"
+
+
+def _build_folder(toolchain: Toolchain, level: Level) -> Path:
+    return cache_root() / toolchain.key([level])
+
+
 def _remove_stale(cache: Path) -> None:
     """Delete leftovers of builds that were killed."""
     for path in (*cache.glob("tmp-*"), *cache.glob("objects-*")):
@@ -178,8 +194,8 @@ class Build:
                 "no C++ compiler was found; install the package g++ (gcc-c++ on Fedora and RHEL), "
                 "or set $CXX to a compiler"
             )
-        cache = cache_root()
-        folder = cache / toolchain.key([level])
+        folder = _build_folder(toolchain, level)
+        cache = folder.parent
         _remove_stale(cache)
         if folder.exists():
             if _manifest(folder) is not None:
@@ -202,7 +218,7 @@ class Build:
             if error is None:
                 _publish(made, folder)
             elif _manifest(folder) is None:  # else another process was first and removed objects
-                raise BuildError(f"{toolchain.compiler[0]} failed: {error}")
+                raise BuildError(f"{toolchain.command} failed: {error}")
         except OSError:  # the same, before this process could store an object
             if _manifest(folder) is None:
                 raise

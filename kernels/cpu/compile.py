@@ -40,6 +40,11 @@ class Toolchain:
     version: str
 
     @property
+    def command(self) -> str:
+        """The compiler as a shell command, such as `ccache g++`."""
+        return shlex.join(self.compiler)
+
+    @property
     def is_clang(self) -> bool:
         return "clang" in self.version.lower()
 

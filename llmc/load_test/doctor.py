@@ -18,7 +18,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from llmc import __version__
 from llmc.cache_dir import cache_dir
 from llmc.errors import ConfigError
-from llmc.kernels.cpu.build import is_obtainable, library_path
+from llmc.kernels.cpu.build import find_library
+from llmc.kernels.cpu.compile import find_toolchain
 from llmc.kernels.cpu.levels import pick_level, supported
 from llmc.kernels.cpu.threads import quota_cores
 from llmc.load_test.machine import GIB, processor_name
@@ -46,8 +47,9 @@ class Finding:
 
 def examine() -> Iterator[Finding]:
     """All findings, the machine's first."""
-    yield _processor()
-    yield _kernels()
+    yield (processor := _processor())
+    if processor.is_ok:  # else there are no kernels for it
+        yield _kernels()
     yield _threads()
     yield _memory()
     yield from _huge_pages(HUGE_PAGES)
@@ -75,17 +77,16 @@ def _processor() -> Finding:
 
 def _kernels() -> Finding:
     name = "C++ ops"
-    compiler = next((c for c in ("g++", "clang++", "c++") if shutil.which(c)), None)
-    if not is_obtainable():
-        return Finding(
-            name=name,
-            value="no compiler, and this package includes no built ops",
-            advice="install a C++ compiler (Debian: apt install g++), or a wheel of llmc",
-        )
-    try:
-        return Finding(name=name, value=str(library_path()))
-    except Exception:  # not built yet, or it can't be: the first start reports why
-        return Finding(name=name, value=f"built at the first start, by {compiler}")
+    library, toolchain = find_library(), find_toolchain()
+    if library is not None:
+        return Finding(name=name, value=str(library))
+    if toolchain is not None:
+        return Finding(name=name, value=f"built at the first start, by {toolchain.command}")
+    return Finding(
+        name=name,
+        value="no compiler, and this package includes no built ops",
+        advice="install a C++ compiler (Debian: apt install g++), or a wheel of llmc",
+    )
 
 
 def _threads() -> Finding:

@@ -14,6 +14,7 @@ import torch
 
 from llmc import __version__
 from llmc.errors import ConfigError
+from llmc.kernels.cpu.compile import find_toolchain
 from llmc.kernels.cpu.levels import pick_level, supported
 from llmc.kernels.cpu.pages import advise_huge_pages
 
@@ -54,6 +55,12 @@ def _cpu_target() -> str:
         return str(error)
     names = ", ".join(level.name for level in supported())
     return f"{level.name} (of {names})" if level else "none: ops use their references"
+
+
+def cxx_compiler() -> str | None:
+    """The compiler that would build the C++ ops, and its version; None if there is none."""
+    toolchain = find_toolchain()
+    return None if toolchain is None else f"{toolchain.command} ({toolchain.version})"
 
 
 def processor_name() -> str:

@@ -105,6 +105,17 @@ def test_collect_env_shows_the_instruction_set_level(
     assert code == 0 and "cpu target" in out and "is not an instruction set level" in out
 
 
+def test_collect_env_shows_the_compiler_that_would_build_the_ops(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "echo mine")  # answers --version
+    _, out, _ = run_main(capsys, "collect-env")
+    assert re.search(r"^c\+\+ compiler +echo mine \(mine --version\)$", out, re.M)
+    monkeypatch.setenv("CXX", "/nowhere/c++")  # in which case no other one is used
+    _, out, _ = run_main(capsys, "collect-env")
+    assert re.search(r"^c\+\+ compiler +not found", out, re.M)
+
+
 MISTAKES = {
     "unknown flag": (["serve", "--max-model-length", "9"], "did you mean --max-model-len?"),
     "vllm flag": (["serve", "--pipeline-parallel-size", "2"], "use --tensor-parallel-size"),

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from llmc.cli.main import main
+from llmc.kernels.cpu import build
+from llmc.kernels.cpu.compile import write_manifest
 from llmc.load_test import doctor
 from llmc.load_test.doctor import Finding
 
@@ -67,9 +69,29 @@ def test_missing_things_are_an_exit_code(
     assert "-> install it" in capsys.readouterr().out
 
 
-def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "is_obtainable", lambda: False)
+def test_where_the_ops_come_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From the package or an earlier start, else from the compiler that would build them."""
+    monkeypatch.setenv("LLMC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "echo mine")  # answers --version
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "nothing")
+    assert doctor._kernels().value == "built at the first start, by echo mine"
+    monkeypatch.setenv("CXX", "/nowhere/c++")
     assert "apt install" in doctor._kernels().advice
+    library = tmp_path / "ops.so"
+    library.write_text("made elsewhere")
+    level = build.pick_level()
+    if level is None:
+        pytest.skip("no level of instructions fits this processor")
+    write_manifest(library, [level])
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    assert doctor._kernels() == Finding(name="C++ ops", value=str(library))
+
+
+def test_a_level_that_does_not_exist_ends_no_examination(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMC_CPU_TARGET", "native")
+    processor, threads, *_ = doctor.examine()
+    assert processor.is_needed and "is not an instruction set level" in processor.advice
+    assert threads.name == "threads"
 
 
 def test_a_gpu_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,9 @@ def calls(folder: Path) -> int:
 
 
 def test_a_second_build_finds_the_first(fake_compiler: Path) -> None:
+    assert build.find_library() is None
     library = build.start_build().wait()
+    assert build.find_library() == library
     made = calls(fake_compiler)
     assert library.read_text() == "built\n"
     assert made == len(compile.sources()) + 4  # the headers twice, the stub, the library
@@ -166,6 +168,7 @@ def test_the_library_of_a_wheel_needs_no_compiler(
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++")
     assert build.is_obtainable()
+    assert build.find_library() == prebuilt / "ops.so"
     assert build.start_build().wait() == prebuilt / "ops.so"
     assert not (fake_compiler / "cache" / "cpu").exists()
 
