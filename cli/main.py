@@ -80,27 +80,28 @@ def _root(
     """Declare the options of `llmc` itself; `main` reads --debug before typer does."""
 
 
-class _Opposites:
-    """The options of `llmc serve` that turn a switch off; queried only for a config file."""
-
-    def __contains__(self, name: object) -> bool:
-        return any(name in parameter.secondary_opts for parameter in _serve_parameters())
-
-
-def _serve_parameters() -> Any:
-    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    return serve.params
-
-
-def _serve_options() -> dict[str, bool]:
-    """Each option of `llmc serve`, and whether it takes a value."""
-    taken = {
-        name: not parameter.is_flag
-        for parameter in _serve_parameters()
-        if parameter.param_type_name == "option"
-        for name in (*parameter.opts, *parameter.secondary_opts)
+def _ported(words: list[str], serve: Any) -> list[str]:
+    """The words of `llmc serve` with its config file's options, and vLLM's as ours."""
+    options = [p for p in serve.params if p.param_type_name == "option"]
+    opposites = {name for option in options for name in option.secondary_opts}
+    takes_value = {
+        name: not option.is_flag
+        for option in options
+        for name in (*option.opts, *option.secondary_opts)
     }
-    return {**taken, "-h": False, "--help": False}
+    ported = port(expand(words, opposites), {**takes_value, "-h": False, "--help": False})
+    if left_out := {**ported.left_out, **left_out_variables(os.environ)}:
+        errors.note_left_out(left_out)
+    return ported.words
+
+
+def _run(command: Any, words: list[str]) -> Any:
+    """Run the command that the first words name, without parsing the options of its groups: none
+    are given, and typer would import pydantic for them, which takes a fifth of `--help`."""
+    name, settings = "llmc", command.context_settings
+    while words and words[0] in (inner := getattr(command, "commands", {})):
+        command, name, words = inner[words[0]], f"{name} {words[0]}", words[1:]
+    return command.main(words, prog_name=name, standalone_mode=False, **settings)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -110,12 +111,10 @@ def main(argv: list[str] | None = None) -> int:
     # Remove --debug first, so that it is accepted anywhere, even after the command's name.
     words = [word for word in given if word != "--debug"]
     try:
+        command: Any = typer.main.get_command(app)
         if words[:1] == ["serve"]:
-            ported = port(expand(words[1:], _Opposites()), _serve_options())
-            words = ["serve", *ported.words]
-            if left_out := {**ported.left_out, **left_out_variables(os.environ)}:
-                errors.note_left_out(left_out)
-        result = app(words, prog_name="llmc", standalone_mode=False)
+            words = ["serve", *_ported(words[1:], command.commands["serve"])]
+        result = _run(command, words)
     except (Exception, KeyboardInterrupt) as error:
         return errors.report(error, debug=debug, argv=words)
     return result if isinstance(result, int) else 0

@@ -16,7 +16,16 @@ from llmc import __version__
 from llmc.cli.main import main
 from llmc.kernels.cpu.levels import supported
 
-HEAVY = ("torch", "transformers", "fastapi", "httpx", "numpy", "prompt_toolkit", "uvicorn")
+HEAVY = (
+    "torch",
+    "transformers",
+    "fastapi",
+    "httpx",
+    "numpy",
+    "prompt_toolkit",
+    "uvicorn",
+    "pydantic",
+)
 
 
 def run_main(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -25,11 +34,11 @@ def run_main(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str,
     return code, out, err
 
 
-def test_importing_the_command_line_loads_nothing_heavy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["serve", "--help"], ["bench", "latency", "-h"]])
+def test_help_loads_nothing_heavy(tmp_path: Path, words: list[str]) -> None:
     script = (
         "import sys, llmc.cli.main\n"
-        "try: code = llmc.cli.main.main(['serve', '--help'])\n"
-        "finally: pass\n"
+        f"code = llmc.cli.main.main({words!r})\n"
         f"loaded = [name for name in {HEAVY!r} if name in sys.modules]\n"
         "assert code == 0 and not loaded, (code, loaded)\n"
     )
