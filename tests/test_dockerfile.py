@@ -1,4 +1,4 @@
-"""The Dockerfile, linted and read: no container runs where the tests run."""
+"""The Dockerfile, linted and read. tests/kernels/test_wheel.py runs its steps."""
 
 from __future__ import annotations
 
@@ -7,36 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from dockerfile import stages
 
 ROOT = Path(__file__).parents[1]
-
-
-@dataclass(kw_only=True)
-class Stage:
-    name: str
-    parent: str
-    steps: list[tuple[str, str]] = field(default_factory=list)
-
-    def values(self, instruction: str) -> list[str]:
-        return [text for name, text in self.steps if name == instruction]
-
-
-def stages() -> dict[str, Stage]:
-    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    lines = re.sub(r"^\s*#.*\n", "", text, flags=re.M).replace("\\\n", " ").splitlines()
-    found: dict[str, Stage] = {}
-    for line in filter(str.strip, lines):
-        instruction, _, rest = line.partition(" ")
-        if instruction == "FROM":
-            parent, name = re.fullmatch(r"(\S+) AS (\w+)", rest).groups()  # type: ignore[union-attr]
-            stage = found[name] = Stage(name=name, parent=parent)
-        else:
-            stage.steps.append((instruction, " ".join(rest.split())))
-    return found
 
 
 def test_there_is_a_stage_for_each_kind_of_machine() -> None:

@@ -1,4 +1,4 @@
-"""A wheel with the C++ ops in an empty environment: they are there at once, with no compiler.
+"""The wheel and the container image, by the Dockerfile's steps: their C++ ops need no compiler.
 
 Built for this machine's lowest level and one more, which it may lack, since what holds several is
 put together otherwise than what holds one (compile.py). Not optimized: what is tested is that.
@@ -10,22 +10,22 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 import quick_compiler
+import torch
+from dockerfile import ROOT, Builder, Image, copy_tree
+from packaging.version import Version
 from quick_compiler import WHEEL_LEVELS
 
+from llmc import __version__
 from llmc.kernels.cpu.compile import find_toolchain
 from llmc.kernels.cpu.levels import VARIABLE, ladder, supported
 
-ROOT = Path(__file__).parents[2]
-NEEDED = ("llmc", "passes", "kernels", "cli", "setup.py", "pyproject.toml", "MANIFEST.in")
 USE = """
 import torch
 from llmc.kernels.cpu import build, levels
@@ -43,43 +43,49 @@ print("ops of", found.level.name, "from", build.PREBUILT)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.exhaustive,
-    pytest.mark.xdist_group("wheel"),  # one build for both
+    pytest.mark.xdist_group("wheel"),  # one build for all
 ]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
+    """The one for CPUs."""
+    pytest.importorskip("ensurepip", reason="this Python makes no virtual environments with pip")
     toolchain = find_toolchain()
     if toolchain is None:
         pytest.skip("no C++ compiler here")
     if not supported():
         pytest.skip("no level of instructions fits this processor")
-    folder = tmp_path_factory.mktemp("wheel")
-    sources = tmp_path_factory.mktemp("sources")  # a build leaves files where it runs
-    for name in (*NEEDED, "README.md", "LICENSE"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, sources / name)
     levels = ladder(platform.machine())[:WHEEL_LEVELS]
-    compilers = tmp_path_factory.mktemp("compilers")
-    quick = quick_compiler.make(compilers, toolchain)
-    run = subprocess.run(
-        [
-            *(sys.executable, "-P", "-m", "build", "--wheel", "--no-isolation"),
-            *("--outdir", str(folder), str(sources)),
-        ],
-        env={
-            **os.environ,
+    quick = quick_compiler.make(tmp_path_factory.mktemp("compilers"), toolchain)
+    builder = Builder(
+        folder=tmp_path_factory.mktemp("images"),
+        arguments={"TORCH": f"torch=={Version(torch.__version__).public}"},
+        environ={
             "CXX": shlex.join(quick.compiler),
             "LLMC_WHEEL_LEVELS": ",".join(level.name for level in levels),
         },
-        capture_output=True,
-        text=True,
-        check=False,
     )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    assert "building the C++ ops, 1 of" in run.stdout
-    (made,) = folder.glob("*.whl")
+    image = builder.build("cpu")
+    assert "building the C++ ops, 1 of" in builder.output
+    return image
+
+
+@pytest.fixture(scope="module")
+def wheel(image: Image) -> Path:
+    (made,) = image.inside("/dist").glob("*.whl")
     return made
+
+
+@pytest.fixture
+def environ(image: Image, tmp_path: Path) -> dict[str, str]:
+    """The environment of a container: its PATH has no compiler."""
+    built = ladder(platform.machine())[:WHEEL_LEVELS]  # this machine may have higher ones
+    return {
+        "PATH": str(image.python.parent),
+        "HOME": str(tmp_path),
+        VARIABLE: [level.name for level in supported() if level in built][-1],
+    }
 
 
 def test_a_wheel_is_for_one_machine_and_any_python(wheel: Path) -> None:
@@ -97,31 +103,58 @@ def test_the_ops_need_no_newer_libgcc_than_manylinux_systems_have(wheel: Path) -
     assert max(versions) <= 7  # the newest in auditwheel's policies
 
 
-def test_the_ops_are_there_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
-    empty = tmp_path / "venv"
-    venv.create(empty)
-    (site,) = empty.glob("lib/python*/site-packages")
-    zipfile.ZipFile(wheel).extractall(site)
-    # what llmc needs, from here; files that would bring this checkout's llmc are not read there
-    shared = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    (site / "shared.pth").write_text("\n".join(shared))
-    nothing = tmp_path / "bin"
-    nothing.mkdir()
-    built = ladder(platform.machine())[:WHEEL_LEVELS]  # this machine may have higher ones
-    environ = {
-        "PATH": str(nothing),
-        "HOME": str(tmp_path),
-        "LLMC_CACHE_DIR": str(tmp_path),
-        VARIABLE: [level.name for level in supported() if level in built][-1],
+def test_the_ops_are_there_without_a_compiler(
+    image: Image, environ: dict[str, str], tmp_path: Path
+) -> None:
+    output = image.run([str(image.python), "-P", "-c", USE], environ)
+    assert f"from {image.site}" in output
+    assert not list(tmp_path.rglob("ops.so"))  # nothing was built
+
+
+def test_the_image_runs_llmc_by_its_entry_point(image: Image, environ: dict[str, str]) -> None:
+    assert image.folder == image.inside("/home/llmc")
+    assert image.entrypoint == ["llmc"]
+    run = [str(image.python.with_name("llmc"))]
+    assert image.run([*run, "--version"], environ) == f"llmc {__version__}\n"
+    assert re.search(r"^c\+\+ compiler +not found", image.run([*run, "collect-env"], environ), re.M)
+    found = image.run([*run, "doctor"], environ)  # which fails if a requirement is missing
+    library = image.site / "llmc/kernels/cpu/prebuilt/ops.so"
+    assert re.search(rf"^ok +C\+\+ ops +{re.escape(str(library))}$", found, re.M)
+
+
+def test_the_sdist_makes_the_same_wheel_as_the_tree(tmp_path: Path) -> None:
+    sources, from_tree, from_sdist = (tmp_path / name for name in ("sources", "tree", "sdist"))
+    copy_tree(sources)  # a build leaves files where it runs
+    folders = {"llmc": "llmc", **{name: f"llmc/{name}" for name in ("passes", "kernels", "cli")}}
+    packaged = {
+        f"{package}/{path.relative_to(sources / folder).as_posix()}"
+        for folder, package in folders.items()
+        for path in (sources / folder).rglob("*")
+        if path.is_file()
     }
-    run = subprocess.run(
-        [str(empty / "bin" / "python"), "-P", "-c", USE],
-        env=environ,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert f"from {site}" in run.stdout
-    assert not (tmp_path / "cpu").exists()  # nothing was built
+    earlier = sources / "build/lib/llmc/kernels/cpu/prebuilt/ops.so"  # of a build with a library
+    earlier.parent.mkdir(parents=True)
+    earlier.touch()
+    # without an option: the sdist, and a wheel from what it unpacks to
+    for folder, options in ((from_tree, ["--wheel"]), (from_sdist, [])):
+        command = [sys.executable, "-P", "-m", "build", "--no-isolation", *options]
+        done = subprocess.run(
+            [*command, "--outdir", str(folder), str(sources)],
+            env={**os.environ, "LLMC_WHEEL_LEVELS": "none"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert len(list(from_sdist.glob("*.tar.gz"))) == 1
+    expected, found = _files(from_tree), _files(from_sdist)
+    assert found.keys() == expected.keys()
+    assert found == expected
+    assert {name for name in found if ".dist-info/" not in name} == packaged
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    """The contents of the wheel in `folder`, by name; but for the list of them."""
+    (path,) = folder.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        return {name: wheel.read(name) for name in wheel.namelist() if "/RECORD" not in name}
