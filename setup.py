@@ -62,11 +62,11 @@ class BuildPackage(build_py):
 
     def run(self) -> None:
         super().run()
+        folder = Path(self.build_lib).resolve() / "llmc/kernels/cpu/prebuilt"
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier build
         made_for = target()
         if self.editable_mode or made_for is None:
             return
-        folder = Path(self.build_lib).resolve() / "llmc/kernels/cpu/prebuilt"
-        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
 
         def tell(done: int, count: int) -> None:
