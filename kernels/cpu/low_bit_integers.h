@@ -74,7 +74,10 @@ struct FixedPoint {
       digit = {};
       return;
     }
-    const float scale = scale_for(largest), inverse = largest > 1e-30f ? 1 / scale : 0;
+    // Not the least scale for zeros: its products with a weight's scales would be subnormal, which
+    // take a hundred times as long.
+    const bool is_zero = largest <= 1e-30f;
+    const float scale = is_zero ? 0 : scale_for(largest), inverse = is_zero ? 0 : 1 / scale;
     v16i sum = {};  // at most 128 values of 24 bits
     for (int64_t k = 0; k < count; k += kLanes) {
       v16i values = round_to_int(load(x + k) * inverse);
@@ -95,7 +98,7 @@ struct FixedPoint {
     constexpr int kTotal = kBits * kDigits - 1;
     float limit = 0;  // every signed byte at its largest, also if the digits are words
     for (int bits = 0; bits < kTotal; bits += 8) limit = limit * 256 + 127;
-    // largest = part * 2^exponent with part in [0.5, 1); for zeros and subnormals any scale will do
+    // largest = part * 2^exponent with part in [0.5, 1)
     const uint32_t bits = std::bit_cast<uint32_t>(largest);
     const int exponent = int(bits >> 23) - 126;
     const float part = std::bit_cast<float>((bits & 0x7fffffu) | 126u << 23);
