@@ -1,7 +1,8 @@
 // quantized_linear for several rows with integer products, on x86, if x can be rounded: to 16 bits
-// (an instruction multiplies two inputs per lane) or to 8 bits (four inputs). A piece of a block of
-// channels is multiplied by the first rows of x as it is unpacked; the unpacked values stay in the
-// L1 cache for the other rows.
+// (an instruction multiplies two inputs per lane) or to 8 bits (four inputs). Two registers of
+// channels are multiplied together, so that each word of x is read for both. A piece of them is
+// multiplied by the first group of rows as it is unpacked; the unpacked values stay in the L1 cache
+// for the other groups.
 #include "arena.h"
 #include "low_bit.h"
 #include "low_bit_integers.h"
@@ -13,10 +14,12 @@ namespace llmc {
 #ifdef __AVX2__
 namespace {
 
-constexpr int64_t kPiece = 256;    // inputs: at most 8 KB when unpacked
-constexpr int64_t kPassRows = 96;  // of x: so many that unpacking hardly counts
+constexpr int64_t kPiece = 256;    // inputs: 8 KB when unpacked, 16 KB with AVX-512
+constexpr int64_t kPassRows = 132;  // of x: so many that unpacking hardly counts
 constexpr int64_t kStretch = 32;   // inputs of x that are rounded together, or 16
-constexpr int kParts = kLineBytes / sizeof(Register);
+constexpr int kParts = 2;                                           // registers of channels
+constexpr int64_t kBlocks = kParts * sizeof(Register) / kLineBytes;  // which hold so many blocks
+constexpr int64_t kWidth = kBlocks * kChannels;
 // Rows that are multiplied together, padded to the step: all if there are few, else so many that
 // their sums are never spilled from the registers.
 #ifdef LLMC_AVX512
@@ -140,26 +143,27 @@ struct PackedBytes {  // int5 and int6 as unsigned bytes
   }
 };
 
-// Scales of the stretches of a piece of one block, and minimums, which are multiplied by sums of x.
+// Scales of the stretches of a piece, and minimums, which are multiplied by sums of x.
 struct Stretches {
-  alignas(64) float scale[kPiece / kMinGroup][kChannels], minimum[kPiece / kMinGroup][kChannels];
-  alignas(64) uint32_t zero[kPiece / kMinGroup][kChannels];  // twice, in 16 bits
+  alignas(64) float scale[kPiece / kMinGroup][kWidth], minimum[kPiece / kMinGroup][kWidth];
+  alignas(64) uint32_t zero[kPiece / kMinGroup][kWidth];  // twice, in 16 bits
 
-  void read(const LowBitArgs& a, int64_t block, int64_t k, int64_t stretch, int64_t count,
-            bool folds_zero) {
+  // Of one block of the piece's, whose channels begin at `at`.
+  void read(const LowBitArgs& a, int64_t block, int64_t at, int64_t k, int64_t stretch,
+            int64_t count, bool folds_zero) {
     for (int64_t s = 0; s < count; ++s) {
       const int64_t group = (k + s * stretch) / a.group;
       const v16f factor = scale_of(a, block, group);
       v16f least = minimum_of(a, block, group);
-      store(scale[s], factor);
+      store(scale[s] + at, factor);
       if (middle_of(a.format)) {
         const v16f nought = zero_of(a, block, group);
         if (folds_zero)
           least -= nought * factor;
         else
-          store_as(zero[s], (v16u)convert<v16i>(nought) * 0x10001u);
+          store_as(zero[s] + at, (v16u)convert<v16i>(nought) * 0x10001u);
       }
-      store(minimum[s], least);
+      store(minimum[s] + at, least);
     }
   }
 };
@@ -175,7 +179,7 @@ void add_minimums(const Stretches& weight, const float* x, int64_t count, float*
 #pragma GCC unroll 12
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
-    for (int p = 0; p < kParts; ++p) acc[m][p] = load_as<vf>(sums + m * kChannels + p * kNative);
+    for (int p = 0; p < kParts; ++p) acc[m][p] = load_as<vf>(sums + m * kWidth + p * kNative);
   for (int64_t s = 0; s < count; ++s, x += M)
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m)
@@ -185,7 +189,7 @@ void add_minimums(const Stretches& weight, const float* x, int64_t count, float*
 #pragma GCC unroll 12
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
-    for (int p = 0; p < kParts; ++p) store_as(sums + m * kChannels + p * kNative, acc[m][p]);
+    for (int p = 0; p < kParts; ++p) store_as(sums + m * kWidth + p * kNative, acc[m][p]);
 }
 
 template <class Product>
@@ -199,25 +203,22 @@ struct Unpacked {  // reads steps that were unpacked before
   explicit Unpacked(const LowBitArgs&) {}
 };
 
-// A piece by M rows. Readers of lines also write their steps to `piece`.
+// A piece [step][part] by M rows. Readers of the parts' lines also write their steps to `piece`.
+// sums: [M][kWidth].
 template <class Product, class Reader, int M>
-void multiply(const LowBitArgs& a, const uint8_t* line, Register* piece, const Stretches& weight,
-              const PackedRows& rows, int64_t stretch, int64_t count, bool has_minimum,
-              float* sums) {
+void multiply(const LowBitArgs& a, const uint8_t* const (&lines)[kParts], Register* piece,
+              const Stretches& weight, const PackedRows& rows, int64_t stretch, int64_t count,
+              bool has_minimum, float* sums) {
   const Reader reader(a);
   constexpr int T = steps_together<Product>();
   const int32_t* x = rows.words;
-  constexpr bool kKeepsSums = kParts == 1;  // in registers; AVX2 has not enough of them
-  vf total[M];
-#pragma GCC unroll 12
-  for (int m = 0; m < M; ++m)
-    if constexpr (kKeepsSums) total[m] = load_as<vf>(sums + m * kChannels);
+  int64_t at = 0;  // in the lines
   for (int64_t s = 0; s < count; ++s) {
     Register acc[M][kParts] = {};
     for (int64_t k = 0; k < stretch; k += Reader::kSteps * Product::kInputs) {
-#pragma GCC unroll 5
-      for (int i = 0; i < Reader::kLines; ++i)
-        __builtin_prefetch(line + i * kLineBytes + 2048, 0, 3);
+#pragma GCC unroll 10
+      for (int i = 0; i < kBlocks * Reader::kLines; ++i)
+        __builtin_prefetch(lines[i % kBlocks] + at + i / kBlocks * kLineBytes + 2048, 0, 3);
 #pragma GCC unroll 16
       for (int step = 0; step < Reader::kSteps; step += T, piece += T * kParts, x += T * M) {
         Register w[kParts][T];
@@ -225,8 +226,8 @@ void multiply(const LowBitArgs& a, const uint8_t* line, Register* piece, const S
         for (int i = 0; i < T * kParts; ++i) {
           const int t = i / kParts, p = i % kParts;
           if constexpr (Reader::kLines > 0)
-            piece[i] = reader.get(Reader::load(line + p * sizeof(Register)), step + t,
-                                   load_as<Register>(weight.zero[s] + p * kNative));
+            piece[i] = reader.get(Reader::load(lines[p] + at), step + t,
+                                  load_as<Register>(weight.zero[s] + p * kNative));
           w[p][t] = piece[i];
         }
 #pragma GCC unroll 12
@@ -244,7 +245,7 @@ void multiply(const LowBitArgs& a, const uint8_t* line, Register* piece, const S
           }
         }
       }
-      line += Reader::kLines * kLineBytes;
+      at += Reader::kLines * kLineBytes;
     }
     const float* const scale = rows.scale + s * M;
 #pragma GCC unroll 12
@@ -252,17 +253,11 @@ void multiply(const LowBitArgs& a, const uint8_t* line, Register* piece, const S
 #pragma GCC unroll 2
       for (int p = 0; p < kParts; ++p) {
         const vf both = load_as<vf>(weight.scale[s] + p * kNative) * scale[m];
-        const vf scaled = Product::total(acc[m][p]) * both;
-        float* const to = sums + m * kChannels + p * kNative;
-        if constexpr (kKeepsSums)
-          total[m] += scaled;
-        else
-          store_as(to, load_as<vf>(to) + scaled);
+        float* const to = sums + m * kWidth + p * kNative;
+        store_as(to, load_as<vf>(to) + Product::total(acc[m][p]) * both);
       }
+    asm volatile("" ::: "memory");  // else GCC keeps the sums on the stack during the loop
   }
-#pragma GCC unroll 12
-  for (int m = 0; m < M; ++m)
-    if constexpr (kKeepsSums) store_as(sums + m * kChannels, total[m]);
   if (has_minimum) add_minimums<M>(weight, rows.sum, count, sums);
 }
 
@@ -319,29 +314,38 @@ void pack_group(const LowBitArgs& a, const Pass& x, int64_t group) {
   }
 }
 
+// kBlocks blocks from `block` on, if there are as many.
 template <class Reader>
 void block_rows(const LowBitArgs& a, const Pass& x, int64_t block) {
   using Product = typename Reader::Product;
-  Register piece[kPiece / 2 * kParts];
-  alignas(64) float sums[(kPassRows + kMaxRows) * kChannels];
+  Register piece[kPiece / Product::kInputs * kParts];
+  alignas(64) float sums[(kPassRows + kMaxRows) * kWidth];
   Stretches weight;
-  const int64_t groups = x.groups();
+  const int64_t groups = x.groups(), last = a.channels / kChannels - 1;
   const bool has_minimum = a.has_minimum() || (Reader::kFoldsZero && middle_of(a.format));
-  std::memset(sums, 0, x.first(groups) * kChannels * sizeof(float));
+  std::memset(sums, 0, x.first(groups) * kWidth * sizeof(float));
   for (int64_t k = 0; k < a.depth; k += kPiece) {
     const int64_t inputs = std::min(kPiece, a.depth - k), count = inputs / x.stretch;
-    const uint8_t* const line = a.weight + (block * a.lines() + lines_of(a.format, k)) * kLineBytes;
-    weight.read(a, block, k, x.stretch, count, Reader::kFoldsZero);
+    const uint8_t* lines[kParts];
+    for (int p = 0; p < kParts; ++p) {
+      const int64_t own = std::min(block + p * kBlocks / kParts, last);
+      const int64_t line = own * a.lines() + lines_of(a.format, k);
+      lines[p] = a.weight + line * kLineBytes + p * sizeof(Register) % kLineBytes;
+    }
+    for (int64_t b = 0; b < kBlocks; ++b)
+      weight.read(a, std::min(block + b, last), b * kChannels, k, x.stretch, count,
+                  Reader::kFoldsZero);
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t width = x.width(g);
       const auto run = g ? multiply_rows<Product, Unpacked>(width)
                          : multiply_rows<Product, Reader>(width);
-      run(a, line, piece, weight, x.packed(g, k / x.stretch), x.stretch, count, has_minimum,
-          sums + x.first(g) * kChannels);
+      run(a, lines, piece, weight, x.packed(g, k / x.stretch), x.stretch, count, has_minimum,
+          sums + x.first(g) * kWidth);
     }
   }
   for (int64_t m = 0; m < x.rows; ++m)
-    write_block(a, x.row + m, block, load(sums + m * kChannels));
+    for (int64_t b = 0; b < kBlocks && block + b <= last; ++b)
+      write_block(a, x.row + m, block + b, load(sums + m * kWidth + b * kChannels));
 }
 
 template <class Reader>
@@ -350,18 +354,19 @@ void by_passes(const LowBitArgs& a) {
   x.stretch = stretch_of(a, kStretch);
   x.stretches = a.depth / x.stretch;
   x.row_words = a.depth / Reader::kInputs * Reader::kSteps;
-  const int64_t passes = (a.rows + kPassRows - 1) / kPassRows, blocks = a.channels / kChannels;
+  const int64_t passes = (a.rows + kPassRows - 1) / kPassRows;
+  const int64_t blocks = (a.channels / kChannels + kBlocks - 1) / kBlocks;
   const int64_t room = (a.rows + passes - 1) / passes + kRowStep;
   static thread_local Arena arena;
   arena.reset(4 * room * (x.row_words + 2 * x.stretches) + 4096);
   x.all = {arena.take<int32_t>(room * x.row_words), arena.take<float>(room * x.stretches),
            arena.take<float>(room * x.stretches)};
-  const int threads = worth_threads(blocks * a.depth * (8 + a.rows), blocks, a.threads);
+  const int threads = worth_threads(blocks * kBlocks * a.depth * (8 + a.rows), blocks, a.threads);
   for (int64_t p = 0; p < passes; ++p) {
     x.row = a.rows * p / passes;
     x.rows = a.rows * (p + 1) / passes - x.row;
     parallel_items(x.groups(), threads, [&](int64_t g) { pack_group<Reader>(a, x, g); });
-    parallel_pieces(blocks, threads, [&](int64_t block) { block_rows<Reader>(a, x, block); });
+    parallel_pieces(blocks, threads, [&](int64_t i) { block_rows<Reader>(a, x, i * kBlocks); });
   }
 }
 
