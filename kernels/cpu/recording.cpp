@@ -92,6 +92,7 @@ void llmc_stop_recording() {
 
 // Returns false if memory ran out.
 bool llmc_replay(const llmc::Recording* recording) {
+  const llmc::FlushSubnormals flush;
   try {
     for (const auto& call : recording->calls) call();
   } catch (const std::exception&) {

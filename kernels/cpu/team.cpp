@@ -2,6 +2,8 @@
 // short products of a decode step need no system calls, and then sleep.
 #include "team.h"
 
+#include "subnormals.h"
+
 #include <linux/futex.h>
 #include <pthread.h>
 #include <signal.h>
@@ -110,6 +112,7 @@ void* run_member(void* argument) {
   const Member member = *static_cast<Member*>(argument);
   delete static_cast<Member*>(argument);
   is_within = true;
+  const llmc::FlushSubnormals flush;
   member.team->serve(member.number);
   return nullptr;
 }

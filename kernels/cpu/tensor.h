@@ -4,6 +4,7 @@
 // tensor).
 #pragma once
 
+#include "subnormals.h"
 #include "team.h"
 #include "torch_abi.h"
 
@@ -287,6 +288,7 @@ constexpr auto indices_of(Result (*)(Arguments...)) {
 // kFunction with the signature that torch calls.
 template <auto kFunction>
 void boxed(StableIValue* stack, uint64_t, uint64_t) {
+  const FlushSubnormals flush;
   call<kFunction>(stack, kFunction, indices_of(kFunction));
 }
 

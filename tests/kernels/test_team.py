@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -51,6 +52,15 @@ def test_threads_that_use_it_at_once_do_not_disturb_each_other() -> None:
 
     with ThreadPoolExecutor(6) as pool:
         assert all(pool.map(run, range(6)))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="others take no longer for subnormals")
+def test_results_that_are_subnormal_are_zeros_on_each_thread_and_in_our_ops_only() -> None:
+    tiny = torch.full((64, 1), 1e-20)
+    x, weight = (F.pad(tiny, (0, 255)) for _ in range(2))
+    for _ in range(20):
+        assert not product(x, weight).any()
+        assert (tiny @ tiny.T).min() > 0 and (tiny * tiny).min() > 0
 
 
 def test_a_forked_process_has_a_team_of_its_own() -> None:

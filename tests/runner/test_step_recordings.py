@@ -59,6 +59,15 @@ def test_ours_torchs_views_and_writes_are_done_again() -> None:
 
 
 @torch.inference_mode()
+def test_it_flushes_subnormal_results_as_the_op_itself_does() -> None:
+    x, weight = torch.randn(1, 64), torch.full((64, 64), 1e-20)
+    recorded = record(lambda: ours("linear", x, weight, None))
+    x.zero_()[0, 0] = 1e-20
+    assert torch.equal(recorded.replay(), ours("linear", x, weight, None))
+    assert (x * weight)[0, 0] > 0, "torch's own are kept"
+
+
+@torch.inference_mode()
 def test_an_op_that_reads_values_before_its_kernels_is_called_by_torch() -> None:
     x, weight = torch.randn(2, 32), torch.randn(4, 32, 32)
     expert = torch.tensor([0, 3])
