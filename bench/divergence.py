@@ -56,8 +56,9 @@ def by_llmc(path: Path, ids: Sequence[int], bits: ActivationBits) -> Places:
     return [{i: p.logprob for i, p in (place or {}).items()} for place in known[1:]]
 
 
-def by_llama_cpp(path: Path, ids: Sequence[int], threads: int, vocab_size: int) -> Places:
-    """llama.cpp's, of all tokens; one request per position, since it has no prompt logprobs."""
+def by_llama_cpp(path: Path, ids: Sequence[int], threads: int, count: int) -> Places:
+    """llama.cpp's, of the `count` likeliest tokens (all: to have the actual next one, which takes
+    a second each); one request per position, since it has no prompt logprobs."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -73,7 +74,7 @@ def by_llama_cpp(path: Path, ids: Sequence[int], threads: int, vocab_size: int) 
             "prompt": list(ids[:end]),
             "max_tokens": 1,
             "temperature": 0,
-            "logprobs": vocab_size,
+            "logprobs": count,
         }
         answer = server.handle_completions({**asked, "cache_prompt": True})
         [first] = answer["choices"][0]["logprobs"]["content"]
