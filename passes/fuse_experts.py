@@ -7,12 +7,13 @@ import operator
 from torch import fx
 
 from llmc.kernels.act_mul import act_mul
-from llmc.kernels.choose_experts import choose_experts
+from llmc.kernels.choose_experts import choose_experts, sum_experts
 from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.quantized_expert_linear import quantized_expert_linear
 from llmc.kernels.rms_norm import rms_norm
 from llmc.kernels.route import route
-from llmc.passes.base import Notes, graph_pass
+from llmc.kernels.sum_expert_linear import sum_expert_linear, sum_quantized_expert_linear
+from llmc.passes.base import Notes, graph_pass, writes
 from llmc.passes.edit import (
     arguments,
     aten,
@@ -27,25 +28,33 @@ from llmc.passes.edit import (
     update_val,
     val,
 )
+from llmc.passes.fuse_linears import sharing_memory
 
 EXPERTS = (expert_linear.overload, quantized_expert_linear.overload)
+_SUMMED = dict(
+    zip(EXPERTS, (sum_expert_linear.overload, sum_quantized_expert_linear.overload), strict=True)
+)
+_GATE = ("act", "limit", "shift", "interleaved")
 
 
 @graph_pass()
 def fuse_experts(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
-    """Run a router together with the norm before it, and the first linear of the experts together
-    with their activation. Everything else that reads the norm reads it as before.
+    """Run a router together with the norm before it, the first linear of the experts together with
+    their activation, and the last one together with the sum of each token's results. Everything
+    else that reads the norm reads it as before.
 
-    Not exact: sums are rounded once instead of after every op.
+    Not exact: a router's sums are rounded once instead of after every op.
 
     Before:
         z = llmc.rms_norm(x, g, eps, 0.0);  y = aten.reshape(z, [-1, K])
         w, i = llmc.choose_experts(aten.linear(y, r), slot_mapping, 8, True, dtype)
         a = llmc.act_mul(llmc.expert_linear(y, u, b, aten.reshape(i, [-1]), False), "silu")
+        z = llmc.sum_experts(llmc.expert_linear(a, d, c, aten.reshape(i, [-1]), False), w, dtype, x)
     After:
         y, w, i = llmc.route(aten.reshape(x, [-1, K]), g, eps, 0.0, r, None, slot_mapping, 8, True,
                              dtype)
         a = llmc.expert_linear(y, u, b, aten.reshape(i, [-1]), False, None, None, "silu")
+        z = llmc.sum_expert_linear(a, d, c, aten.reshape(i, [-1]), False, w, dtype, x)
     and in the same way with llmc.quantized_expert_linear.
     """
     if unwanted is not None:
@@ -54,6 +63,8 @@ def fuse_experts(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
         _take_activation(node)
     for node in calls(gm.graph, choose_experts.overload):
         _take_router(gm.graph, node)
+    for node in calls(gm.graph, sum_experts.overload):
+        _take_sum(gm.graph, node)
     return []
 
 
@@ -61,10 +72,41 @@ def _take_activation(node: fx.Node) -> None:
     given = arguments(node)
     linear = given.gate_up
     if is_call(linear, *EXPERTS) and only_user(linear) is node:
-        names = ("act", "limit", "shift", "interleaved")
-        set_arguments(linear, **{name: getattr(given, name) for name in names})
+        set_arguments(linear, **{name: getattr(given, name) for name in _GATE})
         update_val(linear)
         replace(node, linear)
+
+
+def _take_sum(graph: fx.Graph, node: fx.Node) -> None:
+    given = arguments(node)
+    linear = given.rows
+    if not is_call(linear, *EXPERTS) or only_user(linear) is not node:
+        return
+    product = vars(arguments(linear))
+    if product["act"] is not None or _is_written_between(linear, node):
+        return
+    with graph.inserting_before(node):
+        made = emit(
+            graph,
+            _SUMMED[linear.target],
+            share=given.weight,
+            dtype=given.dtype,
+            residual=given.residual,
+            **{name: value for name, value in product.items() if name not in _GATE},
+        )
+    replace(node, made)
+    graph.erase_node(linear)
+
+
+def _is_written_between(reader: fx.Node, later: fx.Node) -> bool:
+    """Whether an op between the two writes to what the reader reads."""
+    read = {one for source in reader.all_input_nodes for one in sharing_memory(source)}
+    node = reader.next
+    while node is not later:
+        if writes(node) and read.intersection(node.all_input_nodes):
+            return True
+        node = node.next
+    return False
 
 
 def _take_router(graph: fx.Graph, node: fx.Node) -> None:

@@ -71,23 +71,42 @@ def choose_experts_kernel(
 
 
 @triton.jit
+def store_weighted_sums(
+    rows, weight, residual, out, tokens, token, i, rows_row, residual_row,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """The sums of `sum_experts` for each token [TOKENS] below `tokens` and channel i [BLOCK] below
+    WIDTH, added in order of the choices. CACHE: cache modifier with which rows are read."""
+    token = token.to(tl.int64)[:, None]
+    known = token < tokens
+    stored = known & (i < WIDTH)[None, :]
+    total = tl.zeros([token.shape[0], i.shape[0]], tl.float32)
+    if residual is not None:
+        own = tl.load(residual + token * residual_row + i[None, :], mask=stored, other=0.0)
+        total += own.to(tl.float32)
+    for c in tl.static_range(COUNT):
+        choice = token * COUNT + c
+        row = tl.load(
+            rows + choice * rows_row + i[None, :], mask=stored, other=0.0, cache_modifier=CACHE
+        )
+        total += row.to(tl.float32) * tl.load(weight + choice, mask=known, other=0.0).to(tl.float32)
+    tl.store(out + token * WIDTH + i[None, :], total.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit
 def sum_experts_kernel(
     rows, weight, residual, out, rows_row, residual_row,
     COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """One program per token and block of channels."""
     if PDL:
         wait_for_previous()
-    token = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0) + tl.arange(0, 1)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < WIDTH
-    total = tl.zeros([BLOCK], tl.float32)
-    if residual is not None:
-        own = tl.load(residual + token * residual_row + i, mask=inside, other=0.0)
-        total += own.to(tl.float32)
-    for c in tl.static_range(COUNT):
-        row = tl.load(rows + (token * COUNT + c) * rows_row + i, mask=inside, other=0.0)
-        total += row.to(tl.float32) * tl.load(weight + token * COUNT + c).to(tl.float32)
-    tl.store(out + token * WIDTH + i, total.to(out.dtype.element_ty), mask=inside)
+    store_weighted_sums(
+        rows, weight, residual, out, tl.num_programs(0), token, i, rows_row, residual_row,
+        COUNT, WIDTH, "",
+    )  # fmt: skip
 
 
 def plan(
@@ -141,10 +160,15 @@ def supports(*, logits: Tensor, slot_mapping: Tensor | None, count: int, **other
     return supports_tensors(logits) and slots and count <= _MAX_COUNT
 
 
+def supports_sum(weight: Tensor, *others: Tensor | None) -> bool:
+    """Whether the sum with this weight of rows, and of a residual, in `others` is supported."""
+    return supports_tensors(weight, *others) and int(weight.shape[1]) <= _MAX_COUNT
+
+
 def _supports_sum(
     *, rows: Tensor, weight: Tensor, residual: Tensor | None, **others: object
 ) -> bool:
-    return supports_tensors(rows, weight, residual) and int(weight.shape[1]) <= _MAX_COUNT
+    return supports_sum(weight, rows, residual)
 
 
 define(choose_experts, plan=plan, supports=supports)

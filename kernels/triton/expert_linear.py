@@ -4,10 +4,15 @@ The grid depends only on shapes, so the host never reads which experts were chos
 in decode steps, each program itself finds its (expert, tile): that is a few hundred integers,
 cheaper than the launches of a sort. Many rows are first sorted by expert, once for all linears of
 a layer if `sort_experts` is called.
+
+`sum_expert_linear` of up to FEW_ROWS tokens is the same launch: the last program of a tile of
+channels adds the experts' results as `sum_experts` does. More tokens take that kernel, in which
+more programs share the work.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from llmc.kernels.expert_linear import expert_linear, sort_experts
-from llmc.kernels.triton import dependent_launch
+from llmc.kernels.sum_expert_linear import sum_expert_linear
+from llmc.kernels.triton import choose_experts, dependent_launch
 from llmc.kernels.triton.act_mul import gated
 from llmc.kernels.triton.attention_plan import at, locate
+from llmc.kernels.triton.choose_experts import store_weighted_sums
 from llmc.kernels.triton.configs import GemmConfig, expert_config
+from llmc.kernels.triton.counters import counters, is_last
 from llmc.kernels.triton.define import (
     define,
     needs_upcast,
@@ -29,10 +37,20 @@ from llmc.kernels.triton.define import (
 )
 from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+from llmc.kernels.triton.linear_configs import FEW_ROWS
 
 Gate = tuple[str | None, float | None, float, bool]  # act, limit, shift and interleaved
 UNGATED: Gate = (None, None, 0.0, False)
 _ROWS = (16, 64, 256, 1024)  # classes of numbers of rows that are not sorted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
+    """What `sum_experts` does with the results: the arguments besides them."""
+
+    share: Tensor
+    dtype: torch.dtype
+    residual: Tensor | None
 
 
 @triton.jit
@@ -47,12 +65,12 @@ def rows_of_tile(
     chosen, offsets, rows, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """(expert, its rows of x in this program's tile, mask of valid rows).
+    """(expert, its rows of x in this program's tile, mask of valid rows, number of tiles).
 
     chosen [rows]: the expert of each row, with ROWS >= rows. Expert EXPERTS stands for all numbers
     outside [0, EXPERTS), so that every row is in a tile. ROWS = 0: `chosen` are the rows sorted by
     expert, and offsets [EXPERTS + 1] the first index of each expert. A program with a higher expert
-    has nothing to do.
+    has nothing to do: it is beyond the number of tiles.
     """
     e = tl.arange(0, EXPERTS_PAD)
     if ROWS == 0:
@@ -61,7 +79,8 @@ def rows_of_tile(
         begin = tl.load(offsets + e, mask=e < EXPERTS, other=0)
         count = tl.load(offsets + e + 1, mask=e < EXPERTS, other=0) - begin
         count = tl.where(e == EXPERTS, rows - known, count)
-        expert, tile = locate(tl.program_id(0), (count + BLOCK_M - 1) // BLOCK_M, EXPERTS_PAD)
+        tiles = (count + BLOCK_M - 1) // BLOCK_M
+        expert, tile = locate(tl.program_id(0), tiles, EXPERTS_PAD)
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         mine = m < at(count, expert, EXPERTS_PAD)
         # rows without an expert are before those of the first one and after those of the last
@@ -71,7 +90,8 @@ def rows_of_tile(
         every = tl.arange(0, ROWS)
         of_row = expert_of(chosen, every, rows, EXPERTS)
         count = tl.histogram(of_row, EXPERTS_PAD, mask=every < rows)
-        expert, tile = locate(tl.program_id(0), (count + BLOCK_M - 1) // BLOCK_M, EXPERTS_PAD)
+        tiles = (count + BLOCK_M - 1) // BLOCK_M
+        expert, tile = locate(tl.program_id(0), tiles, EXPERTS_PAD)
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         mine = m < at(count, expert, EXPERTS_PAD)
         row = tl.zeros([BLOCK_M], tl.int32)
@@ -85,7 +105,7 @@ def rows_of_tile(
             found = same[None, :] & (place[None, :] == m[:, None])
             row += tl.sum(tl.where(found, r[None, :], 0), axis=1)
             before += tl.sum(same.to(tl.int32), axis=0)
-    return expert, row.to(tl.int64), mine
+    return expert, row.to(tl.int64), mine, tl.sum(tiles, axis=0)
 
 
 @triton.jit
@@ -147,24 +167,59 @@ def store_sums(
         store_tile(gated(gate, up, ACT, LIMIT, SHIFT), out, row, mine, N // 2)
 
 
+@triton.jit
+def sum_if_last(
+    parts, share, residual, total, counter, tiles, rows, residual_row,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, COUNT: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Call after storing a tile of parts [rows, N]: the last of the `tiles` programs of these
+    channels stores their sums over each token's COUNT choices in total [rows / COUNT, N]. TOKENS:
+    at least as many as there are. COUNT = 0: nothing is summed."""
+    if COUNT > 0 and is_last(counter + tl.program_id(1), tiles):
+        token = tl.arange(0, TOKENS)
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        store_weighted_sums(
+            parts, share, residual, total, rows // COUNT, token, n, N, residual_row,
+            COUNT, N, ".cg",
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["rows"])
 def expert_kernel(
-    x, weight, bias, chosen, offsets, out, rows, x_row, weight_expert, weight_n, weight_k,
-    bias_expert, N: tl.constexpr, K: tl.constexpr,
+    x, weight, bias, chosen, offsets, out, share, residual, total, counter, rows, x_row,
+    weight_expert, weight_n, weight_k, bias_expert, residual_row, N: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    INTERLEAVED: tl.constexpr, COUNT: tl.constexpr, TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """chosen, offsets: as in `rows_of_tile`. x has a row for CHOICES consecutive results."""
+    """chosen, offsets: as in `rows_of_tile`. x has a row for CHOICES consecutive results. share,
+    residual, total, counter, COUNT and TOKENS: as in `sum_if_last`."""
     if PDL:
         wait_for_previous()
-    expert, row, mine = rows_of_tile(chosen, offsets, rows, ROWS, EXPERTS, EXPERTS_PAD, BLOCK_M)
+    expert, row, mine, tiles = rows_of_tile(
+        chosen, offsets, rows, ROWS, EXPERTS, EXPERTS_PAD, BLOCK_M
+    )
     if expert > EXPERTS:
         return
     n = channels_of_tile(tl.program_id(1), N, BLOCK_N, ACT, INTERLEAVED)
     if expert == EXPERTS:
         store_zeros(out, row, mine, N, BLOCK_N, ACT)
+        sum_if_last(
+            out,
+            share,
+            residual,
+            total,
+            counter,
+            tiles,
+            rows,
+            residual_row,
+            N,
+            BLOCK_N,
+            COUNT,
+            TOKENS,
+        )
         return
     w = weight + expert.to(tl.int64) * weight_expert + n[None, :] * weight_n
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -182,6 +237,9 @@ def expert_kernel(
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     store_sums(
         acc, bias, expert, bias_expert, out, row, n, mine, N, BIAS, ACT, LIMIT, SHIFT, INTERLEAVED
+    )
+    sum_if_last(
+        out, share, residual, total, counter, tiles, rows, residual_row, N, BLOCK_N, COUNT, TOKENS
     )
 
 
@@ -230,6 +288,7 @@ def plan_tiles(
     order: Tensor | None,
     offsets: Tensor | None,
     gate: Gate,
+    sums: Sum | None,
     *,
     experts: int,
     channels: int,
@@ -237,31 +296,63 @@ def plan_tiles(
     constants: dict[str, Any],
 ) -> Plan[Tensor]:
     """A grouped product of x [T, K] by `kernel`, which takes `args` and `constants` besides what
-    `rows_of_tile` and `store_sums` need. Returns [rows, channels] in x's dtype, or half as many
-    columns with an act."""
+    `rows_of_tile`, `store_sums` and `sum_if_last` need. Returns [rows, channels] in x's dtype, or
+    half as many columns with an act, or what `sums` makes of them."""
     rows, depth = expert.shape[0], x.shape[1]
     given, shared = _chosen_rows(x, expert, experts, order, offsets)
     act, limit, shift, interleaved = gate
     out = x.new_empty(rows, channels // (1 if act is None else 2))
+    blocks = cdiv(channels, config.block_n)
+    here = None  # what this launch itself sums
+    if sums is not None and sums.share.shape[0] <= FEW_ROWS and not are_sorted(rows, experts):
+        here = sums
     pdl = dependent_launch.applies_to(x.device)
     launch = Launch(
         kernel=kernel,
-        grid=(_tiles_of(rows, experts, config.block_m), cdiv(channels, config.block_n)),
+        grid=(_tiles_of(rows, experts, config.block_m), blocks),
         args={
             **args, "bias": bias, **given, "out": out,
             "bias_expert": 0 if bias is None else bias.stride(0),
+            **_sum_args(here, x, channels, blocks),
         },
         constants={
             "N": channels, "K": depth, **shared,
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
             "BIAS": bias is not None, "ACT": act, "LIMIT": limit, "SHIFT": shift,
-            "INTERLEAVED": interleaved, "PDL": pdl, **constants,
+            "INTERLEAVED": interleaved, **_sum_constants(here, shared["ROWS"]), "PDL": pdl,
+            **constants,
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         pdl=pdl,
     )  # fmt: skip
+    if here is not None:
+        return Plan(out=launch.args["total"], launches=(launch,))
+    if sums is not None:
+        then = choose_experts.plan_sum(out, sums.share, sums.dtype, sums.residual)
+        return Plan(out=then.out, launches=(launch, *then.launches))
     return Plan(out=out, launches=(launch,))
+
+
+def _sum_args(sums: Sum | None, x: Tensor, channels: int, blocks: int) -> dict[str, Any]:
+    """Arguments of `sum_if_last`; without `sums` it does nothing."""
+    if sums is None:
+        return {
+            "share": None, "residual": None, "total": None, "counter": None, "residual_row": 0
+        }  # fmt: skip
+    share, residual = sums.share, sums.residual
+    return {
+        "share": share.contiguous(), "residual": residual,
+        "total": x.new_empty(share.shape[0], channels, dtype=sums.dtype),
+        "counter": counters(x.device, blocks),
+        "residual_row": 0 if residual is None else residual.stride(0),
+    }  # fmt: skip
+
+
+def _sum_constants(sums: Sum | None, rows: int) -> dict[str, int]:
+    """`rows`: of the class of numbers, so that the tokens do not make more classes."""
+    count = 0 if sums is None else sums.share.shape[1]
+    return {"COUNT": count, "TOKENS": min(FEW_ROWS, power_of_2(cdiv(rows, max(1, count))))}
 
 
 def plan(
@@ -276,13 +367,14 @@ def plan(
     limit: float | None = None,
     shift: float = 0.0,
     interleaved: bool = False,
+    sums: Sum | None = None,
 ) -> Plan[Tensor]:
     experts = weight.shape[0]
     n_axis, k_axis = (2, 1) if transposed else (1, 2)
     return plan_tiles(
         expert_kernel,
         expert_config(expert.shape[0], experts, x.element_size()),
-        x, bias, expert, order, offsets, (act, limit, shift, interleaved),
+        x, bias, expert, order, offsets, (act, limit, shift, interleaved), sums,
         experts=experts, channels=weight.shape[n_axis],
         args={
             "x": x, "weight": weight, "x_row": x.stride(0), "weight_expert": weight.stride(0),
@@ -295,8 +387,28 @@ def plan(
     )  # fmt: skip
 
 
+def plan_sum(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    expert: Tensor,
+    transposed: bool,
+    share: Tensor,
+    dtype: torch.dtype,
+    residual: Tensor | None = None,
+    order: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> Plan[Tensor]:
+    sums = Sum(share=share, dtype=dtype, residual=residual)
+    return plan(x, weight, bias, expert, transposed, order, offsets, sums=sums)
+
+
 def _supports(*, x: Tensor, weight: Tensor, bias: Tensor | None, **others: object) -> bool:
     return supports_tensors(x, weight, bias) and same_dtype(x, weight, bias)
+
+
+def _supports_sum(*, share: Tensor, residual: Tensor | None, **product: Any) -> bool:
+    return _supports(**product) and choose_experts.supports_sum(share, residual)
 
 
 def _supports_sort(*, expert: Tensor, experts: int) -> bool:
@@ -304,4 +416,5 @@ def _supports_sort(*, expert: Tensor, experts: int) -> bool:
 
 
 define(expert_linear, plan=plan, supports=_supports)
+define(sum_expert_linear, plan=plan_sum, supports=_supports_sum)
 define(sort_experts, run=_sort, supports=_supports_sort)

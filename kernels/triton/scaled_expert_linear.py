@@ -19,11 +19,13 @@ from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.expert_linear import (
     UNGATED,
     Gate,
+    Sum,
     channels_of_tile,
     plan_tiles,
     rows_of_tile,
     store_sums,
     store_zeros,
+    sum_if_last,
 )
 from llmc.kernels.triton.launch import Plan
 from llmc.kernels.triton.scaled_linear import plan_codes
@@ -43,28 +45,46 @@ def codes_of(words, CHANNELS: tl.constexpr, DEPTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def scaled_expert_kernel(
-    x, x_scale, words, scale, bias, chosen, offsets, out, rows, bias_expert,
+    x, x_scale, words, scale, bias, chosen, offsets, out, share, residual, total, counter, rows,
+    bias_expert, residual_row,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
+    INTERLEAVED: tl.constexpr, COUNT: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [tokens, K] float8, x_scale [tokens, K / GROUP]; words [EXPERTS, N / 16, K / 4, 16] int32,
     scale [.., K / GROUP, 16]. BLOCK_K divides GROUP, unless that is K. With an ACT
     whose gates are a half, 32 divides N.
 
-    chosen, offsets: as in `rows_of_tile`. x has a row for CHOICES consecutive results.
+    chosen, offsets: as in `rows_of_tile`. x has a row for CHOICES consecutive results. share,
+    residual, total, counter, COUNT and TOKENS: as in `sum_if_last`.
     """
     if PDL:
         wait_for_previous()
-    expert, row, mine = rows_of_tile(chosen, offsets, rows, ROWS, EXPERTS, EXPERTS_PAD, BLOCK_M)
+    expert, row, mine, tiles = rows_of_tile(
+        chosen, offsets, rows, ROWS, EXPERTS, EXPERTS_PAD, BLOCK_M
+    )
     if expert > EXPERTS:
         return
     n = channels_of_tile(tl.program_id(1), N, BLOCK_N, ACT, INTERLEAVED)
     inside = n < N
     if expert == EXPERTS:
         store_zeros(out, row, mine, N, BLOCK_N, ACT)
+        sum_if_last(
+            out,
+            share,
+            residual,
+            total,
+            counter,
+            tiles,
+            rows,
+            residual_row,
+            N,
+            BLOCK_N,
+            COUNT,
+            TOKENS,
+        )
         return
     first = expert.to(tl.int64) * (N // 16)
     b_scale = scale + (first + n // 16) * (K // GROUP * 16) + n % 16
@@ -96,6 +116,9 @@ def scaled_expert_kernel(
     store_sums(
         acc, bias, expert, bias_expert, out, row, n, mine, N, BIAS, ACT, LIMIT, SHIFT, INTERLEAVED
     )
+    sum_if_last(
+        out, share, residual, total, counter, tiles, rows, residual_row, N, BLOCK_N, COUNT, TOKENS
+    )
 
 
 def plan(
@@ -107,6 +130,7 @@ def plan(
     order: Tensor | None = None,
     offsets: Tensor | None = None,
     gate: Gate = UNGATED,
+    sums: Sum | None = None,
 ) -> Plan[Tensor]:
     """`quantized_expert_linear` with `x_bits` 8 of an fp8 weight; x [T, K] is rounded first."""
     experts, depth = weight.shape[0], x.shape[1]
@@ -116,7 +140,7 @@ def plan(
     product = plan_tiles(
         scaled_expert_kernel,
         scaled_expert_config(expert.shape[0], experts, group, depth),
-        x, bias, expert, order, offsets, gate,
+        x, bias, expert, order, offsets, gate, sums,
         experts=experts, channels=weight.shape[1] * CHANNELS,
         args={
             "x": codes, "x_scale": x_scale, "words": weight.view(torch.int32), "scale": scale,

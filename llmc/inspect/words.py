@@ -27,6 +27,7 @@ _WORDS: dict[str, Words] = {
     "choose_experts": ("math", "choose each token's experts"),
     "route": ("math", "scale every token to unit size, and choose its experts"),
     "sum_experts": ("math", "add the results of each token's experts"),
+    "sum_expert_linear": ("matmul", "multiply by each token's experts, and add their results"),
     "attention": ("attention", "attend to all earlier tokens of one sequence (a marker)"),
     "paged_attention": ("attention", "attend to the cached tokens of each request"),
     "latent_attention": ("attention", "attend to the cached latents of each request"),

@@ -156,9 +156,9 @@ def _operations(call: Call) -> int:
         return int(2 * rows * sum(weight.numel() for weight in weights))
     if name == "quantized_linear":
         return int(2 * given["x"].numel() * given["weight"].shape[0] * CHANNELS)
-    if name in ("expert_linear", "quantized_expert_linear"):
-        sums = call.result.numel() * (1 if given.get("act") is None else 2)
-        return int(2 * given["x"].shape[-1] * sums)
+    if name.endswith("expert_linear"):
+        sums = call.result.shape[-1] * (1 if given.get("act") is None else 2)
+        return int(2 * given["expert"].numel() * given["x"].shape[-1] * sums)
     if name in ("mm", "bmm", "matmul"):
         left, right = list(given.values())[:2]
         return int(2 * left.numel() * right.shape[-1])

@@ -243,6 +243,10 @@ def test_of_tables_experts_and_states_what_is_used_counts() -> None:
     given = {"x": x, "weight": experts, "expert": ids, "act": "silu"}
     gated = call("expert_linear", [(3, 3)], weight, torch.empty(3, 16), **given)
     assert gated.num_operations == found.num_operations
+    given = {"x": x, "weight": experts, "expert": ids, "share": torch.zeros(1, 3)}
+    summed = call("sum_expert_linear", [(1, 1)], weight, torch.empty(1, 32), **given)
+    assert summed.num_operations == found.num_operations
+    assert summed.num_bytes == found.num_bytes - 2 * 32 * FLOAT + 3 * FLOAT
     routed = call("route", [(3, 3)], weight, (x, x, ids), x=x, router=torch.zeros(8, 16))
     assert routed.num_operations == 2 * 3 * 16 * 8
     assert found.num_bytes == experts.nbytes // 4 + x.nbytes + 3 * 32 * FLOAT + ids.nbytes

@@ -79,28 +79,16 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         ),
     ),
     "routed": (
-        (
-            "7: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel, "
-            "sum_experts_kernel"
-        ),
-        (
-            "7: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel, "
-            "sum_experts_kernel"
-        ),
+        "6: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel",
+        "6: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel",
         (
             "10: aten.addmm_, 2 aten.linear, attention_kernel, choose_experts_kernel, "
             "2 expert_kernel, 2 norm_kernel, sum_experts_kernel"
         ),
     ),
     "routed, clamped": (
-        (
-            "7: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel, "
-            "sum_experts_kernel"
-        ),
-        (
-            "7: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel, "
-            "sum_experts_kernel"
-        ),
+        "6: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel",
+        "6: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel",
         (
             "11: aten.add_, 3 aten.linear, attention_kernel, choose_experts_kernel, "
             "2 expert_kernel, 2 norm_kernel, sum_experts_kernel"

@@ -504,13 +504,7 @@ def test_the_last_program_of_a_router_chooses(
 ) -> None:
     """Whichever that is, and when a graph is replayed; padding has no expert."""
     if backward:
-        builder = interpreter.interpreter_builder
-        forward = builder.set_grid_idx
-        monkeypatch.setattr(
-            builder,
-            "set_grid_idx",
-            lambda x, *others: forward(builder.grid_dim[0] - 1 - x, *others),
-        )
+        run_backward(monkeypatch)
     case = routed(rows, depth, experts)
     plan = triton_route.plan(*case)
     (launch,) = plan.launches
@@ -576,6 +570,74 @@ def test_rows_find_their_experts_and_those_without_one_get_zeros(rows: int, expe
         got, want = expert_linear.plan(*wide).run(), OPS["expert_linear"].reference(*wide)
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
     assert_equals_reference("expert_linear", plan, case)
+
+
+SUMMED = ("plain", "int8", "fp8 codes")
+
+
+def summed_case(kind: str, tokens: int, count: int) -> tuple[str, tuple[Any, ...], tuple[Any, ...]]:
+    """A product's op, and the arguments before and after those of the sum. Some choices, and of
+    the last token all, are no experts."""
+    rows, n, k = tokens * count, 160, 96
+    expert = torch.randint(-1, 7, (rows,), generator=torch.Generator().manual_seed(rows))
+    expert[-count:] = 6
+    x, bias = rand(rows, k).bfloat16(), rand(6, n, seed=2).bfloat16()
+    if kind == "plain":
+        weight = (rand(6, n, k, seed=1) * k**-0.5).bfloat16()
+        return "expert_linear", (x, weight, bias, expert, False), ()
+    to = Quantization(format="int8" if kind == "int8" else "fp8")
+    parts = [quantize(rand(n, k, seed=e) * k**-0.5, to) for e in range(6)]
+    weight, scale = (torch.stack(part) for part in zip(*parts, strict=True))
+    before = (x, weight, scale, None, bias, expert)
+    return "quantized_expert_linear", before, (None, 8 if kind == "fp8 codes" else 24)
+
+
+@pytest.mark.parametrize("kind", SUMMED)
+@pytest.mark.parametrize(
+    ("tokens", "count", "added"), [(1, 2, True), (3, 5, False), (8, 6, True), (9, 6, True)]
+)
+@pytest.mark.parametrize("backward", [False, True])
+def test_few_rows_are_summed_by_the_last_program_as_by_a_second_kernel(
+    kind: str, tokens: int, count: int, added: bool, backward: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Bit for bit, whichever program is last, and when a graph is replayed. A weight that is NaN is
+    noticed, also of a token without experts."""
+    monkeypatch.setattr(quantized_expert_linear, "multiplies_codes", lambda device: True)
+    name, before, after = summed_case(kind, tokens, count)
+    share = rand(tokens, count, seed=3)
+    share[-1, 0] = float("nan")
+    residual = rand(tokens, 200, seed=4).bfloat16()[:, :160] if added else None
+    sums = (share, torch.bfloat16, residual)
+    module = expert_linear if kind == "plain" else quantized_expert_linear
+    rows = module.plan(*before, *after).run()
+    want = torch.ops.llmc_triton.sum_experts(rows, *sums)
+    assert want[-1].isnan().all() and want[:-1].isfinite().all()
+    if backward:
+        run_backward(monkeypatch)
+    plan = module.plan_sum(*before, *sums, *after)
+    assert len(plan.launches) == 1 + (tokens > 8) + (kind == "fp8 codes")
+    for _ in range(2):
+        plan.out.fill_(7)
+        assert torch.equal(plan.run().nan_to_num(9), want.nan_to_num(9))
+        assert not counters(CPU, 1).any()
+
+
+def run_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the programs of a grid from the last one on."""
+    builder = interpreter.interpreter_builder
+    forward = builder.set_grid_idx
+    monkeypatch.setattr(
+        builder,
+        "set_grid_idx",
+        lambda x, *others: forward(builder.grid_dim[0] - 1 - x, *others),
+    )
+
+
+def test_tokens_without_experts_are_their_residual() -> None:
+    residual, outside = rand(2, 24), torch.tensor([-1, 3, 9, 3])
+    case = (rand(4, 20), rand(3, 24, 20), None, outside, False, rand(2, 2), torch.float32, residual)
+    assert torch.equal(torch.ops.llmc_triton.sum_expert_linear(*case), residual)
 
 
 @pytest.mark.parametrize(

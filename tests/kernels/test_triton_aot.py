@@ -194,6 +194,20 @@ def test_parts_are_published_before_they_are_counted() -> None:
     assert loads and all(".cg" in load for load in loads), loads
 
 
+@pytest.mark.parametrize(
+    "build", ["sum_expert_linear few", "sum_quantized_expert_linear fp8 product, few"]
+)
+def test_results_of_experts_are_published_before_they_are_counted(build: str) -> None:
+    """The same, after sums and after the zeros of rows without an expert."""
+    code = compiled_code(BUILDS[build]().launches[-1], "sm_90").asm["ptx"]
+    *stores, reads = code.split("atom.global.gpu.acq_rel.add")
+    assert len(stores) == 2
+    for before in stores:
+        _, last_store, between = before.rpartition("st.global")
+        assert last_store and "bar.sync" in between
+    assert reads.count("ld.global.cg") == 8, "choices"
+
+
 @pytest.mark.parametrize("build", ["conv_delta_rule", "conv_scan"])
 def test_shared_channels_are_written_after_all_programs_have_read_them(build: str) -> None:
     """All threads wait between the last load of a convolution's state and the addition that lets

@@ -1,5 +1,5 @@
-"""fuse_experts: the activation between the linears of routed experts becomes part of the first, and
-the norm and the choice before them part of the router."""
+"""fuse_experts: the activation between the linears of routed experts becomes part of the first, the
+sum after them part of the last, and the norm and the choice before them part of the router."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiny_graphs import Arg, Values, apply, assert_idempotent, assert_same, ops,
 from torch import Tensor
 
 from llmc.kernels.act_mul import act_mul
-from llmc.kernels.choose_experts import choose_experts
+from llmc.kernels.choose_experts import choose_experts, sum_experts
 from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.quantized_expert_linear import quantized_expert_linear
 from llmc.kernels.quantized_linear import quantization_of, quantize
@@ -76,6 +76,88 @@ def test_a_linear_that_is_read_elsewhere_keeps_its_result() -> None:
         return [act_mul.overload(y, "silu"), y]
 
     gm = trace(read_twice, **INPUTS)
+    same, (report,) = apply(gm, fuse_experts())
+    assert not report.changed and ops(same) == ops(gm)
+
+
+LAST: dict[str, Arg] = {
+    **INPUTS,
+    "x": step(rand(TOKENS * CHOICES, WIDTH)),
+    "share": step(rand(TOKENS, CHOICES)),
+    "bias": weight("bias", rand(EXPERTS, WIDTH)),
+    "residual": step(rand(TOKENS, WIDTH)),
+}
+SUM = "llmc.sum_expert_linear.default"
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_the_last_linear_takes_the_sum(added: bool) -> None:
+    def run(
+        x: Tensor, index: Tensor, down: Tensor, share: Tensor, bias: Tensor, residual: Tensor
+    ) -> Tensor:
+        y = expert_linear.overload(x, down, bias, index, False)
+        return sum_experts.overload(y, share, torch.float64, residual if added else None)
+
+    given = {name: arg for name, arg in LAST.items() if name != "up"}
+    gm = trace(run, **given)
+    fused, (report,) = apply(gm, fuse_experts())
+    assert ops(fused) == {SUM: 1} == report.added
+    assert_same(fused, gm, Values.of(**given))
+    assert_idempotent(gm, fuse_experts())
+
+
+def test_the_last_quantized_linear_takes_the_sum() -> None:
+    to = quantization_of("int8", WIDTH, WIDTH)
+    assert to is not None
+    drawn = quantize(rand(EXPERTS * WIDTH, WIDTH), to)
+    words, scale = (part.unflatten(0, (EXPERTS, -1)).contiguous() for part in drawn)
+    given = {**LAST, "up": weight("up", scale), "down": weight("down", words)}
+    del given["bias"]
+
+    def run(
+        x: Tensor, index: Tensor, up: Tensor, down: Tensor, share: Tensor, residual: Tensor
+    ) -> Tensor:
+        y = quantized_expert_linear.overload(x, down, up, None, None, index)
+        return sum_experts.overload(y, share, torch.float32, residual)
+
+    gm = trace(run, **given)
+    fused, _ = apply(gm, fuse_experts())
+    assert ops(fused) == {"llmc.sum_quantized_expert_linear.default": 1}
+    assert_same(fused, gm, Values.of(**given))
+
+
+def total(rows: Tensor, share: Tensor) -> Tensor:
+    return sum_experts.overload(rows, share, torch.float32)
+
+
+def overwriting(x: Tensor, index: Tensor, down: Tensor, share: Tensor) -> Tensor:
+    inner = x + 1
+    y = expert_linear.overload(inner, down, None, index, False)
+    inner.view(-1).add_(1)
+    return total(y, share)
+
+
+SUMS: dict[str, Callable[..., list[Tensor]]] = {
+    "results that are read elsewhere": lambda x, index, down, share: [
+        y := expert_linear.overload(x, down, None, index, False),
+        total(y, share),
+    ],
+    "results that are added to others": lambda x, index, down, share: [
+        total(expert_linear.overload(x, down, None, index, False) + x, share)
+    ],
+    "activated results": lambda x, index, down, share: [
+        total(expert_linear.overload(x, down, None, index, False, None, None, "silu"), share)
+    ],
+    "inputs that are overwritten before the sum": lambda *given: [overwriting(*given)],
+}
+
+
+@pytest.mark.parametrize("kind", SUMS)
+def test_other_sums_are_left_alone(kind: str) -> None:
+    def run(x: Tensor, index: Tensor, down: Tensor, share: Tensor) -> list[Tensor]:
+        return SUMS[kind](x, index, down, share)
+
+    gm = trace(run, **{name: LAST[name] for name in ("x", "index", "down", "share")})
     same, (report,) = apply(gm, fuse_experts())
     assert not report.changed and ops(same) == ops(gm)
 

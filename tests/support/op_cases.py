@@ -49,6 +49,7 @@ from llmc.kernels import (  # noqa: F401
     sample,
     sample_rows,
     selective_scan,
+    sum_expert_linear,
     token_logprobs,
     write_kv,
     write_segments,
@@ -67,6 +68,7 @@ WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", "running_max", *CO
 # passes for GPUs alone insert them
 FOR_GPUS = {
     *("choose_experts", "route", "sum_experts", "sort_experts"),
+    *("sum_expert_linear", "sum_quantized_expert_linear"),
     *("sample_rows", "rope_attention", "add_linear", "chain_linears", "conv_delta_rule"),
     "conv_scan",
 }

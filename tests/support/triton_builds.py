@@ -233,6 +233,7 @@ def experts(
     transposed: bool = False,
     bias: bool = False,
     gate: tuple[Any, ...] = (),
+    sums: expert_linear.Sum | None = None,
 ) -> Plan[Tensor]:
     weight = meta(count, 2048, 1536) if transposed else meta(count, 1536, 2048)
     return expert_linear.plan(
@@ -244,7 +245,13 @@ def experts(
         None,
         None,
         *gate,
+        sums=sums,
     )
+
+
+def summed(tokens: int) -> expert_linear.Sum:
+    """Of eight choices of each token, and the residual."""
+    return expert_linear.Sum(share=meta(tokens, 8), dtype=BF16, residual=meta(tokens, 1536))
 
 
 def lora(rows: int, rank: int, parts: int = 1) -> Plan[None]:
@@ -334,6 +341,7 @@ def codes_product(group: int = 0, *, rows: int = 4096) -> Plan[Tensor]:
 def low_bit_experts(
     rows: int, format: Format, *, choices: int = 1, minimum: bool = False,
     stored: Quantization | None = None, gate: tuple[Any, ...] = (),
+    sums: expert_linear.Sum | None = None,
 ) -> Plan[Tensor]:  # fmt: skip
     """In groups of 32, as in checkpoints and GGUF files."""
     scale: Scale = "exponent" if format == "mxfp4" else "float16"
@@ -351,12 +359,14 @@ def low_bit_experts(
         None,
         None,
         *gate,
+        sums=sums,
     )
 
 
 def scaled_experts(
-    rows: int, group: int = 0, *, choices: int = 1, gate: expert_linear.Gate = expert_linear.UNGATED
-) -> Plan[Tensor]:
+    rows: int, group: int = 0, *, choices: int = 1,
+    gate: expert_linear.Gate = expert_linear.UNGATED, sums: expert_linear.Sum | None = None,
+) -> Plan[Tensor]:  # fmt: skip
     """Float8 by float8, with scales as in checkpoints; without the launch that rounds x."""
     to = Quantization(format="fp8", group=group)
     plan = scaled_expert_linear.plan(
@@ -366,6 +376,7 @@ def scaled_experts(
         meta(128, 1536),
         longs(rows),
         gate=gate,
+        sums=sums,
     )
     return Plan(out=plan.out, launches=plan.launches[1:])
 
@@ -651,6 +662,8 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "expert_linear gated unsorted": lambda: experts(1000, 16, bias=True, gate=SILU),
     "expert_linear gated many": lambda: experts(32768, transposed=True, gate=SILU),
     "expert_linear clamped few": lambda: experts(64, transposed=True, bias=True, gate=CLAMPED),
+    "sum_expert_linear row": lambda: experts(8, bias=True, sums=summed(1)),
+    "sum_expert_linear few": lambda: experts(64, transposed=True, sums=summed(8)),
     "choose_experts": lambda: choose_experts.plan(meta(64, 128), longs(64), 8, True, BF16),
     "route row": lambda: router(1, 128),
     "route few": lambda: router(8, 128),
@@ -748,6 +761,12 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     ),
     "quantized_expert_linear int4 gated few": lambda: low_bit_experts(64, "int4", gate=SILU),
     "quantized_expert_linear int8 gated many": lambda: low_bit_experts(32768, "int8", gate=SILU),
+    "sum_quantized_expert_linear int4 few": lambda: low_bit_experts(
+        64, "int4", minimum=True, sums=summed(8)
+    ),
+    "sum_quantized_expert_linear mxfp4 row": lambda: low_bit_experts(8, "mxfp4", sums=summed(1)),
+    "sum_quantized_expert_linear mxfp4 few": lambda: low_bit_experts(64, "mxfp4", sums=summed(8)),
+    "sum_quantized_expert_linear fp8 product, few": lambda: scaled_experts(64, 128, sums=summed(8)),
     "quantized_expert_linear fp8 product, gated few": lambda: scaled_experts(64, 128, gate=SILU),
     "quantized_expert_linear fp8 product, gated many": lambda: scaled_experts(
         32768, 128, gate=SILU
@@ -831,6 +850,7 @@ CLASSED: dict[str, Callable[[int], Plan[Any]]] = {
     "chain_linears": lambda n: chained(min(n, 8)),
     "route": lambda n: router(min(n, 8), 128),
     "expert_linear": lambda n: experts(8 * n, choices=8),
+    "sum_expert_linear": lambda n: experts(8 * n, sums=summed(n)),
     "quantized_linear int4": lambda n: low_bit(n, "int4", group=128),
     "quantized_linear int8": lambda n: low_bit(n, "int8"),
     "quantized_linear mxfp4": lambda n: low_bit(n, "mxfp4"),
