@@ -207,19 +207,9 @@ def expert_kernel(
     if expert == EXPERTS:
         store_zeros(out, row, mine, N, BLOCK_N, ACT)
         sum_if_last(
-            out,
-            share,
-            residual,
-            total,
-            counter,
-            tiles,
-            rows,
-            residual_row,
-            N,
-            BLOCK_N,
-            COUNT,
-            TOKENS,
-        )
+            out, share, residual, total, counter, tiles, rows, residual_row, N, BLOCK_N,
+            COUNT, TOKENS,
+        )  # fmt: skip
         return
     w = weight + expert.to(tl.int64) * weight_expert + n[None, :] * weight_n
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
