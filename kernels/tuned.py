@@ -38,6 +38,9 @@ Options = TypeVar("Options")  # a frozen dataclass of numbers and flags
 Key = tuple[str, tuple[Any, ...], Any]  # function, its arguments but `rows`, what the code chooses
 
 
+_POWERS_OF_2 = ("block_", "combine_", "num_warps")  # how such options begin: Triton has no others
+
+
 class Tuned(Generic[*Arguments, Options]):
     """A function that chooses options. `rule`: the function as written, without a table."""
 
@@ -66,11 +69,12 @@ class Tuned(Generic[*Arguments, Options]):
 
     def accepts(self, options: Options, chosen: Options) -> bool:
         """Whether the kernel, if it can be compiled, computes the same as with `chosen`. Numbers
-        are positive, unless the code itself chooses another."""
+        are positive, and sizes of tiles powers of two, unless the code itself chooses another."""
         for name, kind in _kinds(self.options).items():
             new, old = getattr(options, name), getattr(chosen, name)
             too_small = kind == "int" and new < self._least.get(name, 1)
-            if new != old and (name in self._fixed or too_small):
+            uneven = name.startswith(_POWERS_OF_2) and new & (new - 1)
+            if new != old and (name in self._fixed or too_small or uneven):
                 return False
         return True
 
