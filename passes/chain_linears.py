@@ -9,7 +9,7 @@ from torch import fx
 from llmc.kernels.chain_linears import chain_linears as chain_op
 from llmc.kernels.fused_linear import add_linear, fused_linear
 from llmc.passes.base import Notes, graph_pass, writes
-from llmc.passes.edit import arguments, calls, emit, is_call, only_user, replace
+from llmc.passes.edit import arguments, calls, emit, is_call, nodes_between, only_user, replace
 from llmc.passes.fuse_linears import sharing_memory
 
 
@@ -83,11 +83,9 @@ def _obstacle(links: _Links) -> str | None:
         return "the next linear has no norm, or an activation"
     if any(given.eps is not None or given.act is not None for given in (first, down)):
         return "a sum has a norm or an activation"
-    node = links.first.next
-    while node is not links.last:
-        if node not in links and writes(node):
-            return "another op writes in between"
-        node = node.next
+    between = nodes_between(links.first, links.last)
+    if any(node not in links and writes(node) for node in between):
+        return "another op writes in between"
     return None
 
 

@@ -149,6 +149,14 @@ def calls(graph: fx.Graph, *targets: Any) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "call_function" and n.target in targets]
 
 
+def nodes_between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    """The nodes after `first` and before `last`, which comes later."""
+    node = first.next
+    while node is not last:
+        yield node
+        node = node.next
+
+
 def replace(old: fx.Node, new: fx.Node) -> None:
     """Redirect every user of `old` to `new` and erase `old`."""
     old.replace_all_uses_with(new)

@@ -20,6 +20,7 @@ from llmc.passes.edit import (
     calls,
     emit,
     is_call,
+    nodes_between,
     only_user,
     replace,
     reshaped,
@@ -28,7 +29,6 @@ from llmc.passes.edit import (
     update_val,
     val,
 )
-from llmc.passes.fuse_linears import sharing_memory
 
 EXPERTS = (expert_linear.overload, quantized_expert_linear.overload)
 _SUMMED = dict(
@@ -83,8 +83,8 @@ def _take_sum(graph: fx.Graph, node: fx.Node) -> None:
     if not is_call(linear, *EXPERTS) or only_user(linear) is not node:
         return
     product = vars(arguments(linear))
-    if product["act"] is not None or _is_written_between(linear, node):
-        return
+    if product["act"] is not None or any(map(writes, nodes_between(linear, node))):
+        return  # what the linear reads might be overwritten before the sum
     with graph.inserting_before(node):
         made = emit(
             graph,
@@ -96,17 +96,6 @@ def _take_sum(graph: fx.Graph, node: fx.Node) -> None:
         )
     replace(node, made)
     graph.erase_node(linear)
-
-
-def _is_written_between(reader: fx.Node, later: fx.Node) -> bool:
-    """Whether an op between the two writes to what the reader reads."""
-    read = {one for source in reader.all_input_nodes for one in sharing_memory(source)}
-    node = reader.next
-    while node is not later:
-        if writes(node) and read.intersection(node.all_input_nodes):
-            return True
-        node = node.next
-    return False
 
 
 def _take_router(graph: fx.Graph, node: fx.Node) -> None:
