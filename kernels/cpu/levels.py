@@ -46,7 +46,6 @@ _VNNI_FLAGS = (*_V4_FLAGS, "-mavx512vnni", "-mavx512vbmi")
 _BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
 _AMX_FLAGS = (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 _PAIRS = "x86-64-v4-bf16"
-_SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
 X86_64 = (  # the best last; each level includes the previous one, but AVX-512 came before AVX-VNNI
     Level(name="x86-64-v3", flags=_V3_FLAGS, needs=_V3),
@@ -119,13 +118,13 @@ def multiplies_bfloat16() -> bool:
     return level is not None and not level.needs.isdisjoint({"avx512_bf16", "bf16"})
 
 
-def emulates(dtype: Literal["bfloat16", "float16"]) -> bool:
+def emulates(dtype: Literal["bf16", "fp16"]) -> bool:
     """Whether this is an x86 processor without instructions that multiply this type.
 
     Unlike the level, this is about what torch uses, which does not follow $LLMC_CPU_TARGET.
     """
     flags = cpu_facts().get("flags", "").split()  # "Features" of others
-    return bool(flags) and f"avx512_{_SHORT[dtype]}" not in flags
+    return bool(flags) and f"avx512_{dtype}" not in flags
 
 
 def pick_level() -> Level | None:

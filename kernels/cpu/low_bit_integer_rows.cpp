@@ -14,10 +14,10 @@ namespace llmc {
 #ifdef __AVX2__
 namespace {
 
-constexpr int64_t kPiece = 256;    // inputs: 8 KB when unpacked, 16 KB with AVX-512
+constexpr int64_t kPiece = 256;     // inputs: 8 KB when unpacked, 16 KB with AVX-512
 constexpr int64_t kPassRows = 132;  // of x: so many that unpacking hardly counts
-constexpr int64_t kStretch = 32;   // inputs of x that are rounded together, or 16
-constexpr int kParts = 2;                                           // registers of channels
+constexpr int64_t kStretch = 32;    // inputs of x that are rounded together, or 16
+constexpr int kParts = 2;           // registers of channels
 constexpr int64_t kBlocks = kParts * sizeof(Register) / kLineBytes;  // which hold so many blocks
 constexpr int64_t kWidth = kBlocks * kChannels;
 // Rows that are multiplied together, padded to the step: all if there are few, else so many that

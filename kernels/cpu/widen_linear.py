@@ -16,9 +16,9 @@ from llmc.kernels.cpu.levels import emulates
 from llmc.kernels.linear import linear
 from llmc.kernels.torch_impl import torch_impl
 
-_NAMES: dict[torch.dtype, Literal["bfloat16", "float16"]] = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
+_NAMES: dict[torch.dtype, Literal["bf16", "fp16"]] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
 }
 _BLOCK = 2**17  # weights for each thread: 0.5 MiB in float32
 _FEW_ROWS = 3  # for which torch's own product, a pass over the weight for each, is no slower

@@ -72,19 +72,9 @@ def low_bit_expert_kernel(
     if expert == EXPERTS:
         store_zeros(out, row, mine, N, BLOCK_N, ACT)
         sum_if_last(
-            out,
-            share,
-            residual,
-            total,
-            counter,
-            tiles,
-            rows,
-            residual_row,
-            N,
-            BLOCK_N,
-            COUNT,
-            TOKENS,
-        )
+            out, share, residual, total, counter, tiles, rows, residual_row, N, BLOCK_N,
+            COUNT, TOKENS,
+        )  # fmt: skip
         return
     block, lane = expert.to(tl.int64) * (N // 16) + n // 16, n % 16
     word = words + block * WORDS + lane
@@ -191,9 +181,7 @@ def plan_sum(
     offsets: Tensor | None = None,
 ) -> Plan[Tensor]:
     sums = Sum(share=share, dtype=dtype, residual=residual)
-    return plan(
-        x, weight, scale, zero, bias, expert, minimum, x_bits, order, offsets, sums=sums
-    )  # fmt: skip
+    return plan(x, weight, scale, zero, bias, expert, minimum, x_bits, order, offsets, sums=sums)
 
 
 def _supports_sum(*, share: Tensor, residual: Tensor | None, **product: Any) -> bool:

@@ -72,19 +72,9 @@ def scaled_expert_kernel(
     if expert == EXPERTS:
         store_zeros(out, row, mine, N, BLOCK_N, ACT)
         sum_if_last(
-            out,
-            share,
-            residual,
-            total,
-            counter,
-            tiles,
-            rows,
-            residual_row,
-            N,
-            BLOCK_N,
-            COUNT,
-            TOKENS,
-        )
+            out, share, residual, total, counter, tiles, rows, residual_row, N, BLOCK_N,
+            COUNT, TOKENS,
+        )  # fmt: skip
         return
     first = expert.to(tl.int64) * (N // 16)
     b_scale = scale + (first + n // 16) * (K // GROUP * 16) + n % 16
