@@ -7,7 +7,7 @@ from pydoc_data.topics import topics
 
 import bench_package  # noqa: F401 - before bench
 import pytest
-import torch
+from torch_threads import torch_threads
 
 from llmc.kernels.cpu.levels import multiplies_integers
 from llmc.startup.default_model import default_model_path
@@ -23,10 +23,8 @@ THREADS = 2
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    was = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    yield
-    torch.set_num_threads(was)
+    with torch_threads(THREADS):
+        yield
 
 
 @pytest.mark.exhaustive

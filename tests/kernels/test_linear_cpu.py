@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch_threads import torch_threads
 
 _CPUINFO = Path("/proc/cpuinfo")
 _FLAGS = _CPUINFO.read_text().split() if _CPUINFO.exists() else []
@@ -27,10 +28,8 @@ def _built() -> None:
 
 @pytest.fixture(params=[1, 2], ids=["1thread", "2threads"])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    was = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(was)
+    with torch_threads(request.param) as count:
+        yield count
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

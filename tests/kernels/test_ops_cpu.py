@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from state_draws import STATE_OPS, state_cases
 from torch import Tensor
+from torch_threads import torch_threads
 
 from llmc.kernels.fp8 import FP8, to_cache
 from llmc.kernels.latent_attention import expands, make_latent_case
@@ -51,10 +52,8 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(params=[1, 2], ids=["1thread", "2threads"])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    was = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(was)
+    with torch_threads(request.param) as count:
+        yield count
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,9 +117,7 @@ def test_each_request_of_a_step_takes_the_form_of_the_rule(dtype: torch.dtype) -
     lengths = [(1, 40), (40, 40), (33, 300), (90, 300), (31, 31), (100, 700), (5, 5)]
     sizes = {"dim": 40, "shared": 16, "v_dim": 32, "rank": 64}
     case = make_latent_case(lengths, 4, 40, 16, 32, 64, 16, CPU, dtype)
-    was = torch.get_num_threads()
-    torch.set_num_threads(1)  # more would share the keys of a request out
-    try:
+    with torch_threads(1):  # more would share the keys of a request out
         got = torch.ops.llmc_cpu.latent_attention(*case)
         for r, length in enumerate(lengths):
             rows = got[case[3][r] : case[3][r + 1]]
@@ -129,8 +126,6 @@ def test_each_request_of_a_step_takes_the_form_of_the_rule(dtype: torch.dtype) -
             forms = (_absorbed(case, r), _expanded(case, r))
             assert torch.equal(rows, forms[is_expanded])
             assert not torch.equal(rows, forms[not is_expanded]) or length[0] < 6
-    finally:
-        torch.set_num_threads(was)
 
 
 @pytest.mark.usefixtures("threads")

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch_threads import torch_threads
 
 from llmc.kernels.quantized_linear import (
     EXACT_BITS,
@@ -45,10 +46,8 @@ def kept_as(format: Format, n: int, k: int) -> Quantization:
 
 @pytest.fixture(params=[1, 2], ids=["1thread", "2threads"])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    was = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(was)
+    with torch_threads(request.param) as count:
+        yield count
 
 
 @pytest.mark.parametrize("format", FORMATS)

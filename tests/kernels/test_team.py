@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from torch_threads import torch_threads
 
 import llmc.kernels.cpu  # noqa: F401
 from llmc.kernels.cpu.build import load
@@ -20,10 +21,8 @@ pytestmark = pytest.mark.skipif(not load(), reason="there are no C++ ops on this
 @pytest.fixture(autouse=True)
 def four_threads() -> Iterator[None]:
     """More than there may be cores: members that come late, or not at all, are the case to test."""
-    was = torch.get_num_threads()
-    torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(was)
+    with torch_threads(4):
+        yield
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch_threads import torch_threads
 
 from llmc.kernels.cpu import threads
 from llmc.kernels.cpu.threads import limit_threads, quota_cores, throttled_seconds
@@ -83,10 +84,8 @@ def test_time_that_a_quota_took(
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    was = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(was)
+    with torch_threads(2):
+        yield
 
 
 @pytest.mark.usefixtures("two_threads")
