@@ -67,12 +67,14 @@ class Live:
         return socket.create_connection(("127.0.0.1", self.port), timeout=timeout)
 
     def wait_idle(self, seconds: float = 5.0) -> None:
-        """Wait until all blocks are free and nothing runs; fails if that takes too long."""
+        """Wait until all requests are over and all blocks free; fails if that takes too long."""
         engine = self.scripted.engine
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             stats = engine.stats()
-            if not engine.has_work and stats.num_free_blocks == stats.num_blocks:
+            # The engine alone is idle, too, before it has taken a request from its queue.
+            is_idle = self.llm.num_active == 0 and not engine.has_work
+            if is_idle and stats.num_free_blocks == stats.num_blocks:
                 engine.check()
                 return
             time.sleep(0.005)
