@@ -22,6 +22,7 @@ from bench.gpu.tune_part import using_table
 from llmc.engine.messages import AddRequest
 from llmc.engine.plan import StepPlan
 from llmc.kernels.tuned import load_table
+from llmc.runner.model_runner import ModelRunner
 from llmc.sampling_params import SamplingParams
 
 
@@ -73,27 +74,39 @@ def _limits(settings: Settings, record: Record) -> tuple[float, float]:
 def prefill(subject: Subject, peak_flop_per_s: float) -> dict[str, Any]:
     """A whole prompt in one step: seconds including the host's, and the share of cuBLAS's rate.
 
+    `ms` is measured once the step has its graph, if it can have one, `eager_ms` before that.
     `mfu` counts linears and causal attention; `linear_mfu` counts only linears.
     """
     found = {}
+    runner = subject.runner
     for tokens in subject.settings.prefills:
         plan = prefill_plan(subject, tokens)
-        subject.runner.execute(plan)  # kernels of this size are loaded
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            subject.runner.execute(plan)
-            times.append(time.perf_counter() - start)
-        took = sorted(times)[len(times) // 2]
+        runner.execute(plan)  # kernels of this size are loaded
+        eager = _median_seconds(runner, plan)
+        num_eager = sum(runner.eager_steps.values())  # 0 where graphs are not used
+        while runner.use_idle_time():  # captures the graph
+            pass
+        took = _median_seconds(runner, plan)
         flops = prefill_flops(subject.config, tokens)
         found[str(tokens)] = {
             "ms": took * 1e3,
+            "eager_ms": eager * 1e3,
+            "in_graph": 0 < num_eager == sum(runner.eager_steps.values()),
             "tokens_per_s": tokens / took,
             "mfu": sum(flops.values()) / took / peak_flop_per_s,
             "linear_mfu": flops["linear"] / took / peak_flop_per_s,
         }
-        subject.runner.launch(StepPlan(step=0, work=(), released_rows=(0,)))
+        runner.launch(StepPlan(step=0, work=(), released_rows=(0,)))
     return found
+
+
+def _median_seconds(runner: ModelRunner, plan: StepPlan) -> float:
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        runner.execute(plan)
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2]
 
 
 def mixed(subject: Subject) -> dict[str, Any]:

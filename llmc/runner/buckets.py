@@ -28,11 +28,16 @@ def powers_of_2(most: int) -> list[int]:
 
 
 def mixed_tokens(tokens: int) -> int | None:
-    """Packed tokens that a step with prompts is padded to: four sizes per doubling, so at most a
-    quarter more. None above 2048, where the host stays ahead of the device without graphs."""
+    """Packed tokens that a step with prompts is padded to. None above 2048, where the host stays
+    ahead of the device without graphs.
+
+    Four sizes per doubling, so at most a quarter more; from 512 tokens on, where the products take
+    most of the time, eight: then at most a tile of them (128 rows) is padding.
+    """
     if tokens > MAX_MIXED_TOKENS:
         return None
-    step = max(8, 1 << max((tokens - 1).bit_length() - 3, 0))
+    log_sizes = 3 if tokens > 512 else 2
+    step = max(8, 1 << max((tokens - 1).bit_length() - 1 - log_sizes, 0))
     return -(-tokens // step) * step
 
 

@@ -130,7 +130,7 @@ class ModelRunner:
             self.buckets,
             self._buffers,
             self._graphs,
-            hints={name: self._least[name] for name in self._hints},
+            expanded_from=self._least["long_prompts"] if "long_prompts" in self._hints else None,
             max_model_len=rows.max_model_len,
         )
         self._pools = pools

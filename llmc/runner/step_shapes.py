@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from llmc.compiler.lower import StepFunction
 from llmc.engine.plan import EagerReason, StepPlan
 from llmc.runner.buckets import MAX_MIXED_TOKENS, Buckets, mixed_tokens
@@ -11,10 +9,14 @@ from llmc.runner.delta import prompts_of
 from llmc.runner.graphs import StepGraphs, StepShape
 from llmc.runner.step_buffers import StepBuffers
 
+# Query-key pairs of a prompt. From here on, computing attention over latents in expanded form saves
+# more than launching the kernels one by one costs (an estimate for 16 heads, not measured).
+_EXPANDED_PAIRS = 1024**2
+
 
 class StepShapes:
-    """`hints`: the step's inputs that name its prompts, and the fewest tokens of one. Without
-    `graphs` nothing is padded to them."""
+    """Without `graphs` nothing is padded to them. `expanded_from`: the fewest tokens of a prompt
+    whose latents attention expands; None if there is no such attention."""
 
     def __init__(
         self,
@@ -22,13 +24,13 @@ class StepShapes:
         buffers: StepBuffers,
         graphs: StepGraphs | None,
         *,
-        hints: Mapping[str, int],
+        expanded_from: int | None,
         max_model_len: int,
     ) -> None:
         self._buckets = buckets
         self._buffers = buffers
         self._graphs = graphs
-        self._hints = hints
+        self._expanded_from = expanded_from
         self._max_model_len = max_model_len
 
     def choose(self, plan: StepPlan, step: StepFunction) -> tuple[StepShape, EagerReason]:
@@ -51,13 +53,9 @@ class StepShapes:
         if rows == 0:
             return StepShape(0, 0, 0), reason
         if self._graphs is not None:
-            padded = self._padded(tokens, rows, samples)
-            hints = (
-                prompts_of(plan, least, started=name == "long_prompts")
-                for name, least in self._hints.items()
-            )
-            if any(hint.lengths for hint in hints):
-                reason = "long_prompts"  # their kernels read lengths on the host; a graph can't
+            padded = self._padded(tokens, rows, samples, step.min_size)
+            if self._expands_much(plan):
+                reason = "long_prompts"  # the sizes are read on the host, which a graph can't do
             elif padded is None:
                 reason = "too_large"
             elif self._graphs.want(step, padded):
@@ -74,9 +72,18 @@ class StepShapes:
         tokens = max((n for n in range(most, requests, -1) if mixed_tokens(n) == n), default=0)
         return StepShape(tokens, requests, requests) if tokens else None
 
-    def _padded(self, tokens: int, rows: int, samples: int) -> StepShape | None:
+    def _expands_much(self, plan: StepPlan) -> bool:
+        if self._expanded_from is None:
+            return False
+        prompts = prompts_of(plan, self._expanded_from, started=True)
+        pairs = zip(prompts.lengths, prompts.contexts, strict=True)
+        return any(length * context >= _EXPANDED_PAIRS for length, context in pairs)
+
+    def _padded(self, tokens: int, rows: int, samples: int, min_rows: int) -> StepShape | None:
         """The shape of the graph that would serve a step with prompts or draft tokens."""
-        requests = self._buckets.choose(rows + 1)  # at least one dummy for the padding tokens
+        is_exact = tokens == mixed_tokens(tokens) and samples == rows >= min_rows
+        # otherwise at least one dummy for the padding tokens
+        requests = self._buckets.choose(rows if is_exact else rows + 1)
         padding = requests - rows
         padded = mixed_tokens(tokens + padding)
         fits = (

@@ -39,6 +39,7 @@ from llmc.config import EngineConfig
 from llmc.kernels.prompts import PromptConfig, prompt_config
 from llmc.kernels.registry import OPS
 from llmc.kernels.tuned import Key, load_table
+from llmc.runner import buckets
 from llmc.runner.device import HostDevice
 from llmc.runner.model_runner import ModelRunner
 from llmc.runner.rows import RowTables
@@ -353,6 +354,20 @@ def test_smoke_compares_graphs_with_eager_steps_also_from_another_thread(
         monkeypatch.setattr(type(serving.steps[-1]), "replay", lambda step: step.outputs)
         with pytest.raises(RuntimeError, match="batch 1 with graphs: other results"):
             smoke.graphs_equal_eager_steps(subject)
+
+
+def test_prompts_are_timed_without_and_with_their_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = engines_with_graphs(monkeypatch)
+    settings = replace(tiny(), prefills=(15, 16))
+    with running(settings, settings.smallest) as subject:
+        found = model_part.prefill(subject, 1e12)
+        assert all(
+            row["in_graph"] and min(row["ms"], row["eager_ms"]) > 0 for row in found.values()
+        )
+        captured = [shape for shape in backends[-1].captured if not shape.is_decode]
+        assert captured[-2:] == [(16, 2, 2), (16, 1, 1)] and backends[-1].num_replays == 2 * 5
+        monkeypatch.setattr(buckets, "MAX_MIXED_TOKENS", 15)
+        assert not model_part.prefill(subject, 1e12)["15"]["in_graph"]
 
 
 def test_a_capture_that_fails_is_reported_by_smoke_and_leaves_the_model_measured(
