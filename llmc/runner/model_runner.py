@@ -42,7 +42,7 @@ from llmc.runner.logprobs import chosen_tokens, gather_logprobs, read_result, re
 from llmc.runner.profiler import StepProfiler
 from llmc.runner.ranks import Kind, Order, Ranks, ReceivedStep, step_order
 from llmc.runner.rows import RowTables
-from llmc.runner.slow_steps import SlowSteps
+from llmc.runner.slow_steps import SlowSteps, size_of
 from llmc.runner.step_buffers import StepBuffers, StepInputs
 from llmc.runner.step_recordings import StepRecordings
 from llmc.runner.step_shapes import StepShapes
@@ -175,7 +175,7 @@ class ModelRunner:
             self._capture_under_load()
             if self._slow_steps is None:
                 return start(plan)
-            return self._slow_steps.run(functools.partial(start, plan))
+            return self._slow_steps.run(functools.partial(start, plan), size_of(plan))
         except Exception:
             self._has_failed = True
             raise

@@ -75,7 +75,7 @@ def enter(row: int, tokens: list[int], **params: Any) -> NewRow:
 def test_steps_are_timed(max_in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
     timed = list[int]()
 
-    def run(self: SlowSteps, step: Any) -> Any:
+    def run(self: SlowSteps, step: Any, size: Any) -> Any:
         timed.append(threading.get_ident())
         return step()
 

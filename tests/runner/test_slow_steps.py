@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llmc.runner.slow_steps import SlowSteps, Waits, read_waits
+from llmc.engine.plan import RowWork, StepPlan
+from llmc.runner.slow_steps import SlowSteps, Waits, read_waits, size_of
 
 NOTHING = Waits(cores=0.0, quota=0.0, faults=0)
 
@@ -77,6 +78,55 @@ def test_others_are_not(
     for _ in range(20):
         slow_steps.run(lambda: machine.step(took, used, waits))
     assert not caplog.records
+
+
+@pytest.mark.parametrize("others", [0.4, 0.29], ids=["slow", "a little slower"])
+def test_steps_that_were_faster_before_name_the_memory(
+    machine: Machine, caplog: pytest.LogCaptureFixture, others: float
+) -> None:
+    slow_steps = watch(machine)
+    for _ in range(3):
+        slow_steps.run(lambda: machine.step(0.1, 0.1), "size")
+    for size in (None, "larger"):
+        for _ in range(20):
+            slow_steps.run(lambda: machine.step(0.4, 0.4), size)
+    for _ in range(20):
+        slow_steps.run(lambda: machine.step(0.05, 0.05), None)
+    assert not caplog.records
+    for _ in range(20):
+        slow_steps.run(lambda: machine.step(others, others), "size")
+    if others == 0.4:
+        assert "times as long as they need: the same steps were faster before" in caplog.text
+    else:
+        assert not caplog.records
+
+
+def test_a_step_that_another_thread_did_is_no_limit(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow_steps = watch(machine)
+    slow_steps.run(lambda: machine.step(0.4, 0.01), "size")  # the rest of the team computed it
+    for _ in range(20):
+        slow_steps.run(lambda: machine.step(0.4, 0.4), "size")
+    assert not caplog.records
+
+
+def test_only_decodes_of_the_same_rows_and_about_the_same_contexts_are_compared() -> None:
+    def decode(*starts: int, num_tokens: int = 1) -> StepPlan:
+        rows = enumerate(starts)
+        work = [RowWork(row=r, start=n, num_tokens=num_tokens, sample=True) for r, n in rows]
+        return StepPlan(step=0, work=work)
+
+    assert size_of(decode(20)) == size_of(decode(31)) != size_of(decode(32))
+    assert size_of(decode(10, 10)) not in (size_of(decode(20)), None)
+    assert size_of(decode(20, num_tokens=2)) is None
+
+
+def test_fastest_steps_are_forgotten_in_the_end(machine: Machine) -> None:
+    slow_steps = watch(machine)
+    for size in range(5000):
+        slow_steps.run(lambda: machine.step(0.0, 0.0), size)
+    assert len(slow_steps._fastest) <= 1024
 
 
 def test_nor_is_one_long_pause(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
