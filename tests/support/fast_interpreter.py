@@ -1,7 +1,8 @@
 """Importing this makes the interpreter of triton 3.6 and 3.7 three times as fast.
 
 It spends nearly all of its time on descriptions: every operation creates objects for the types of
-its operands, results and shapes, which nothing reads afterwards. Every integer sum, difference and
+its operands, results and shapes, which nothing reads afterwards, and compares shapes number by
+number, also those of operands that need no conversion. Every integer sum, difference and
 product is also computed a second time in 64 bits, for an overflow check that only runs with
 `InterpreterOptions.debug`, which the interpreter never sets.
 """
@@ -13,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _make_block, _make_tuple, _np_dtype = (
@@ -32,6 +34,7 @@ def _block(cls: Any, element: Any, shape: Any) -> Any:
         made = _blocks[element.name, sizes] = object.__new__(cls)
         _make_block(made, element, shape)
         made.constants = core.tuple([core.constexpr(size) for size in sizes])
+        made.sizes = sizes
     return made
 
 
@@ -72,6 +75,51 @@ def _numpy_dtype(type: Any) -> Any:
     return _np_dtypes[name]
 
 
+def _broadcast(
+    self: Any, lhs: Any, rhs: Any, original: Any = TritonSemantic.broadcast_impl_value
+) -> Any:
+    """Both operands in their common shape. The original does it for one of fewer dimensions, and
+    reports shapes that differ."""
+    left, right = _sizes(lhs), _sizes(rhs)
+    if left == right:
+        return lhs, rhs
+    if left == ():
+        return self.splat(lhs, list(right)), rhs
+    if right == ():
+        return lhs, self.splat(rhs, list(left))
+    fits = all(a == b or 1 in (a, b) for a, b in zip(left, right, strict=False))
+    if len(left) != len(right) or not fits:
+        return original(self, lhs, rhs)
+    sizes = builtins.tuple(map(max, left, right))
+    return _broadcast_to(self, lhs, sizes), _broadcast_to(self, rhs, sizes)
+
+
+def _sizes(x: Any) -> builtins.tuple[int, ...]:
+    return x.type.sizes if x.type.is_block() else ()
+
+
+def _broadcast_to(semantic: Any, x: Any, sizes: builtins.tuple[int, ...]) -> Any:
+    if x.type.sizes == sizes:
+        return x
+    handle = semantic.builder.create_broadcast(x.handle, sizes)
+    return semantic.tensor(handle, core.block_type(x.type.scalar, list(sizes)))
+
+
+# Operands of one of these types are not converted.
+_KEPT = (core.float32, core.int32, core.int64)
+
+
+def _check_operands(
+    self: Any, lhs: Any, rhs: Any, *rules: bool,
+    original: Any = TritonSemantic.binary_op_type_checking_impl, **more: bool,
+) -> Any:  # fmt: skip
+    if isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor):
+        dtype = lhs.dtype
+        if dtype is rhs.dtype and dtype in _KEPT:
+            return _broadcast(self, lhs, rhs)
+    return original(self, lhs, rhs, *rules, **more)
+
+
 core.tuple.__init__ = _init_tuple
 core.tuple.type = property(_type_of_tuple, lambda self, type: self.__dict__.update(_type=type))
 _NO_SHAPE = core.tuple([])
@@ -80,6 +128,8 @@ core.tensor.__init__ = _init_tensor
 core._unwrap_if_constexpr = _unwrapped
 core.dtype.__eq__ = _same_dtype
 interpreter._get_np_dtype = _numpy_dtype
+TritonSemantic.broadcast_impl_value = _broadcast
+TritonSemantic.binary_op_type_checking_impl = _check_operands
 builder = interpreter.interpreter_builder
 assert not builder.options.debug, "overflow is checked now: leave the check on"
 builder.options = replace(builder.options, sanitize_overflow=False)
