@@ -43,6 +43,7 @@ _VIEWS = (
 _CUTS = (aten.slice.Tensor, aten.select.int, aten.narrow.default)
 # Ops, besides pointwise ones, that compute a token's row from that token's row alone.
 _ROW_BY_ROW = (aten.linear.default, aten.cat.default, aten.stack.default)
+_PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.mm.default)
 _LOOK_UPS = (aten.embedding.default, aten.index_select.default, aten.index.Tensor)
 
 
@@ -287,11 +288,23 @@ def _check_reader(node: fx.Node, reader: fx.Node) -> None:
     )
     if is_call(reader, *_LOOK_UPS):
         is_fine = not _growing(reader.args[0])  # type: ignore[arg-type]
+    elif is_call(reader, *_PRODUCTS):
+        is_fine = not _sums_over_tokens(node, reader)
     else:
         tags = getattr(reader.target, "tags", ())
         is_fine = torch.Tag.pointwise in tags or is_call(reader, *_ROW_BY_ROW)
     if not (is_rows and is_fine):
         raise _refused(node, f"is read by {reader.target}, which may mix rows")
+
+
+def _sums_over_tokens(node: fx.Node, product: fx.Node) -> bool:
+    """Whether a matrix product with this value sums over the tokens. That of a column of
+    frequencies and a row of positions, as in many rotary embeddings, does not."""
+    left, right = product.args
+    sums = [(left, -1)] if left is node else []
+    if right is node:
+        sums.append((right, -min(2, val(right).dim())))
+    return any(val(side).dim() + dim in _growing(side) for side, dim in sums)
 
 
 def _run(

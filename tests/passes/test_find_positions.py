@@ -58,6 +58,16 @@ def first_rows(x: Tensor, learned: Tensor) -> Tensor:
     return x + learned[: x.shape[1]].unsqueeze(0).double().float()
 
 
+def rotary(x: Tensor, learned: Tensor) -> Tensor:
+    """As in many rotary embeddings: frequencies [1, C, 1] @ positions [1, 1, T]."""
+    place = torch.arange(x.shape[1])[None, None, :].float()
+    return x + (learned[0][None, :, None] @ place).transpose(1, 2)
+
+
+def outer(x: Tensor, learned: Tensor) -> Tensor:
+    return x + torch.arange(x.shape[1])[:, None].float() @ learned[:1]
+
+
 def masked(x: Tensor, _: Tensor) -> Tensor:
     """What is alike for all tokens is none of them."""
     first = torch.arange(x.shape[1], dtype=torch.int32)[None, :, None] < 3
@@ -68,6 +78,8 @@ WANTED: dict[Tail, Callable[[Tensor], Tensor]] = {
     scaled: lambda x: x * steps(PACKED)[:, None],
     learned_rows: lambda x: x + INPUTS["learned"].tensor[PACKED + 2],
     first_rows: lambda x: x + INPUTS["learned"].tensor[PACKED],
+    rotary: lambda x: x + PACKED[:, None] * INPUTS["learned"].tensor[0],
+    outer: lambda x: x + PACKED[:, None] * INPUTS["learned"].tensor[0],
     counted_ones: lambda x: x + INPUTS["learned"].tensor[PACKED],
     masked: lambda x: torch.where(PACKED[:, None] < 3, x, 2 * x),
 }
@@ -132,6 +144,11 @@ def last_rows(x: Tensor, learned: Tensor) -> Tensor:
     return x + learned[POSITIONS - x.shape[1] :]
 
 
+def weighted(x: Tensor, _: Tensor) -> Tensor:
+    place = torch.arange(x.shape[1]).float()
+    return x + (place @ (x[0] @ x[0].T))[None, :, None]
+
+
 def columns(x: Tensor, learned: Tensor) -> Tensor:
     return x @ (x.transpose(1, 2) @ learned[: x.shape[1]])
 
@@ -163,6 +180,7 @@ def sorted_rows(x: Tensor, _: Tensor) -> Tensor:
         (number_of_tokens, "number of tokens"),
         (last_rows, "number of tokens"),
         (columns, "may mix rows"),
+        (weighted, "aten.matmul.default, which may mix rows"),
         (longer, "may mix rows"),
         (summed, "depends only on its position"),
         (addresses, "may mix rows"),
