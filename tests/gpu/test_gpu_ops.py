@@ -42,11 +42,6 @@ def params() -> list[Any]:
     ]
 
 
-def nth_case(name: str, dtype: torch.dtype, index: int) -> tuple[Any, ...]:
-    made = (case for maker in OPS[name].case_makers for case in maker(DEVICE, dtype))
-    return next(case for i, case in enumerate(made) if i == index)
-
-
 def version(name: str) -> Impl:
     found = next((i for wanted in WANTED for i in OPS[name].impls if i.name == wanted), None)
     if found is None and DRY_RUN:
@@ -69,7 +64,7 @@ def poisoned_memory() -> Iterator[None]:
 def test_op_equals_its_reference_dry_run(name: str, dtype: torch.dtype, index: int) -> None:
     if DRY_RUN:
         op_cases.require_cpu_ops()
-    case = nth_case(name, dtype, index)
+    case = op_cases.all_cases(name, dtype, DEVICE)[index]
     want_case, got_case = op_cases.copy_case(case), op_cases.copy_case(case)
     impl = version(name)
     if DRY_RUN and not impl.supports(**OPS[name].bind(got_case)):

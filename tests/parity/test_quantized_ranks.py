@@ -102,13 +102,16 @@ def test_routed_experts_that_are_quantized_while_they_load(
     check_ranks(path, 4, sums=5, quantization=format)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+IN_PARTS = [name for name in PACKINGS if name not in ("fp8 in blocks", "float-quantized block")]
+
+
 @pytest.mark.parametrize(
-    "packing",
+    ("packing", "size"),
     tiered(
-        [name for name in PACKINGS if name not in ("fp8 in blocks", "float-quantized block")],
-        "fp8 in blocks of 32",
-        "gptq in another order",
+        [*((name, 4) for name in IN_PARTS), ("fp8 in blocks of 32", 2), ("awq", 2)],
+        ("fp8 in blocks of 32", 2),
+        ("fp8 in blocks of 32", 4),
+        ("gptq in another order", 4),
     ),
 )
 def test_weights_that_are_stored_quantized(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -83,9 +84,16 @@ TOLERANCE = {  # of results that are rounded once from float32
 }
 
 
-def cases(name: str, dtype: torch.dtype) -> Iterator[Case]:
+def cases(name: str, dtype: torch.dtype, device: torch.device = CPU) -> Iterator[Case]:
     for maker in OPS[name].case_makers:
-        yield from maker(CPU, dtype)
+        yield from maker(device, dtype)
+
+
+@lru_cache(maxsize=1)
+def all_cases(name: str, dtype: torch.dtype, device: torch.device = CPU) -> list[Case]:
+    """The same, for tests that take one of them each, one after the other: it is not to be changed.
+    Making an op's hundreds of cases anew for each of them would take longer than the tests."""
+    return list(cases(name, dtype, device))
 
 
 def rounds(name: str, case: Case) -> bool:
