@@ -89,8 +89,8 @@ def ways_work(
 ) -> Iterator[Work]:
     """The ways to multiply several rows on a GPU, one by one, whatever the op would choose.
 
-    linear_configs.py has the numbers of rows from which it dequantizes once (WIDE_ROWS) and
-    multiplies inputs in fp8 (SCALED_ROWS): those at which the rows here overtake `in tiles`.
+    `wide_config` has the numbers of rows from which it dequantizes once, or multiplies inputs in
+    fp8: those at which the rows here overtake `in tiles`.
     """
     from llmc.kernels.triton import dequantize, quantized_linear, scaled_linear
 

@@ -50,7 +50,7 @@ class Sizes:
     """The steps whose kernels are called: products of so many tokens, attention of one token over
     such contexts, and to a prompt."""
 
-    tokens: tuple[int, ...] = (1, 8, 64, 128, 512, 1024, 2048, 4096, 8192)
+    tokens: tuple[int, ...] = (1, 8, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
     contexts: tuple[tuple[int, ...], ...] = ((4096,) * 64, (1024,))
     prompt: int = 2048
 
