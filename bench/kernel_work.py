@@ -46,6 +46,17 @@ class Work:
     device: torch.device = CPU
 
 
+Maker = Callable[[], Work | Iterator[Work]]  # called one at a time: some need gigabytes
+
+
+def made(maker: Maker) -> Iterator[Work]:
+    work = maker()
+    if isinstance(work, Work):
+        yield work
+    else:
+        yield from work
+
+
 class InTurn:
     """A call that cycles through `calls`, one at a time."""
 
@@ -65,16 +76,25 @@ def fast(name: str, case: Case) -> partial[Any]:
     return partial(impl.op(), *case)
 
 
-def attention_case(
-    lengths: list[tuple[int, int]],  # (new tokens, context) of each request
-    heads: int,
-    kv: int,
-    dim: int,
-    dtype: torch.dtype,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """Where the tokens of a step's requests are: the arguments of `paged_attention`, and each new
+    token's position and slot."""
+
+    query_start: Tensor
+    context_len: Tensor
+    block_table: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    num_blocks: int
+
+
+def make_pages(
+    lengths: Sequence[tuple[int, int]],  # (new tokens, context) of each request
+    block_size: int,
     device: torch.device,
-    block_size: int = 32,
-) -> Case:
-    """Random caches created on the device, which is fast for gigabytes; blocks in random order."""
+) -> Pages:
+    """Blocks in random order."""
     need = [-(-context // block_size) for _, context in lengths]
     order = torch.randperm(sum(need), device=device).int()
     table = torch.zeros(len(need), max(2, *need), dtype=torch.int32, device=device)
@@ -85,13 +105,37 @@ def attention_case(
     starts = [0]
     for new, _ in lengths:
         starts.append(starts[-1] + new)
-    shape = (sum(need), kv, block_size, dim)
+    ints = partial(torch.tensor, device=device)
+    rows = ints([r for r, (new, _) in enumerate(lengths) for _ in range(new)])
+    positions = ints([at for new, context in lengths for at in range(context - new, context)])
+    slots = table[rows, positions // block_size].long() * block_size + positions % block_size
+    return Pages(
+        query_start=ints(starts, dtype=torch.int32),
+        context_len=ints([context for _, context in lengths], dtype=torch.int32),
+        block_table=table,
+        positions=positions,
+        slot_mapping=slots,
+        num_blocks=sum(need),
+    )
+
+
+def attention_case(
+    lengths: list[tuple[int, int]],  # (new tokens, context) of each request
+    heads: int,
+    kv: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_size: int = 32,
+) -> Case:
+    """Random caches created on the device, which is fast for gigabytes; blocks in random order."""
+    pages = make_pages(lengths, block_size, device)
+    shape = (pages.num_blocks, kv, block_size, dim)
     key, value = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
-    query = torch.randn(starts[-1], heads, dim, dtype=dtype, device=device)
-    ints = partial(torch.tensor, dtype=torch.int32, device=device)
-    contexts = [context for _, context in lengths]
+    query = torch.randn(len(pages.positions), heads, dim, dtype=dtype, device=device)
     return (
-        query, key, value, ints(starts), ints(contexts), table, dim**-0.5, 0, 0, 0.0, None, None,
+        query, key, value, pages.query_start, pages.context_len, pages.block_table, dim**-0.5, 0, 0,
+        0.0, None, None,
     )  # fmt: skip
 
 
@@ -131,31 +175,6 @@ def decode_work(
         num_bytes=2.0 * sum(contexts) * kv * dim * cache.itemsize,
         device=device,
     )
-
-
-def rope_decode_work(
-    name: str, contexts: list[int], heads: int, kv: int, dim: int, device: torch.device = CPU
-) -> Work:
-    """The same with the norms and rotation of its queries and keys, which it also writes."""
-    dtype, count = DTYPES[name], len(contexts)
-    case = attention_case([(1, c) for c in contexts], heads, kv, dim, dtype, device)
-    query, key_cache, value_cache, starts, lengths, table, *rest = case
-    key, value = (torch.randn(count, kv, dim, dtype=dtype, device=device) for _ in range(2))
-    norm, turns = torch.rand(dim, dtype=dtype, device=device), torch.rand(2, max(contexts), dim)
-    cos, sin = turns.to(device)
-    last, size = lengths.long() - 1, key_cache.shape[2]
-    slots = table.gather(1, last[:, None] // size)[:, 0] * size + last % size
-    return Work(
-        op="rope_attention",
-        case=f"decode {count} x {max(contexts)}, {heads}/{kv} x {dim}, {name}",
-        run=fast(
-            "rope_attention",
-            (query, key, value, norm, norm, 1e-6, 0.0, cos, sin, last, False, key_cache,
-             value_cache, slots, starts, lengths, table, *rest),
-        ),
-        num_bytes=2.0 * sum(contexts) * kv * dim * dtype.itemsize,
-        device=device,
-    )  # fmt: skip
 
 
 def prefill_work(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,11 @@ from bench.clock import time_call
 from bench.kernel_work import (
     CPU,
     DTYPES,
+    Maker,
     Work,
     decode_work,
     latent_work,
+    made,
     prefill_work,
     prepare_work,
     process_work,
@@ -73,9 +75,6 @@ def measure_limits(device: torch.device = CPU) -> dict[str, float]:
         product = time_call(partial(torch.mm, square, square), device)
         limits[name] = 2 * size**3 / product.seconds
     return limits
-
-
-Maker = Callable[[], Work | Iterator[Work]]  # called one at a time: some need gigabytes
 
 
 def cpu_work() -> Iterator[Maker]:
@@ -141,14 +140,6 @@ def gpu_work(device: torch.device, *, flex: bool = False) -> Iterator[Maker]:
         yield partial(row_work, "bf16", rows, 4096, device)
     for rows, tokens in ((1, 1), (64, 1), (1, 4096)):
         yield partial(state_work, "bf16", rows, tokens, device)
-
-
-def made(maker: Maker) -> Iterator[Work]:
-    work = maker()
-    if isinstance(work, Work):
-        yield work
-    else:
-        yield from work
 
 
 def measure(work: Work, limits: dict[str, float]) -> Result:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from bench.kernel_work import CPU, InTurn, Work, fast
 from llmc.kernels.quantized_linear import EXACT_BITS, Format, quantization_of, quantize
@@ -21,6 +22,7 @@ from llmc.kernels.quantized_linear import EXACT_BITS, Format, quantization_of, q
 _COLD_BYTES = 2**28
 _MAX_COPIES = 64
 _BF16 = torch.bfloat16
+Weight = TypeVar("Weight", Tensor, dict[str, Tensor])
 
 
 def fused_work(rows: int, depth: int, channels: int, device: torch.device = CPU) -> Iterator[Work]:
@@ -43,7 +45,7 @@ def linear_work(
     after it."""
     x, residual = _rand(rows, depth, device=device), _rand(rows, channels, device=device)
     norm = _rand(depth, device=device) if normed else None
-    weights = _copies(partial(_weight, channels, depth, device))
+    weights = cold_copies(partial(_weight, channels, depth, device))
     fused = {"norm": normed, "silu": act, "residual": added}
     case = (None, norm, 1e-6 if normed else None, 0.0, act, residual if added else None)
     peer = partial(_by_torch, norm=norm, act=act, residual=residual if added else None)
@@ -67,8 +69,8 @@ def low_bit_work(
         raise ValueError(f"a weight of {channels} x {depth} can't be stored in {format}")
     weight, scale = quantize(_weight(channels, depth, device), to)
     size = weight.nbytes + scale.nbytes
-    copies = _copies(weight.clone)
-    plain = _copies(partial(_weight, channels, depth, device))
+    copies = cold_copies(weight.clone)
+    plain = cold_copies(partial(_weight, channels, depth, device))
     many = rows > 64
     return Work(
         op="quantized_linear",
@@ -87,8 +89,8 @@ def ways_work(
 ) -> Iterator[Work]:
     """The ways to multiply several rows on a GPU, one by one, whatever the op would choose.
 
-    linear_configs.py has the numbers of rows from which it dequantizes once (WIDE_ROWS) and
-    multiplies inputs in fp8 (SCALED_ROWS): those at which the rows here overtake `in tiles`.
+    `wide_config` has the numbers of rows from which it dequantizes once, or multiplies inputs in
+    fp8: those at which the rows here overtake `in tiles`.
     """
     from llmc.kernels.triton import dequantize, quantized_linear, scaled_linear
 
@@ -97,7 +99,7 @@ def ways_work(
     if to is None:
         raise ValueError(f"a weight of {channels} x {depth} can't be stored in {format}")
     weight, scale = quantize(_weight(channels, depth, device), to)
-    copies = _copies(weight.clone)
+    copies = cold_copies(weight.clone)
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "in tiles": lambda w: quantized_linear.plan(x, w, scale, None, None).run(),
         "dequantized once": lambda w: dequantize.wide_linear(x, w, scale, None, None, None),
@@ -106,7 +108,7 @@ def ways_work(
         groups = scale.repeat_interleave(depth // 128, 1)
         ways["inputs in fp8"] = lambda w: scaled_linear.scaled_linear(x, w, scale, None)
         ways["inputs in fp8, groups"] = lambda w: scaled_linear.scaled_linear(x, w, groups, None)
-    plain = _copies(partial(_weight, channels, depth, device))
+    plain = cold_copies(partial(_weight, channels, depth, device))
     for name, way in ways.items():
         yield Work(
             op="quantized_linear",
@@ -150,7 +152,7 @@ def expert_work(
 ) -> Work:
     """A routed layer's first linear; only the chosen experts' weights count as bytes."""
     weight = _rand(experts, channels, depth, device=device) * depth**-0.5
-    picked = _picked_experts(rows, experts, top_k, device)
+    picked = picked_experts(rows, experts, top_k, device)
     x = _rand(rows * top_k, depth, device=device)
     used = picked.unique()
     groups = [(int(e), (picked == e).nonzero()[:, 0]) for e in used.tolist()]
@@ -193,7 +195,7 @@ def low_bit_expert_work(
     wide = _rand(experts, channels, depth, device=device) * depth**-0.5
     parts = [quantize(weight, to) for weight in wide]
     weight, scale = (torch.stack(part) for part in zip(*parts, strict=True))
-    picked = _picked_experts(rows, experts, top_k, device)
+    picked = picked_experts(rows, experts, top_k, device)
     x = _rand(rows, depth, device=device)
     many = rows * top_k > 16 * experts
     used = len(picked.unique())
@@ -211,7 +213,7 @@ def low_bit_expert_work(
         )
 
 
-def _picked_experts(rows: int, experts: int, top_k: int, device: torch.device) -> Tensor:
+def picked_experts(rows: int, experts: int, top_k: int, device: torch.device) -> Tensor:
     """top_k different experts of each row, [rows * top_k]."""
     gen = torch.Generator().manual_seed(0)
     picks = torch.stack([torch.randperm(experts, generator=gen)[:top_k] for _ in range(rows)])
@@ -226,10 +228,11 @@ def _weight(channels: int, depth: int, device: torch.device) -> Tensor:
     return _rand(channels, depth, device=device) * depth**-0.5
 
 
-def _copies(make: Callable[[], Tensor]) -> list[Tensor]:
+def cold_copies(make: Callable[[], Weight]) -> list[Weight]:
     """Enough copies that no cache can hold all of them."""
     first = make()
-    count = min(_MAX_COPIES, max(2, _COLD_BYTES // first.nbytes))
+    num_bytes = sum(part.nbytes for part in tree_leaves(first))
+    count = min(_MAX_COPIES, max(2, _COLD_BYTES // num_bytes))
     return [first, *(make() for _ in range(count - 1))]
 
 

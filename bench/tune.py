@@ -1,10 +1,11 @@
 """Measures launch options on this GPU: `python -m bench.tune --output-json tuned.json`.
 
-Every kernel of a model's decode and prefill is called once, to learn which options it asks for.
-Calls that ask for the same options are tuned together: from the code's own options, the search goes
-to the fastest neighbour, with one number halved or doubled, until there is none. Neighbours that
-can't be compiled or that give other results than the reference are left out. Options that save more
-than 3 % are written to the table, which LLMC_TUNED=tuned.json makes llmc use (kernels/tuned.py).
+Every call of a model's program (bench/program_work.py) is made once, to learn which options it asks
+for. Calls that ask for the same options are tuned together: from the code's own options, the search
+goes to the fastest neighbour, with one number halved or doubled, until there is none. Neighbours
+that can't be compiled or that give other results than the reference are left out. Options that save
+more than 3 % are written to the table, which LLMC_TUNED=tuned.json makes llmc use
+(kernels/tuned.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 
 from bench.clock import time_call
-from bench.gpu.shapes import Config, linears, read_config
-from bench.kernel_work import InTurn, Work, decode_work, prefill_work, rope_decode_work
-from bench.kernels import Maker, made
-from bench.linear_work import expert_work, linear_work, low_bit_expert_work, low_bit_work
+from bench.gpu.settings import CONFIGS
+from bench.gpu.subject import model_folder
+from bench.kernel_work import InTurn, Maker, Work, made
+from bench.program_work import Sizes, program_work
+from llmc.config import EngineConfig
 from llmc.kernels import tuned
 from llmc.kernels.quantized_linear import FORMATS, Format
 from llmc.kernels.registry import OPS
@@ -43,27 +44,7 @@ _WORST = 1.03  # of any single call
 _MAX_ERROR = 0.02  # relative to the largest value of the reference
 _STEP = 0.99  # of the best so far: smaller differences are noise
 _ROUNDS = 4
-_FUSED: Mapping[str, Mapping[str, Any]] = {
-    "qkv": {"normed": True},
-    "gate_up": {"normed": True, "act": "silu"},
-    "o": {"added": True},
-    "down": {"added": True},
-    "head": {},
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """The steps whose kernels are called: decodes of so many rows, attention over such contexts,
-    and a prompt."""
-
-    rows: tuple[int, ...] = (1, 8)
-    many_rows: int = 64  # for kernels that still multiply so many
-    contexts: tuple[tuple[int, ...], ...] = ((4096,) * 64, (1024,))
-    prompt: int = 2048
-
-
-TINY = Sizes(rows=(1, 2), many_rows=3, contexts=((20, 7),), prompt=24)
+TINY = Sizes(tokens=(1, 2, 9, 40, 150), contexts=((20, 7),), prompt=70)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,32 +105,18 @@ def write_lines(path: Path, lines: Mapping[Key, Mapping[str, Any] | None]) -> No
     write_json(path, {"version": VERSION, "device": device_name(), "lines": left})
 
 
-def model_work(
-    config: Config, device: torch.device, sizes: Sizes, formats: Sequence[Format] = ()
-) -> Iterator[Maker]:
-    """The kernels of a model's steps, in bfloat16 and with weights in `formats`."""
-    width, heads, kv, dim = (
-        config[name]
-        for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    )
-    for rows in sizes.rows:
-        for one in linears(config):
-            fused = _FUSED[one.name]
-            yield partial(linear_work, rows, one.inputs, one.outputs, device, **fused)
-    for contexts in sizes.contexts:
-        for work in (decode_work, rope_decode_work):
-            yield partial(work, "bf16", list(contexts), heads, kv, dim, device)
-    yield partial(prefill_work, "bf16", sizes.prompt, heads, kv, dim, device)
-    for format in formats:
-        for rows in (*sizes.rows, sizes.many_rows):
-            for one in linears(config)[:-1]:
-                yield partial(low_bit_work, format, rows, one.inputs, one.outputs, device)
-    if experts := config.get("num_experts"):
-        sizes_of = (experts, config["num_experts_per_tok"], width, config["moe_intermediate_size"])
-        for rows in (*sizes.rows, sizes.many_rows, sizes.prompt):
-            yield partial(expert_work, rows, *sizes_of, device)
+def model_configs(models: Iterable[str], formats: Sequence[Format]) -> Iterator[EngineConfig]:
+    """Each model on a GPU in bfloat16: with weights as stored, and in `formats`. Models are files
+    of bench/configs, or else what EngineConfig takes."""
+    for model in models:
+        is_config = (CONFIGS / model).is_file()
+        with model_folder(model) if is_config else contextlib.nullcontext(model) as source:
+            config = EngineConfig(model=str(source), device="cuda", dtype="bfloat16")
+            yield config
             for format in formats:
-                yield partial(low_bit_expert_work, format, rows, *sizes_of, device)
+                yield replace(config, quantization=format)
+                if format == "fp8":
+                    yield replace(config, quantization=format, activation_bits=8)
 
 
 class _Asked(dict[Key, Any]):
@@ -250,7 +217,7 @@ def _first(work: Work) -> partial[Any]:
     return call
 
 
-def _check(work: Work, want: Tensor) -> None:
+def _check(work: Work, want: Tensor | Sequence[Tensor]) -> None:
     """Raises RuntimeError where the kernel's result is not the reference's."""
 
     def refuse(*args: Any) -> Any:
@@ -263,9 +230,16 @@ def _check(work: Work, want: Tensor) -> None:
             got = _first(work)()
     finally:
         torch.use_deterministic_algorithms(False)
-    error = (got.double() - want.double()).abs().max() / want.double().abs().max()
-    if not error <= _MAX_ERROR:  # nor if it is NaN
-        raise RuntimeError(f"another result than the reference's: error {error:.1e}")
+    for mine, right in zip(_numbers(got), _numbers(want), strict=True):
+        error = (mine - right).abs().max() / right.abs().max()
+        if not error <= _MAX_ERROR:  # nor if it is NaN
+            raise RuntimeError(f"another result than the reference's: error {error:.1e}")
+
+
+def _numbers(results: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """Without the choices of a router, which rounding can change; their weights are compared."""
+    results = [results] if isinstance(results, Tensor) else results
+    return [result.double() for result in results if result.is_floating_point()]
 
 
 def _times(works: Sequence[Work], table: Mapping[Key, Any], budget_s: float) -> dict[str, float]:
@@ -303,8 +277,12 @@ def tune(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output-json", type=Path, default=Path("tuned.json"))
-    parser.add_argument("--config", action="append", help="a file of bench/configs, or several")
-    parser.add_argument("--format", action="append", default=[], choices=FORMATS)
+    parser.add_argument(
+        "--model", action="append", help="one or more: a file of bench/configs, or any model"
+    )
+    parser.add_argument(
+        "--format", action="append", default=[], choices=FORMATS, help="also with weights in it"
+    )
     parser.add_argument("--only", default="", help="only functions whose names contain this")
     parser.add_argument("--seconds", type=float, default=300, help="of all searches")
     parser.add_argument("--tiny", action="store_true", help="in Triton's interpreter, on a CPU")
@@ -314,9 +292,8 @@ def main() -> None:
         raise SystemExit("torch detects no GPU, whose options are to be measured")
     importlib.import_module("llmc.kernels.triton")
     sizes = TINY if args.tiny else Sizes()
-    configs = [read_config(name) for name in args.config or ["llama-3.1-8b.json"]]
-    works = (model_work(config, device, sizes, args.format) for config in configs)
-    asked = asked_options(chain.from_iterable(works))
+    configs = model_configs(args.model or ["llama-3.1-8b.json"], args.format)
+    asked = asked_options(program_work(configs, device, sizes))
     asked = {key: works for key, works in asked.items() if args.only in key[0]}
     for _ in tune(asked, args.output_json, args.seconds):
         pass  # it prints and writes them

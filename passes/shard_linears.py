@@ -272,7 +272,7 @@ def _cut_vocabulary(graph: fx.Graph, weight: fx.Node, size: int, turn: fx.Node) 
 def _turn(graph: fx.Graph) -> fx.Node:
     """A token tensor that keeps collectives in one order, whatever compiles the graph."""
     like = next(n for n in graph.nodes if isinstance(n.meta.get("val"), Tensor))
-    return add_constant(graph, "turn", torch.zeros(1, device=val(like).device), like)
+    return add_constant(graph, "turn", torch.zeros(1), like)
 
 
 def _sum(graph: fx.Graph, term: fx.Node, turn: fx.Node) -> None:

@@ -19,9 +19,11 @@ from bench.gpu.record import Record
 from bench.gpu.settings import Settings
 from bench.gpu.subject import release
 from bench.kernel_work import (
+    Maker,
     attention_case,
     decode_work,
     fast,
+    made,
     prefill_work,
     prepare_work,
     row_work,
@@ -31,10 +33,8 @@ from bench.kernels import (
     HEAD,
     SKEWED,
     SKEWED_LABEL,
-    Maker,
     format_row,
     gpu_work,
-    made,
     measure,
 )
 from bench.linear_work import (

@@ -47,7 +47,7 @@ class Peer:
 
         logging.set_verbosity_error()
         self.settings = settings
-        with model_folder(model) as folder:
+        with model_folder(model.config) as folder:
             config = AutoConfig.from_pretrained(folder)
         config.eos_token_id = config.bos_token_id = config.pad_token_id = None  # answers run on
         with torch.device(settings.device):

@@ -74,17 +74,17 @@ def serve(core: EngineCore, num_tokens: int) -> None:
 
 
 @contextmanager
-def model_folder(model: Model) -> Iterator[Path]:
-    """A model directory with only the config."""
+def model_folder(config: str) -> Iterator[Path]:
+    """A model directory with only the config, a file of bench/configs."""
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(CONFIGS / model.config, Path(folder) / "config.json")
+        shutil.copy(CONFIGS / config, Path(folder) / "config.json")
         yield Path(folder)
 
 
 @contextmanager
 def running(settings: Settings, model: Model, **options: Any) -> Iterator[Subject]:
     """A started, compiled subject with captured graphs; its memory is freed afterwards."""
-    with model_folder(model) as folder:
+    with model_folder(model.config) as folder:
         subject = start(settings, model, folder, **options)
     try:
         yield subject

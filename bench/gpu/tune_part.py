@@ -36,7 +36,7 @@ def search(settings: Settings, path: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.tune", "--output-json", str(path)]
     command += ["--seconds", str(settings.tune_seconds)]
     for name in dict.fromkeys(settings.model(name).config for name in settings.tuned):
-        command += ["--config", name]
+        command += ["--model", name]
     environment = dict(os.environ)
     if settings.tiny:
         command.append("--tiny")

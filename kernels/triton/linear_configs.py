@@ -38,6 +38,11 @@ class LinearTiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WideConfig:
+    min_rows: int  # from which the weight is dequantized once, or its codes are multiplied
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinearConfig:
     """The options for one linear. `splits`: the number of parts of the depth that are summed
     separately, with `split_k` inputs each."""
@@ -131,6 +136,13 @@ def low_bit_tiles(
             num_stages=1 if wide else 3, waves=0,
         )  # fmt: skip
     return LinearTiles(block_m=128, block_n=64, block_k=64, num_warps=8, num_stages=3, waves=0)
+
+
+@tuned()
+def wide_config(per_word: int, itemsize: int, codes: bool) -> WideConfig:
+    """For quantized weights of which a word holds `per_word` inputs. codes: with inputs in fp8, on
+    a GPU that multiplies those."""
+    return WideConfig(min_rows=SCALED_ROWS if codes else WIDE_ROWS)
 
 
 def scaled_tiles(group: int, depth: int) -> LinearTiles:

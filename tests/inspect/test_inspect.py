@@ -125,9 +125,11 @@ def test_attention_of_the_models_own_is_captured_as_it_is_for_serving(tmp_path: 
     assert [len(found.layers[i].attention) for i in range(found.num_layers)] == [1, 1]
 
 
-def test_a_gpu_can_be_asked_about_without_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gpu_can_be_asked_about_without_one(ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    found = inspect_model(options(save_config("llama", tmp_path), device="cuda"))
+    path = save_config("llama", tmp_path)
+    found = inspect_model(options(path, device="cuda", tensor_parallel_size=ranks))
     runs = {choice.op: choice.runs for choice in found.kernels}
     assert runs["rope_attention"] == "Triton"
     assert all(found.layers[i].kv_bytes_per_token > 0 for i in range(found.num_layers))

@@ -5,15 +5,20 @@ a step of each runs without its kernels: they are counted together with torch's 
 compute, of which each launches at least one kernel (Inductor fuses some of them, from -O2 on). The
 numbers in LAUNCHES may only become lower.
 
+The same steps show which launch options a model asks for: those that bench.tune measures.
+
 Run by test_ops_triton.py, for the same reason as interpreted_ops.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import bench_package  # noqa: F401 - makes `bench` importable
 import fast_interpreter  # noqa: F401 - the tests take a third of the time
 import pytest
 import tiny_engine
@@ -25,6 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
+from bench import linear_work, tune
+from bench.program_work import program_work
+from llmc.kernels.quantized_linear import FORMATS
 from llmc.kernels.registry import OPS
 from llmc.kernels.triton import (
     chain_linears,
@@ -41,6 +49,7 @@ from llmc.runner.model_runner import ModelRunner
 from llmc.startup import compile as compile_module
 
 DEEP = 1100  # inputs of a linear that is split along its depth
+DIVISIBLE = {"intermediate_size": 64, "moe_intermediate_size": 32}  # for all formats
 BLOCKS = 1024  # of a context that is long enough for attention to divide it
 FEW, MANY = 3, 9  # rows on either side of FEW_ROWS
 SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -174,22 +183,32 @@ def launches(runner: ModelRunner, rows: int) -> Counter[str]:
 
 def recorded_step(runner: ModelRunner, rows: int) -> Recorded:
     recorded = Recorded()
+    run_without_kernels(runner, StepShape.decode(rows), recorded, recorded.record)
+    return recorded
+
+
+def run_without_kernels(
+    runner: ModelRunner,
+    shape: StepShape,
+    within: AbstractContextManager[object],
+    record: Callable[[Launch], None],
+) -> None:
+    """Run a step of dummies, with `record` instead of each launch."""
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
-        inputs = runner._dummies(StepShape.decode(rows))
-        inputs = {**inputs, "block_table": inputs["block_table"].new_zeros(rows, BLOCKS)}
+        inputs = runner._dummies(shape)
+        inputs = {**inputs, "block_table": inputs["block_table"].new_zeros(shape.requests, BLOCKS)}
         for module in (chain_linears, fused_linear, quantized_linear):
             patch.setattr(module, "interpreted", lambda: False)  # as many multiprocessors as a GPU
         patch.setattr(chain_linears, "supported", lambda: True)
         patch.setattr(paged_attention, "multiprocessors", multiprocessors)
-        patch.setattr(Launch, "run", lambda launch: recorded.record(launch))
-        with recorded:
+        patch.setattr(Launch, "run", lambda launch: record(launch))
+        with within:
             runner._run(runner.step, inputs)
-    return recorded
 
 
-def save(kind: str, layers: int, path: Path) -> Path:
+def save(kind: str, layers: int, path: Path, **sizes: int) -> Path:
     family, fields = MODELS[kind]
-    fields = {**fields, "num_hidden_layers": layers}
+    fields = {**fields, **sizes, "num_hidden_layers": layers}
     if kind in LAYERS:
         fields["layer_types"] = ["full_attention", *[LAYERS[kind]] * (layers - 1)]
     return save_random(tiny_config(family, **fields), path)
@@ -236,6 +255,33 @@ def test_chained_linears_of_a_further_layer_are_one_launch(tmp_path: Path) -> No
     made = [described(launches(more, rows) - launches(less, rows)) for rows in ROWS]
     chained = "2: attention_kernel, chain_kernel"
     assert made == [chained, chained, LAUNCHES["dense"][-1]]
+
+
+WAYS = tuple(f"{kind} in {format}" for kind in MODELS for format in ("bfloat16", *FORMATS))
+
+
+@pytest.mark.parametrize(
+    "way", tiered(WAYS, "dense in int4", "routed in bfloat16", "routed in fp8", "recurrent in int8")
+)
+def test_the_options_that_a_model_asks_for_are_measured(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, _, format = way.partition(" in ")
+    path = save(kind, 2, tmp_path, **DIVISIBLE)
+    formats = [format] if format in FORMATS else []
+    options = {"quantization": format} if formats else {}
+    runner = start(path, dtype="bfloat16", activation_bits=32, **options)  # not rounded, as on GPUs
+    asked = tune._Asked()
+    shapes = [StepShape.decode(rows) for rows in (1, FEW, MANY)]
+    shapes += [StepShape(tokens, rows, rows) for tokens, rows in ((24, 1), (24, 2), (150, 2))]
+    for shape in shapes:
+        run_without_kernels(runner, shape, tune.using(asked), lambda launch: None)
+    monkeypatch.setattr(linear_work, "_COLD_BYTES", 0)
+    monkeypatch.setattr(Launch, "run", lambda launch: None)
+    configs = tune.model_configs([str(path)], formats)
+    works = program_work(configs, torch.device("cpu"), tune.TINY)
+    measured = tune.asked_options(works)
+    assert len(asked) > 3 and set(asked) <= set(measured)
 
 
 def test_many_rows_are_sorted_by_expert_once_a_layer(

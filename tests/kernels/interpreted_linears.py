@@ -5,6 +5,7 @@ Run by test_ops_triton.py, for the same reason as interpreted_ops.py.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import bench_package  # noqa: F401 - makes `bench` importable
@@ -18,8 +19,10 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
+from bench import tune
 from bench.linear_work import ways_work
 from llmc.kernels.quantized_linear import (
+    EXACT_BITS,
     FORMATS,
     Format,
     Quantization,
@@ -35,6 +38,7 @@ from llmc.kernels.triton import dequantize as triton_dequantize
 from llmc.kernels.triton import (
     expert_linear,
     fused_linear,
+    linear_configs,
     quantized_expert_linear,
     quantized_linear,
     quantized_rows,
@@ -45,6 +49,7 @@ from llmc.kernels.triton import (
 )
 from llmc.kernels.triton.counters import counters
 from llmc.kernels.triton.launch import Launch, Plan
+from llmc.kernels.triton.linear_configs import WideConfig, wide_config
 
 CPU = torch.device("cpu")
 few = settings(max_examples=25, deadline=None, derandomize=True)
@@ -266,7 +271,7 @@ def test_many_rows_of_every_format(dtype: torch.dtype, monkeypatch: pytest.Monke
         calls.append(given)
         return triton_dequantize.wide_linear(*given)
 
-    monkeypatch.setattr(quantized_rows, "WIDE_ROWS", 33)
+    monkeypatch.setattr(linear_configs, "WIDE_ROWS", 33)
     monkeypatch.setattr(quantized_rows, "wide_linear", counted)
     cases = [c for c in op_cases.cases("quantized_linear", dtype) if c[0].dim() == 2]
     many = [c for c in cases if len(c[0]) > 20 and not op_cases.rounds("quantized_linear", c)]
@@ -276,6 +281,22 @@ def test_many_rows_of_every_format(dtype: torch.dtype, monkeypatch: pytest.Monke
         torch.testing.assert_close(got, want, **op_cases.TOLERANCE[dtype])
     assert {c[1].dtype for c in many} == {torch.uint8, torch.int8, torch.float8_e4m3fn}
     assert len(calls) == sum(len(c[0]) >= 33 for c in many) > 5
+
+
+@pytest.mark.parametrize("codes", [False, True])
+def test_a_measured_number_of_rows_is_that_from_which_weights_are_dequantized_once(
+    codes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = []
+    for name in ("wide_linear", "scaled_linear"):
+        way = partial(lambda name, x, *given: ways.append((name, len(x))) or x, name)
+        monkeypatch.setattr(quantized_rows, name, way)
+    key = wide_config.key((4, 2, codes), wide_config.rule(4, 2, codes))
+    with tune.using({key: WideConfig(min_rows=70)}):
+        for rows in (69, 70):
+            *given, bits = float8_case(rows, 32, 96, 32, torch.bfloat16)
+            torch.ops.llmc_triton.quantized_linear(*given, bits if codes else EXACT_BITS)
+    assert ways == [("scaled_linear" if codes else "wide_linear", 70)]
 
 
 def float8_case(rows: int, n: int, k: int, group: int, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -369,8 +390,8 @@ def test_rounding_does_not_depend_on_the_number_of_rows(
         calls.append(given)
         return scaled_linear.scaled_linear(*given)
 
-    monkeypatch.setattr(quantized_rows, "SCALED_ROWS", 10)
-    monkeypatch.setattr(quantized_rows, "WIDE_ROWS", 15)
+    monkeypatch.setattr(linear_configs, "SCALED_ROWS", 10)
+    monkeypatch.setattr(linear_configs, "WIDE_ROWS", 15)
     monkeypatch.setattr(quantized_rows, "multiplies_codes", lambda device: has_products)
     monkeypatch.setattr(quantized_rows, "scaled_linear", counted)
     case = float8_case(rows, 48, 96, 32, torch.float32)

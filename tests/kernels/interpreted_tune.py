@@ -19,15 +19,17 @@ import bench_package  # noqa: F401 - makes `bench` importable
 import fast_interpreter  # noqa: F401 - the tests take a third of the time
 import pytest
 import torch
+from tiny_configs import tiny_config
 from triton.runtime.errors import OutOfResources
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from bench import linear_work, tune
 from bench.clock import Timing
-from bench.gpu.shapes import read_config
-from bench.kernel_work import Work
+from bench.kernel_work import Maker, Work
+from bench.program_work import program_work
 from llmc.kernels import tuned
 from llmc.kernels.prompts import PromptConfig, prompt_config
+from llmc.kernels.quantized_linear import Format
 from llmc.kernels.registry import OPS
 from llmc.kernels.triton import launch, paged_attention
 from llmc.kernels.triton.linear_configs import LinearTiles, few_rows_config, few_rows_tiles
@@ -35,7 +37,6 @@ from llmc.kernels.tuned import FUNCTIONS, Key
 
 CPU = torch.device("cpu")
 SHAPE = (64, 96, 2)  # channels, depth, bytes per weight
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 Cost = Callable[[LinearTiles], float]
 
 
@@ -170,25 +171,36 @@ def test_calls_that_ask_alike_are_tuned_together() -> None:
     assert asked_by(9) == {}, "the library multiplies so many"
 
 
-def test_a_models_kernels_ask_for_all_that_can_be_tuned() -> None:
-    config = read_config("tiny.json") | EXPERTS
-    asked = tune.asked_options(tune.model_work(config, CPU, tune.TINY, ("int4", "fp8")))
+def program(path: Path, formats: Sequence[Format], **sizes: int) -> Iterator[Maker]:
+    """The work of a model with routed experts."""
+    tiny_config("qwen3_moe", moe_intermediate_size=32, **sizes).save_pretrained(path)
+    return program_work(tune.model_configs([str(path)], formats), CPU, tune.TINY)
+
+
+def test_a_programs_calls_ask_for_all_that_can_be_tuned(tmp_path: Path) -> None:
+    asked = tune.asked_options(program(tmp_path, ("int4", "fp8")))
     assert {key[0] for key in asked} == set(FUNCTIONS) - {"prompt_config"}
-    decode = next(works for key, works in asked.items() if key[0] == "attention_config")
-    assert [work.op for work in decode] == ["paged_attention", "rope_attention"]
-    for works in (decode, asked[next(key for key in asked if key[0] == "scaled_expert_config")]):
-        for work in works:
+    ops = {work.op for works in asked.values() for work in works}
+    assert ops == {
+        "fused_linear", "quantized_linear", "rope_attention", "route", "expert_linear",
+        "sum_expert_linear", "quantized_expert_linear", "sum_quantized_expert_linear",
+    }  # fmt: skip
+    for works in asked.values():
+        cases = [f"{work.op}: {work.case}" for work in works]
+        assert len(set(cases)) == len(cases), "each has its own time"
+        for work in works[:2]:
             tune._check(work, OPS[work.op].reference(*tune._first(work).args))
 
 
 @pytest.mark.exhaustive
-def test_with_all_options_that_are_tried_kernels_compute_the_same() -> None:
+def test_with_all_options_that_are_tried_kernels_compute_the_same(tmp_path: Path) -> None:
     """A line is for more calls than those that were measured."""
     sizes = {"hidden_size": 256, "intermediate_size": 256}
-    config = read_config("tiny.json") | sizes | EXPERTS
-    makers = tune.model_work(config, CPU, tune.TINY, ("int4", "int5", "fp8"))
+    int5 = (partial(linear_work.low_bit_work, "int5", n, 256, 256) for n in (1, 2, 40))
+    makers = (*program(tmp_path, ("int4", "fp8"), **sizes), *int5)
     num_checked = 0
     for key, works in tune.asked_options(makers).items():
+        works = list({work.op: work for work in works}.values())
         wanted = [OPS[work.op].reference(*tune._first(work).args) for work in works]
         for options in tune.neighbours(FUNCTIONS[key[0]], key[2], key[2]):
             with tune.using({key: options}):

@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -206,6 +207,24 @@ def test_results_of_experts_are_published_before_they_are_counted(build: str) ->
         _, last_store, between = before.rpartition("st.global")
         assert last_store and "bar.sync" in between
     assert reads.count("ld.global.cg") == 8, "choices"
+
+
+COUNTED = (
+    "attention decode", "fused_linear few", "quantized_linear int4 few", "route few",
+    "sum_expert_linear few", "sum_quantized_expert_linear int4 few",
+    "sum_quantized_expert_linear fp8 product, few", "conv_delta_rule", "conv_scan",
+    "chain_linears row",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("build", COUNTED)
+def test_all_threads_of_a_program_meet_before_it_is_counted(build: str) -> None:
+    """The kernel itself asks for it, which machine code does not show: there, a barrier between two
+    uses of shared memory can happen to be in the same place."""
+    code = compiled_code(BUILDS[build]().launches[-1], "sm_90").asm["ttgir"]
+    steps = re.findall(r"(?:tt\.(?:load|store|atomic_rmw add, \w+)|(?:gpu|ttg)\.barrier)\b", code)
+    before = [first for first, then in pairwise(steps) if then.startswith("tt.atomic_rmw")]
+    assert before and all(step.endswith(".barrier") for step in before), before
 
 
 @pytest.mark.parametrize("build", ["conv_delta_rule", "conv_scan"])

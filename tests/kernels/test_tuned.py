@@ -24,6 +24,7 @@ from llmc.kernels.triton.linear_configs import (
     few_rows_tiles,
     low_bit_config,
     low_bit_tiles,
+    wide_config,
 )
 from llmc.kernels.tuned import FUNCTIONS, Tuned
 
@@ -108,6 +109,7 @@ def test_each_function_reads_its_lines(use: Any) -> None:
     lines += [
         line(low_bit_tiles, 8, 14336, 4096, 8, 2, num_stages=6),
         line(prompt_config, 128, min_tokens=1000),
+        line(wide_config, 8, 2, False, min_rows=512),
     ]
     use(table(*lines))
     assert {one["function"] for one in lines} | {"attention_config", "few_rows_tiles"} == set(
@@ -116,6 +118,7 @@ def test_each_function_reads_its_lines(use: Any) -> None:
     for function, args in experts.items():
         assert function(*args).num_stages == 6 != function.rule(*args).num_stages
     assert low_bit_config(16, 14336, 4096, 8, 132, 2).tiles.num_stages == 6
+    assert wide_config(8, 2, False).min_rows == 512 and wide_config(4, 2, False).min_rows == 256
     assert prompt_config(128).min_tokens == 1000 and prompt_config(64).min_tokens == MIN_TOKENS
 
 

@@ -15,14 +15,22 @@ from tiers import tiered
 from tiny_configs import save_random, tiny_config
 from tiny_models import FAMILIES, prompts, save_checkpoint
 
+from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
 from llmc.engine.kv.swap import SwapConfig
 from llmc.engine.messages import AddRequest
 from llmc.engine.plan import RowMask, StepPlan
 from llmc.engine.spec_decode.ngram import NgramSpeculation
+from llmc.inspect.inspect import inspect_model
+from llmc.kernels.choose_experts import sum_experts
+from llmc.kernels.collectives import all_reduce
+from llmc.kernels.sum_expert_linear import sum_expert_linear
+from llmc.passes.edit import arguments, calls, is_call, only_user, val
+from llmc.passes.options import PipelineOptions
 from llmc.runner.step_recordings import StepRecordings
 from llmc.sampling_params import SamplingParams
 from llmc.speculative_config import SpeculativeConfig
+from llmc.startup import compile as compile_module
 
 PROMPTS = prompts((1, 5, 19, 33, 12))
 NUM_TOKENS = 10
@@ -39,6 +47,7 @@ CASES = {
     "deepseek_v3": (2, 6),  # keys and values of heads out of a latent; routed and shared experts
 }
 LATENT = "deepseek_v3"
+ROUTED = ("mixtral", "gpt_oss", "deepseek_v3")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +135,31 @@ def test_draws_penalties_and_restrictions(pair: Pair) -> None:
         "logit_bias": {7: 2.0}, "bad_words": None, "allowed_token_ids": list(range(5, 60)),
     }  # fmt: skip
     same(pair.one.engine(), pair.many.engine(), **sampling)
+
+
+@pytest.mark.parametrize("family", tiered(ROUTED, "mixtral"))
+def test_experts_are_added_up_before_the_ranks(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the passes for GPUs, each op by its reference: a rank's experts are one op with their
+    sum, and a row for each token is what the ranks exchange."""
+    monkeypatch.setattr(
+        compile_module,
+        "PipelineOptions",
+        lambda **given: PipelineOptions(**{**given, "device_type": "cuda"}),
+    )
+    pair = start_pair(family, tmp_path)
+    try:
+        same(pair.one.engine(), pair.many.engine())
+    finally:
+        stop(pair)
+    config = EngineConfig(model=str(tmp_path), device="cpu", tensor_parallel_size=2)
+    graph = inspect_model(config).stages[-1].graph.graph
+    sums = calls(graph, sum_expert_linear.overload)
+    assert sums and not calls(graph, sum_experts.overload)
+    for node in sums:
+        assert is_call(only_user(node), all_reduce.overload)
+        assert val(node).shape[0] == val(arguments(node).share).shape[0], "tokens"
 
 
 @pytest.fixture(scope="module")
