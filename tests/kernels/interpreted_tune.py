@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -225,7 +226,7 @@ def test_what_was_found_is_what_kernels_use(
     lines = json.loads(path.read_text())["lines"]
     assert [one["function"] for one in lines] == ["prompt_config", "few_rows_tiles"]
     assert lines[1]["measured"]["after_s"] == {"fused_linear: 4 x 96 -> 64": 16 / 256}
-    assert lines[1]["versions"]["torch"] == torch.__version__
+    assert lines[1]["versions"]["torch"] == version("torch")
     monkeypatch.setenv("LLMC_TUNED", str(path))
     tuned.load_table.cache_clear()
     assert few_rows_config(8, *SHAPE, 3).tiles == found[1].options != few[2]
