@@ -17,7 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmc import __version__
 from llmc.cache_dir import cache_dir, new_folder
 from llmc.errors import CheckpointError, reason_of
 from llmc.weights.gguf.files import INDEX, PART, all_parts
@@ -155,5 +154,5 @@ def _key(path: Path, sampling: Mapping[str, Any]) -> str:
     except OSError as e:
         raise CheckpointError(f"{path.name} can't be read: {e}") from e
     packages = [version(name) for name in ("transformers", "gguf", "tokenizers")]
-    described = json.dumps([_LAYOUT, __version__, str(path), stats, packages, dict(sampling)])
+    described = json.dumps([_LAYOUT, str(path), stats, packages, dict(sampling)])
     return hashlib.sha256(described.encode()).hexdigest()[:32]
