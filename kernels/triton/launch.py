@@ -21,6 +21,7 @@ import triton
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from triton.errors import TritonError
+from triton.runtime.errors import InterpreterError
 
 T = TypeVar("T")
 _COMPILERS = 8  # threads; most of their time they are outside of Python
@@ -93,6 +94,8 @@ class Launch:
 
 def _is_compilers(error: Exception) -> bool:
     """Whether this is about compiling or loading a kernel, and not about running one."""
+    if isinstance(error, InterpreterError):  # which runs kernels: a mistake in one
+        return False
     if isinstance(error, TritonError):  # in the source, from ptxas, or out of resources
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _REFUSED)

@@ -294,7 +294,8 @@ def test_a_measured_number_of_rows_is_that_from_which_weights_are_dequantized_on
     key = wide_config.key((4, 2, codes), wide_config.rule(4, 2, codes))
     with tune.using({key: WideConfig(min_rows=70)}):
         for rows in (69, 70):
-            *given, bits = float8_case(rows, 32, 96, 32, torch.bfloat16)
+            x, *given, bits = float8_case(rows, 32, 96, 32, torch.bfloat16)
+            given = [rand(*x.shape).bfloat16(), *given]
             torch.ops.llmc_triton.quantized_linear(*given, bits if codes else EXACT_BITS)
     assert ways == [("scaled_linear" if codes else "wide_linear", 70)]
 

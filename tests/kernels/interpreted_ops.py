@@ -25,7 +25,7 @@ from state_draws import CONV_OPS, STATE_OPS, state_cases
 from tiers import tiered
 from torch import Tensor
 from triton.runtime import interpreter
-from triton.runtime.errors import OutOfResources
+from triton.runtime.errors import InterpreterError, OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
@@ -206,16 +206,26 @@ def test_an_op_whose_kernel_cannot_be_compiled_runs_its_reference(
     assert "Required: 300000" in records[0].getMessage()
 
 
-def test_only_errors_of_the_compiler_are_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        InterpreterError("an illegal memory access: these tests must see what is wrong"),
+    ],
+    ids=["of a GPU", "of the interpreter"],
+)
+def test_only_errors_of_the_compiler_are_for_the_reference(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After an illegal access, the GPU computes nothing anymore, and the reference can't either."""
     op = OPS["act_mul"]
     case = next(op.case_makers[0](CPU, torch.float32))
 
     def illegal(launch: Launch) -> None:
-        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+        raise error
 
     monkeypatch.setattr(Launch, "_queue", illegal)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
+    with pytest.raises(type(error), match="illegal memory access"):
         triton_impl(op).op()(*case)
 
 
