@@ -107,6 +107,8 @@ def _to_plain(value: Any) -> Any:
 def _from_plain(kind: type, value: Any) -> Any:
     if kind is Path:
         return Path(value)
+    if kind is object:  # a field that may hold anything; what was sent is plain
+        return value
     raise NotImplementedError(f"{kind.__name__} can't be received from another process")
 
 

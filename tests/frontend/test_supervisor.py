@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import json
 import logging
 import os
 import subprocess
@@ -26,7 +28,7 @@ from llmc.model_info import Phase, PhaseBegins
 from llmc.processes import supervisor as supervisor_module
 from llmc.processes.child import Child, how_it_ended
 from llmc.processes.supervisor import Supervisor, private_folder
-from llmc.processes.wire import EngineOrder, to_line
+from llmc.processes.wire import EngineOrder, from_line, to_line
 
 CONFIG = EngineConfig()
 
@@ -129,6 +131,26 @@ def test_an_engine_without_a_main_process_ends_quietly(capfd: pytest.CaptureFixt
         process.communicate(to_line(order), timeout=60)
     assert capfd.readouterr().err == ""
     assert not os.path.exists(folder)
+
+
+def test_every_option_reaches_the_engine_process() -> None:
+    """Also those that may hold objects in Python: by name, as the command line gives them."""
+    config = EngineConfig(
+        extra_passes=("file.py:tap", "module:steer"),
+        logits_processors=("file.py:Boost",),
+        passes={"merge_linears": False},
+        cuda_graph_buckets=(1, 2),
+        limit_mm_per_prompt={"image": 2},
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+    )
+    order = EngineOrder(
+        config=config, folder="a", address="ipc://a", log_level="info", log_format="text"
+    )
+    [line] = to_line(order).splitlines()
+    received: EngineOrder = from_line(line, EngineOrder)
+    # lists of JSON are lists here
+    sent = dataclasses.asdict(config)
+    assert json.dumps(dataclasses.asdict(received.config)) == json.dumps(sent)
 
 
 def test_leaving_skips_the_interpreters_own_end() -> None:
