@@ -8,6 +8,7 @@ notes on what it did not rewrite and why; what it did change is determined by co
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -106,11 +107,12 @@ def graph_pass(
     """
 
     def define(fn: PassFn) -> Callable[..., Pass]:
-        doc = fn.__doc__ or ""
+        doc, parameters = fn.__doc__ or "", inspect.signature(fn)
         if "Before:" not in doc or "After:" not in doc:
             raise TypeError(f"pass {fn.__name__} needs a docstring with `Before:` and `After:`")
 
         def bind(**options: Any) -> Pass:
+            parameters.bind(None, **options)  # TypeError now, and not when the pass runs
             return Pass(
                 name=fn.__name__,
                 fn=fn,

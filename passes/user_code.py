@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmc.errors import ConfigError
+from llmc.errors import ConfigError, reason_of
 from llmc.passes.user_names import file_of, no_attribute, split_name
 
 
@@ -61,8 +61,8 @@ def _named(name: str, what: str) -> object:
     path = file_of(where)
     try:
         module = importlib.import_module(where) if path is None else _from_file(path)
-    except (ImportError, SyntaxError) as e:
-        raise ConfigError(f"{name!r} can't be imported: {e}") from e
+    except Exception as e:  # whatever the user's module raises
+        raise ConfigError(f"{name!r} can't be imported: {reason_of(e)}") from e
     try:
         return getattr(module, attribute)
     except AttributeError:

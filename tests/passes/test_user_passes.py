@@ -41,6 +41,17 @@ def nothing(gm, *, strength=1.0):
     """
     return ["rests"]
 
+@graph_pass()
+def needs_a_layer(gm, *, layer):
+    """Do nothing to a layer.
+
+    Before:
+        x
+    After:
+        x
+    """
+    return []
+
 number = 3
 '''
 
@@ -95,7 +106,9 @@ def test_passes_are_taken_from_files_and_modules(tmp_path: Path) -> None:
         ("no_such_file.py:x", "does not exist"),
         ("{file}:missing", "has no 'missing'"),
         ("{broken}:x", "can't be imported"),
+        ("{raises}:x", "can't be imported: not today"),
         ("{file}:number", "is not a pass"),
+        ("{file}:needs_a_layer", "without options: missing a required .*'layer'"),
         (3, "is not a pass"),
     ],
 )
@@ -104,7 +117,10 @@ def test_what_is_no_pass_is_refused(name: object, said: str, tmp_path: Path) -> 
     file.write_text(FILE, encoding="utf-8")
     broken = tmp_path / "broken.py"
     broken.write_text("x = (", encoding="utf-8")
-    given = name.format(file=file, broken=broken) if isinstance(name, str) else name
+    raises = tmp_path / "raises.py"
+    raises.write_text("raise RuntimeError('not today')", encoding="utf-8")
+    files = {"file": file, "broken": broken, "raises": raises}
+    given = name.format(**files) if isinstance(name, str) else name
     with pytest.raises(ConfigError, match=said):
         user_passes([given])
 
