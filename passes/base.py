@@ -107,12 +107,13 @@ def graph_pass(
     """
 
     def define(fn: PassFn) -> Callable[..., Pass]:
-        doc, parameters = fn.__doc__ or "", inspect.signature(fn)
+        doc = fn.__doc__ or ""
         if "Before:" not in doc or "After:" not in doc:
             raise TypeError(f"pass {fn.__name__} needs a docstring with `Before:` and `After:`")
 
         def bind(**options: Any) -> Pass:
-            parameters.bind(None, **options)  # TypeError now, and not when the pass runs
+            # TypeError now, and not when the pass runs
+            inspect.signature(fn).bind(None, **options)
             return Pass(
                 name=fn.__name__,
                 fn=fn,

@@ -301,10 +301,8 @@ def _sums_over_tokens(node: fx.Node, product: fx.Node) -> bool:
     """Whether a matrix product with this value sums over the tokens. That of a column of
     frequencies and a row of positions, as in many rotary embeddings, does not."""
     left, right = product.args
-    sums = [(left, -1)] if left is node else []
-    if right is node:
-        sums.append((right, -min(2, val(right).dim())))
-    return any(val(side).dim() + dim in _growing(side) for side, dim in sums)
+    dims, growing = val(node).dim(), _growing(node)
+    return (left is node and dims - 1 in growing) or (right is node and max(dims - 2, 0) in growing)
 
 
 def _run(

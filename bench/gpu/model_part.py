@@ -5,6 +5,7 @@ measured launch options, those that depend on them.
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from functools import partial
 from pathlib import Path
@@ -106,7 +107,7 @@ def _median_seconds(runner: ModelRunner, plan: StepPlan) -> float:
         start = time.perf_counter()
         runner.execute(plan)
         times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2]
+    return statistics.median(times)
 
 
 def mixed(subject: Subject) -> dict[str, Any]:

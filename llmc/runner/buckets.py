@@ -31,7 +31,7 @@ def mixed_tokens(tokens: int) -> int | None:
     """Packed tokens that a step with prompts is padded to. None above 2048, where the host stays
     ahead of the device without graphs.
 
-    Four sizes per doubling, so at most a quarter more; from 512 tokens on, where the products take
+    Four sizes per doubling, so at most a quarter more; above 512 tokens, where the products take
     most of the time, eight: then at most a tile of them (128 rows) is padding.
     """
     if tokens > MAX_MIXED_TOKENS:

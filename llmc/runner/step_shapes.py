@@ -53,10 +53,9 @@ class StepShapes:
         if rows == 0:
             return StepShape(0, 0, 0), reason
         if self._graphs is not None:
-            padded = self._padded(tokens, rows, samples, step.min_size)
             if self._expands_much(plan):
                 reason = "long_prompts"  # the sizes are read on the host, which a graph can't do
-            elif padded is None:
+            elif (padded := self._padded(tokens, rows, samples, step.min_size)) is None:
                 reason = "too_large"
             elif self._graphs.want(step, padded):
                 return padded, reason

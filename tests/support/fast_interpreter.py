@@ -80,7 +80,7 @@ def _broadcast(
 ) -> Any:
     """Both operands in their common shape. The original does it for one of fewer dimensions, and
     reports shapes that differ."""
-    left, right = _sizes(lhs), _sizes(rhs)
+    left, right = lhs.type.sizes, rhs.type.sizes
     if left == right:
         return lhs, rhs
     if left == ():
@@ -92,10 +92,6 @@ def _broadcast(
         return original(self, lhs, rhs)
     sizes = builtins.tuple(map(max, left, right))
     return _broadcast_to(self, lhs, sizes), _broadcast_to(self, rhs, sizes)
-
-
-def _sizes(x: Any) -> builtins.tuple[int, ...]:
-    return x.type.sizes if x.type.is_block() else ()
 
 
 def _broadcast_to(semantic: Any, x: Any, sizes: builtins.tuple[int, ...]) -> Any:
@@ -127,6 +123,7 @@ core.block_type.__new__, core.block_type.__init__ = _block, lambda self, element
 core.tensor.__init__ = _init_tensor
 core._unwrap_if_constexpr = _unwrapped
 core.dtype.__eq__ = _same_dtype
+core.dtype.sizes = ()  # of scalars
 interpreter._get_np_dtype = _numpy_dtype
 TritonSemantic.broadcast_impl_value = _broadcast
 TritonSemantic.binary_op_type_checking_impl = _check_operands
