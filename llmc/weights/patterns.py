@@ -3,6 +3,7 @@
 They are matched by Rust's engine, which pydantic contains, in time that is linear in the length of
 a name: with Python's `re`, a pattern of a few stars never ends. Those that look around or refer
 back, which that engine lacks, are only matched where checkpoints have them, in a limited time.
+So are all without pydantic, which only the server needs.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ _COUNTS = re.compile(r"\{(\d*),?(\d*)\}")
 
 @functools.lru_cache(maxsize=NUM_CACHED)
 def linear(pattern: str) -> Callable[[str], bool]:
-    """Whether a pattern is found in a name, in linear time. ValueError for one that can't be used,
-    such as one that looks around."""
-    from pydantic_core import SchemaError, SchemaValidator, core_schema
-
+    """Whether a pattern, which begins with `^`, is found in a name, in linear time. ValueError for
+    one that can't be used, such as one that looks around."""
+    try:
+        from pydantic_core import SchemaError, SchemaValidator, core_schema
+    except ImportError:
+        return _Backtracking(pattern)
     try:
         schema = core_schema.str_schema(pattern=pattern, regex_engine="rust-regex", strict=True)
         return SchemaValidator(schema).isinstance_python

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -77,3 +78,18 @@ def test_those_that_look_around_may_not_repeat_much(pattern: str) -> None:
     fields = {"quant_method": "compressed-tensors", "ignore": [f"re:{pattern}"]}
     with pytest.raises(CheckpointError, match=r"can't be used: it repeats too much"):
         read_quantization({"quantization_config": fields})
+
+
+def test_without_pydantic_all_have_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydantic_core", None)
+    monkeypatch.setattr(patterns, "LIMIT_S", 0.2)
+    linear.cache_clear()
+    at_start.cache_clear()
+    try:
+        assert [at_start(r".*mlp\.gate$")(name) for name in NAMES] == [True] + [False] * 5
+        assert [linear(r"^(.*\.)?(q_proj|a)$")(name) for name in NAMES[1:4]] == [True, False, True]
+        with pytest.raises(ValueError, match="matching it takes more than"):
+            linear(f"^{ENDLESS}")(LONG)
+    finally:
+        linear.cache_clear()
+        at_start.cache_clear()
