@@ -10,15 +10,22 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from llmc.errors import ConfigError
+
 STALE_S = 3600.0  # no writer takes this long between two files of a folder
 _NEW = ".new-"
 _LEFT = (f"{_NEW}*", "tmp????????")  # the latter are those of earlier versions
 
 
 def cache_dir() -> Path:
-    """The folder for everything that is compiled: $LLMC_CACHE_DIR, else ~/.cache/llmc."""
+    """The folder for everything that is compiled: $LLMC_CACHE_DIR, else ~/.cache/llmc.
+
+    Raises ConfigError if either is in the home of an unknown user."""
     given = os.environ.get("LLMC_CACHE_DIR")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "llmc"
+    try:
+        return Path(given).expanduser() if given else Path.home() / ".cache" / "llmc"
+    except RuntimeError as error:  # an unknown user, or no home
+        raise ConfigError(f"LLMC_CACHE_DIR={given or ''}: {error}") from error
 
 
 def files_digest(files: Iterable[Path]) -> str:

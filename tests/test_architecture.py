@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "llmc.image_input": (),
     "llmc.pooling": ("llmc.errors",),
     "llmc.background_thread": (),
-    "llmc.cache_dir": (),
+    "llmc.cache_dir": ("llmc.errors",),
     "llmc.garbage": (),
     "llmc.logs": (),
     "llmc.parent_watch": (),

@@ -15,6 +15,7 @@ import pytest
 
 from llmc import cache_dir
 from llmc.cache_dir import new_folder, write_atomically
+from llmc.errors import ConfigError
 
 
 @pytest.mark.parametrize("place", ["fsync", "replace"])
@@ -76,3 +77,9 @@ def test_what_earlier_versions_have_left_is_removed_later(tmp_path: Path) -> Non
     with new_folder(tmp_path) as folder:
         left = {one.name for one in tmp_path.iterdir()} - {folder.name}
     assert left == {"tmp-kept", "0123abcd", ".new-young"}
+
+
+def test_a_home_that_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMC_CACHE_DIR", "~no-such-user/cache")
+    with pytest.raises(ConfigError, match="LLMC_CACHE_DIR=~no-such-user/cache: .*home directory"):
+        cache_dir.cache_dir()

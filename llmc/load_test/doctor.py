@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -17,8 +18,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from llmc import __version__
 from llmc.cache_dir import cache_dir
-from llmc.errors import ConfigError
-from llmc.kernels.cpu.build import find_library
+from llmc.errors import ConfigError, reason_of
+from llmc.kernels.cpu.build import BuildError, find_library
 from llmc.kernels.cpu.compile import find_toolchain
 from llmc.kernels.cpu.levels import pick_level, supported
 from llmc.kernels.cpu.threads import quota_cores
@@ -77,7 +78,11 @@ def _processor() -> Finding:
 
 def _kernels() -> Finding:
     name = "C++ ops"
-    library, toolchain = find_library(), find_toolchain()
+    toolchain = find_toolchain()
+    try:
+        library = find_library()
+    except (BuildError, OSError) as error:
+        return Finding(name=name, value="can't be read or built", advice=reason_of(error))
     if library is not None:
         return Finding(name=name, value=str(library))
     if toolchain is not None:
@@ -141,18 +146,18 @@ def _gpu() -> Finding:
 
 def _folder() -> Finding:
     folder = cache_dir()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    value = f"{folder}, {free / GIB:.1f} GiB free"
-    if not os.access(there, os.W_OK):
+    try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryFile(dir=there):
+            free = shutil.disk_usage(there).free
+    except OSError as error:  # permissions would not tell of a file, or of a read-only disk
         advice = (
-            "it is not writable, so every start compiles again, and GGUF files such as the "
-            "default model can't be served: set LLMC_CACHE_DIR"
+            f"it is not writable ({error.strerror}), so every start compiles again, and GGUF files "
+            "such as the default model can't be served: set LLMC_CACHE_DIR"
         )
-    elif free < LEAST_DISK:
-        advice = f"free up {LEAST_DISK / GIB:g} GiB, or set LLMC_CACHE_DIR"
-    else:
-        advice = ""
+        return Finding(name="cache folder", value=str(folder), advice=advice)
+    value = f"{folder}, {free / GIB:.1f} GiB free"
+    advice = f"free up {LEAST_DISK / GIB:g} GiB, or set LLMC_CACHE_DIR" if free < LEAST_DISK else ""
     return Finding(name="cache folder", value=value, advice=advice)
 
 

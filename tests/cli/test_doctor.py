@@ -55,9 +55,13 @@ def test_packages_that_are_missing_or_too_old() -> None:
 
 
 def test_a_cache_that_is_not_writable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "cache", Path("/proc/cache")):
+        monkeypatch.setenv("LLMC_CACHE_DIR", str(folder))
+        assert "GGUF files such as the default model can't be served" in doctor._folder().advice
+        assert str(folder.parent) in doctor._kernels().advice
     monkeypatch.setenv("LLMC_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("os.access", lambda *_: False)
-    assert "GGUF files such as the default model can't be served" in doctor._folder().advice
+    assert doctor._folder().is_ok and not list(tmp_path.glob("tmp*"))
 
 
 def test_missing_things_are_an_exit_code(
