@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from llmc.cli.options import option
+from llmc.errors import ConfigError
 
 WORKLOAD = "Workload"
 RESULT = "Result"
@@ -104,6 +105,19 @@ class Workload:
     prefix_len: int
     dataset: Path | None
     seed: int
+
+    def __post_init__(self) -> None:
+        least = {
+            "number of prompts": (self.num_prompts, 1),
+            "length of random prompts": (self.random_input_len, 1),
+            "output length": (self.random_output_len, 1),
+            "length of the common prefix": (self.prefix_len, 0),
+        }
+        for name, (value, lowest) in least.items():
+            if value < lowest:
+                raise ConfigError(f"the {name} must be at least {lowest}, got {value}")
+        if not 0 <= self.range_ratio < 1:
+            raise ConfigError(f"the range ratio must be in [0, 1), got {self.range_ratio}")
 
     @property
     def is_text(self) -> bool:

@@ -146,6 +146,8 @@ def message_text(entered: str) -> str:
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise InvalidRequestError (naming the value and the rule) if a setting is invalid."""
     SamplingParams(**dict(settings))
+    if settings.get("max_tokens") == 0:  # valid in the API, for the log-probabilities of a prompt
+        raise InvalidRequestError("max_tokens must be at least 1, got 0", param="max_tokens")
 
 
 def read_setting(name: str, value: str) -> Any:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from llmc.cli.bench_options import Workload
 from llmc.errors import ConfigError
 from llmc.load_test.prompts import WORDS, random_texts
 from llmc.load_test.serving import Load, departure_times
@@ -72,13 +74,18 @@ def test_common_prefix_comes_on_top() -> None:
     [
         ({"range_ratio": 1.0}, r"\[0, 1\), got 1.0"),
         ({"range_ratio": -0.1}, "range ratio"),
-        ({"input_len": 0}, "at least 1 token, got 0"),
+        ({"input_len": 0}, "length of random prompts must be at least 1, got 0"),
+        ({"output_len": 0}, "output length must be at least 1, got 0"),
+        ({"prefix_len": -1}, "common prefix must be at least 0, got -1"),
         ({"num_prompts": 0}, "number of prompts"),
     ],
 )
-def test_impossible_workloads_are_refused(changes: dict[str, object], message: str) -> None:
+def test_impossible_workloads_are_refused(changes: dict[str, Any], message: str) -> None:
+    fields: dict[str, Any] = {"num_prompts": 1, "input_len": None, "output_len": None}
+    fields |= {"range_ratio": 0.0, "prefix_len": 0, "dataset": None, "seed": 0}
+    Workload(**fields)
     with pytest.raises(ConfigError, match=message):
-        make_workload(**changes)
+        Workload(**{**fields, **changes})
 
 
 def test_random_texts_use_the_measured_ratio() -> None:

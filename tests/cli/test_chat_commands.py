@@ -115,6 +115,7 @@ def test_set(chat: Conversation, line: str, name: str, value: object) -> None:
         ("/set temperature -1", "temperature must be"),
         ("/set temperature nan", "temperature must be"),
         ("/set max_tokens 1.5", "max_tokens must be an integer"),
+        ("/set max_tokens 0", "max_tokens must be at least 1, got 0"),
         ("/set temprature 1", "did you mean temperature?"),
     ],
 )
