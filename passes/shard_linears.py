@@ -24,7 +24,6 @@ from llmc.passes.edit import (
     emit,
     insert_after,
     is_call,
-    only_user,
     positional,
     replace,
     set_arguments,
@@ -43,6 +42,7 @@ from llmc.passes.inputs import (
 from llmc.passes.quantize_linears import formats_of
 from llmc.passes.sharding import Cut, NoWholeBlocks, Region, Unprovable
 from llmc.passes.sharding_rules import RESHAPES, SPLITS, heads, rule_of, slice_bounds
+from llmc.passes.sharding_sums import insert_sum, join_sums
 
 
 @graph_pass(required=True)
@@ -56,9 +56,11 @@ def shard_linears(
     """Shard attention by heads, and everything between two linears by channels, into `size` parts.
 
     Every rank runs this graph over its own part of the weights and the cache, and partial outputs
-    of a layer are summed. The values to cut are found from attention and linears outward, by the
-    rules of `sharding.py`; values for which these rules prove nothing stay whole, and every rank
-    computes all of them. The embedding and the output head are cut by the vocabulary.
+    of a layer are summed. Those that are added to each other (of attention and MLP in parallel, or
+    of routed and shared experts) are summed by one collective. The values to cut are found from
+    attention and linears outward, by the rules of `sharding.py`; values for which these rules prove
+    nothing stay whole, and every rank computes all of them. The embedding and the output head are
+    cut by the vocabulary.
 
     Weights that `quantize_linears` will quantize (`format`, `kept`) are cut along whole blocks of
     its ops, so that each rank holds the same numbers that a single rank would.
@@ -102,7 +104,8 @@ def shard_linears(
     for weight in vocabulary:
         _cut_vocabulary(graph, weight, size, turn)
     for term in terms:
-        _sum(graph, term, turn)
+        insert_sum(term, turn)
+    join_sums(graph)
     for drawn in draws:
         insert_after(drawn, first_rank.overload, turn)
     return notes
@@ -273,24 +276,3 @@ def _turn(graph: fx.Graph) -> fx.Node:
     """A token tensor that keeps collectives in one order, whatever compiles the graph."""
     like = next(n for n in graph.nodes if isinstance(n.meta.get("val"), Tensor))
     return add_constant(graph, "turn", torch.zeros(1), like)
-
-
-def _sum(graph: fx.Graph, term: fx.Node, turn: fx.Node) -> None:
-    """Sum the ranks' terms. Terms of experts are summed after each token's experts are scaled and
-    added up; since their bias is scaled too, it becomes a part of rank 0's term."""
-    bias, is_expert = arguments(term).bias, is_call(term, expert_linear.overload)
-    if bias is not None and is_expert:
-        role = input_of(bias)
-        assert isinstance(role, WeightInput), "checked by the rule for experts"
-        bias.meta["input"] = dataclasses.replace(role, first_rank=True)
-        bias = None
-    elif bias is not None:
-        set_arguments(term, bias=None)
-    last = term
-    user = only_user(term) if is_expert else None
-    while user is not None and is_call(user, *RESHAPES, aten.mul.Tensor, aten.sum.dim_IntList):
-        last = user if is_call(user, aten.sum.dim_IntList) else last
-        user = only_user(user)
-    total = insert_after(last, all_reduce.overload, turn)
-    if bias is not None:
-        insert_after(total, aten.add.Tensor, bias)

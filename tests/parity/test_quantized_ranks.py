@@ -170,7 +170,7 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
         [
             ("llama", Type.Q4_0, 2, 5),  # embedding and head are one weight of few bits
             ("llama", Type.Q8_0, 4, 5),
-            ("qwen2moe", Type.Q4_1, 2, 7),  # shared experts beside the routed ones
+            ("qwen2moe", Type.Q4_1, 2, 5),  # shared experts beside the routed ones
             ("qwen3moe", Type.MXFP4, 4, 5),
             ("llama", Type.Q4_K, 2, 5),  # one cut between superblocks, one through them
             ("llama", Type.Q5_K, 2, 5),
@@ -182,7 +182,7 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
             ("llama", Type.TQ2_0, 4, 5),
         ],
         ("llama", Type.Q4_0, 2, 5),
-        ("qwen2moe", Type.Q4_1, 2, 7),
+        ("qwen2moe", Type.Q4_1, 2, 5),
         ("llama", Type.Q4_K, 2, 5),
     ),
 )

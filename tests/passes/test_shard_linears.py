@@ -102,6 +102,36 @@ def test_an_elementwise_path_between_linears_is_cut(size: int) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
+def test_terms_that_are_added_are_summed_together(scaled: bool) -> None:
+    """As of attention and MLP in parallel, or of routed and shared experts."""
+    second = {f"{name}2": weight(f"{name}2", rand(*shape)) for name, shape in (
+        ("gate", (WIDTH, HIDDEN)), ("up", (WIDTH, HIDDEN)), ("down", (HIDDEN, WIDTH))
+    )}  # fmt: skip
+    inputs = {**GATED, **second, "bias": weight("bias", rand(HIDDEN))}
+
+    def parallel(x: Tensor, *weights: Tensor) -> Tensor:
+        one, two = gated(x, *weights[:3]), gated(x, *weights[3:6])
+        if scaled:
+            two = torch.sigmoid(x.sum(-1, keepdim=True)) * two.reshape(1, *x.shape)[0]
+        return (one + x) + (two + weights[6])
+
+    _, report = check(inputs, parallel, 2)
+    assert report.added["llmc.all_reduce.default"] == 1
+    assert report.added.get("aten.add.Tensor", 0) == report.removed.get("aten.add.Tensor", 0)
+
+
+def test_terms_that_others_read_too_are_summed_apart() -> None:
+    inputs = {**GATED, "down2": weight("down2", rand(HIDDEN, WIDTH))}
+
+    def fn(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, down2: Tensor) -> Tensor:
+        one, two = gated(x, gate, up, down), gated(x, gate, up, down2)
+        return (one + two) * F.silu(one)
+
+    _, report = check(inputs, fn, 2)
+    assert report.added == {"llmc.all_reduce.default": 2}
+
+
 def test_one_rank_changes_nothing() -> None:
     gm = trace(gated, **GATED)
     _, (report,) = apply(gm, shard_linears())
