@@ -11,7 +11,6 @@ namespace {
 constexpr int64_t kMaxTileRows = 192, kTileChannels = 16;
 constexpr int64_t kMaxStreamRows = 2;  // up to here, dot products are faster than tiles or pairs
 constexpr int64_t kFewRows = 4;        // up to here, linear_columns is faster without panels
-constexpr int64_t kMaxDotRows = kNative == 8 ? 32 : 16;  // up to here, faster than float32 panels
 
 bool by_tiles(const LinearArgs& a) {
   return a.dtype == Dtype::bf16 && a.rows > kMaxStreamRows && a.channels >= kTileChannels &&
@@ -21,6 +20,13 @@ bool by_tiles(const LinearArgs& a) {
 bool by_pairs(const LinearArgs& a) {
   return a.dtype == Dtype::bf16 && a.rows > kMaxStreamRows && a.channels >= kTileChannels &&
          has_pairs() && !amx_ready();
+}
+
+// Up to here, dot products are faster than panels of sixteen rows in float32.
+int64_t max_dot_rows(Dtype dtype) {
+  if (kNative == 8) return 32;
+  if (has_pairs() && !amx_ready()) return 16;  // AMD, where a core multiplies half as many floats
+  return dtype == Dtype::bf16 ? 12 : 8;
 }
 
 template <class T>
@@ -73,7 +79,7 @@ bool takes_linear(const LinearArgs& a) {
 void linear(const LinearArgs& a) {
   if (by_tiles(a)) return linear_amx(a);
   if (by_pairs(a)) return linear_pairs(a);
-  if (a.rows <= kMaxDotRows) return linear_dot(a);
+  if (a.rows <= max_dot_rows(a.dtype)) return linear_dot(a);
   with_type(a.dtype, [&](auto t) {
     using T = decltype(t);
     matmul::multiply(a, Stored<T>{static_cast<const T*>(a.weight), a.weight_stride});
