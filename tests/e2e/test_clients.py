@@ -95,10 +95,10 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 def python_with(package: str, folder: Path) -> Path:
     """A new environment's Python. Each package has its own, since two may exclude each other."""
-    python = folder / "venv" / "bin" / "python"
+    python, pip = folder / "venv" / "bin" / "python", [sys.executable, "-m", "pip"]
     for command in (
-        [sys.executable, "-m", "venv", str(folder / "venv")],
-        [str(python), "-m", "pip", "install", "-q", "--no-compile", package],
+        [sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")],
+        [*pip, "--python", str(python), "install", "-q", "--no-compile", package],
     ):
         done = run(command, folder)
         assert done.returncode == 0, done.stderr
