@@ -102,7 +102,7 @@ def _total(node: fx.Node) -> fx.Node | None:
     if is_call(node, all_reduce.overload):
         return node
     if keeps_order(node):
-        return _total(node.args[0])
+        return _total(node.all_input_nodes[0])  # the others are sizes
     if is_call(node, aten.mul.Tensor):
         for factor in (arguments(node).self, arguments(node).other):
             if _is_alike(factor, node) and (total := _total(factor)) is not None:
