@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("PIL", reason="pillow is not installed")
-
 from tiny_images import tiny_image_model
 from transformers import LlavaProcessor, processing_utils
 from transformers.models.gemma3 import modeling_gemma3
