@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -121,3 +122,15 @@ def test_linked_files_are_there() -> None:
                 assert (path.parent / target).exists(), f"{path.name} links to {target}"
                 checked += 1
     assert checked > 5
+
+
+def test_the_python_versions_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = (re.search(r":: Python :: 3\.(\d+)$", line) for line in project["classifiers"])
+    minors = [int(match[1]) for match in found if match]
+    first, last = minors[0], minors[-1]
+    assert minors == [*range(first, last + 1)]
+    assert project["requires-python"] == f">=3.{first},<3.{last + 1}"
+    assert f"Linux, Python 3.{first} to 3.{last}," in (ROOT / "README.md").read_text("utf-8")
+    bases = re.findall(r"FROM python:3\.(\d+)-", (ROOT / "Dockerfile").read_text("utf-8"))
+    assert bases and {int(minor) for minor in bases} <= set(minors)

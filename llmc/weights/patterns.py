@@ -58,7 +58,10 @@ class _Backtracking:
         if len(pattern) * math.prod(counts) > MAX_EXPANDED:
             raise ValueError("it repeats too much")
         self._left_s = LIMIT_S
-        self._match = regex.compile(pattern).match
+        try:
+            self._match = regex.compile(pattern).match
+        except (regex.error, RecursionError) as error:  # also for what `re` takes
+            raise ValueError(f"it is not a valid regular expression: {error}") from error
 
     def __call__(self, name: str) -> bool:
         started = time.process_time()

@@ -14,8 +14,11 @@ from typing import Any
 
 import jinja2
 import numpy as np
-import pydantic
 import pytest
+
+pytest.importorskip("pydantic", reason="the server's dependencies are not installed")
+
+import pydantic
 from scripted_engine import make_hf_tokenizer
 from tool_templates import STYLES
 from transformers import AutoTokenizer

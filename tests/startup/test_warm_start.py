@@ -12,6 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("zmq", reason="the server's dependencies are not installed")
+pytest.importorskip("msgspec", reason="the server's dependencies are not installed")
+
 from gguf import GGMLQuantizationType
 from live_command import Served
 from packed_checkpoints import PACKINGS, write_packed

@@ -16,6 +16,9 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+
+pytest.importorskip("PIL", reason="pillow is not installed")
+
 from PIL import Image
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
