@@ -42,20 +42,22 @@ class Interruptible(Generic[T]):
         self._do = do
         self._lock = threading.Lock()
         self._thread: int | None = None
-        self._began: float | None = None
+        self._clock: int | None = None  # of the thread's CPU time
+        self._began = 0.0
         self._is_ended = False
 
     @property
     def seconds(self) -> float:
-        """Since it began; 0 before that."""
-        return 0.0 if self._began is None else time.monotonic() - self._began
+        """The CPU time that it has taken so far: on a busy machine, its thread may have to wait."""
+        return 0.0 if self._clock is None else time.clock_gettime(self._clock) - self._began
 
     def __call__(self) -> T:
         thread = threading.get_ident()
         with self._lock:
             if self._is_ended:
                 raise SystemExit
-            self._thread, self._began = thread, time.monotonic()
+            clock = time.pthread_getcpuclockid(thread)
+            self._thread, self._began, self._clock = thread, time.clock_gettime(clock), clock
         try:
             return self._do()
         finally:

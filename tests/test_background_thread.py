@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -76,3 +77,22 @@ def test_a_call_that_was_ended_before_it_began_does_nothing() -> None:
     with pytest.raises(SystemExit):
         call()
     assert not done
+
+
+def test_a_call_that_waits_takes_no_time() -> None:
+    """A limit in seconds would end calls on a busy machine."""
+    is_running, may_end = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_running.set()
+        may_end.wait(60)
+
+    with ThreadPoolExecutor(1) as workers:
+        call = Interruptible(wait)
+        future = workers.submit(call)
+        assert is_running.wait(60)
+        time.sleep(1.0)
+        spent = call.seconds
+        may_end.set()
+        future.result(60)
+    assert 0 <= spent < 0.5

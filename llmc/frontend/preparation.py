@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LONG_TEXT = 4000  # characters or ids above which text work leaves the event loop
-RENDER_TIMEOUT_S = 5.0
+RENDER_TIMEOUT_S = 5.0  # of CPU time
+LEAST_WAIT_S = 0.01  # before it is read again
 
 
 class Preparation:
@@ -196,15 +197,13 @@ class Preparation:
         return await self._within_time(functools.partial(check_tools, tokenizer, tools))
 
     async def _within_time(self, render: Callable[[], T]) -> T:
-        """Render in a worker thread with a timeout: a template is a program, which may be slow.
-
-        The wait for a worker, which other texts may keep busy, does not count.
-        """
+        """Render in a worker thread with a limit of its CPU time: a template is a program, which
+        may be slow."""
         call = Interruptible(render)
         work = asyncio.get_running_loop().run_in_executor(self._workers, call)
         try:
             while not work.done() and (left_s := RENDER_TIMEOUT_S - call.seconds) > 0:
-                await asyncio.wait({work}, timeout=left_s)
+                await asyncio.wait({work}, timeout=max(left_s, LEAST_WAIT_S))
             if work.done():
                 return work.result()
         finally:
