@@ -212,7 +212,8 @@ def round_to_fp8(x: Tensor, group: int) -> Tensor:
     """
     parts = x.unflatten(-1, (-1, group))
     largest = parts.abs().amax(-1, keepdim=True)
-    scale = torch.where(largest.isfinite(), largest / _FP8_MAX, torch.nan)
+    # by a tensor: on GPUs torch multiplies by the reciprocal of a number, which rounds otherwise
+    scale = torch.where(largest.isfinite(), largest / torch.full_like(largest, _FP8_MAX), torch.nan)
     codes = (parts / scale).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
     rounded = torch.where(largest <= 1e-30, 0, codes.float() * scale)
     return rounded.flatten(-2)

@@ -5,7 +5,8 @@ with a split that ignores lengths.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from llmc.kernels.triton.configs import AttentionConfig
 
 _HEADS, _KV, _DIM = 32, 8, 128
+_COMPILE_S = 12.0
 
 
 def run(settings: Settings, record: Record) -> None:
@@ -68,8 +70,10 @@ def run(settings: Settings, record: Record) -> None:
         "bf16": peak["flop_per_s"] if peak else nan,
         "fp32": nan,
     }
+    works = list(tiny_work(device) if settings.tiny else gpu_work(device))
+    if device.type == "cuda":
+        record.measure("compile", partial(compile_all, works))
     print(HEAD)
-    works = tiny_work(device) if settings.tiny else gpu_work(device)
     for number, maker in enumerate(works):
         record.measure(f"{number:02}", partial(_measured, maker, most))
         release()
@@ -77,6 +81,26 @@ def run(settings: Settings, record: Record) -> None:
         record.measure("static split", partial(static_split, device))
     tiny = ((32,), (4, 2, 16)) if settings.tiny else ()
     record.measure("key tiles", partial(key_tiles, device, *tiny))
+
+
+def compile_all(works: Sequence[Maker]) -> dict[str, int]:
+    """Compile their kernels several at a time, as far as the time allows; what fails is reported
+    where it is measured."""
+    from llmc.kernels.triton.launch import compiling_together
+
+    num_failed = 0
+    until = time.monotonic() + _COMPILE_S
+    with compiling_together():
+        for maker in works:
+            if time.monotonic() > until:
+                break
+            try:
+                for work in made(maker):
+                    work.run()
+            except Exception:
+                num_failed += 1
+            release()
+    return {"makers": len(works), "failed": num_failed}
 
 
 def _measured(maker: Maker, most: dict[str, float]) -> list[dict[str, Any]]:

@@ -173,10 +173,10 @@ def plan(
     processors = 3 if interpreted() else multiprocessors(x.device)
     size = weight.element_size()
     configs = [
-        few_rows_config(rows, n, k, bytes_each, processors, measured=False)
-        for n, k, bytes_each in (
-            (channels, depth, size), (inner, channels, 2 * size), (channels, inner, size),
-            (next_weight.shape[0], channels, size),
+        few_rows_config(rows, n, k, size, gated, processors, measured=False)
+        for n, k, gated in (
+            (channels, depth, False), (inner, channels, True), (channels, inner, False),
+            (next_weight.shape[0], channels, False),
         )
     ]  # fmt: skip
     tiles = configs[0].tiles

@@ -1,7 +1,7 @@
 """`fused_linear`, `add_linear` and `linear` in Triton: for few rows, one kernel, which streams the
 weight once.
 
-One row is multiplied lane by lane, up to FEW_ROWS rows by tensor cores. The norm's factor is the
+One row is multiplied lane by lane, up to FUSED_ROWS rows by tensor cores. The norm's factor is the
 same for a whole row, so it is applied to the sums, and the squares are accumulated along the way.
 A gated norm can have smaller groups: its factor is applied to a tile that holds whole groups, or to
 the sums of a part of the depth that is one group.
@@ -36,7 +36,7 @@ from llmc.kernels.triton.define import (
 from llmc.kernels.triton.dependent_launch import prefetch, wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors
 from llmc.kernels.triton.linear_configs import (
-    FEW_ROWS,
+    FUSED_ROWS,
     LinearConfig,
     few_rows_config,
     gated_rows_config,
@@ -72,7 +72,7 @@ def linear_tile(
     WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, CACHE: tl.constexpr,
     WHOLE: tl.constexpr, gate=None, gate_row=0, SILU: tl.constexpr = False,
-    GATE_FIRST: tl.constexpr = False, GROUP: tl.constexpr = 0,
+    GATE_FIRST: tl.constexpr = False, GROUP: tl.constexpr = 0, AHEAD: tl.constexpr = None,
 ):  # fmt: skip
     """Compute the BLOCK_N channels of one tile over part `part` of the depth; the last of SPLITS
     parts stores their results. Returns whether this one was that, and then the sums of squares of
@@ -84,6 +84,8 @@ def linear_tile(
     BLOCK_K divides K, so nothing needs a mask.
     GROUP: inputs that are normalized together; 0: all. A tile holds whole groups, or SPLIT_K is
     one. The gate multiplies before the norm if GATE_FIRST, otherwise after it.
+    AHEAD: stages of the loop's pipeline, for loops without a product of tensor cores, which Triton
+    pipelines only if told to.
     """
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
@@ -100,7 +102,7 @@ def linear_tile(
         up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     square = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    for k0 in tl.range(first, min(first + SPLIT_K, K), BLOCK_K):
+    for k0 in tl.range(first, min(first + SPLIT_K, K), BLOCK_K, num_stages=AHEAD):
         k = k0 + tl.arange(0, BLOCK_K)
         reached = tl.full([BLOCK_K], True, tl.int1) if WHOLE else k < K
         known = inside[:, None] & reached[None, :]
@@ -206,7 +208,7 @@ def few_rows_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
     WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, SILU: tl.constexpr,
-    GATE_FIRST: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    GATE_FIRST: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile and part of the depth; the arguments are those of `linear_tile`."""
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -219,7 +221,8 @@ def few_rows_kernel(
         tile, part, x, weight, bias, norm_weight, residual, out, partial, squares, counter, rows,
         x_row, weight_row, residual_row, eps, offset,
         N, K, SPLITS, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_K, NORM, WEIGHTED, BIAS, ACT, ADD, DOT,
-        PRECISION, UPCAST, "", False, gate, gate_row, SILU, GATE_FIRST, GROUP,
+        PRECISION, UPCAST, "", N % BLOCK_N == 0 and K % BLOCK_K == 0, gate, gate_row, SILU,
+        GATE_FIRST, GROUP, AHEAD,
     )  # fmt: skip
 
 
@@ -229,7 +232,7 @@ def plan(
     gate: Tensor | None = None, gate_act: str = "silu", gate_first: bool = False, group: int = 0,
     out: Tensor | None = None,
 ) -> Plan[Tensor]:  # fmt: skip
-    """For up to FEW_ROWS rows. `out`, contiguous, may be the residual itself: each program reads
+    """For up to FUSED_ROWS rows. `out`, contiguous, may be the residual itself: each program reads
     the values of its tile before it writes them."""
     depth = x.shape[-1]
     base = plan_ungated(
@@ -246,6 +249,7 @@ def plan(
         constants={
             **launch.constants, "SILU": gate_act == "silu", "GATE_FIRST": gate_first,
             "GROUP": 0 if gate is None or group == depth else group,
+            "AHEAD": None if launch.constants["DOT"] or launch.num_stages == 1 else launch.num_stages,
         },
     )  # fmt: skip
     return Plan(out=base.out, launches=(launch,))
@@ -302,10 +306,11 @@ def _config(rows: int, weight: Tensor, act: str | None, group: int) -> LinearCon
     """`group`: of a gated norm, otherwise 0."""
     channels, depth = weight.shape[0] // (1 if act is None else 2), weight.shape[1]
     processors = 3 if interpreted() else multiprocessors(weight.device)
-    size = weight.element_size() * (1 if act is None else 2)  # weight bytes per input and channel
+    itemsize, gated = weight.element_size(), act is not None
     if group:
+        size = 2 * itemsize if gated else itemsize
         return gated_rows_config(rows, channels, depth, group, size, processors)
-    return few_rows_config(rows, channels, depth, size, processors)
+    return few_rows_config(rows, channels, depth, itemsize, gated, processors)
 
 
 def takes(
@@ -314,7 +319,7 @@ def takes(
 ) -> bool:  # fmt: skip
     """Whether one kernel computes these rows."""
     rows = x.numel() // x.shape[-1]
-    if not 0 < rows <= FEW_ROWS or prefers_library(*weight.shape):
+    if not 0 < rows <= FUSED_ROWS or prefers_library(*weight.shape):
         return False
     if gate is not None and (not eps or _config(rows, weight, act, group) is None):
         return False

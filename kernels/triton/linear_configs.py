@@ -1,7 +1,8 @@
 """Launch options of the linears by shape.
 
-NOT YET MEASURED on a GPU: chosen from published results and from the resource use that the
-ahead-of-time builds report.
+Those of `few_rows_tiles` in 16-bit weights were measured on an H200, in a chain of a layer's
+kernels as a step launches them (bench/results/README.md). The others are NOT YET MEASURED: chosen
+from published results and from the resource use that the ahead-of-time builds report.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from llmc.kernels.triton.launch import cdiv, power_of_2
 from llmc.kernels.tuned import tuned
 
 FEW_ROWS = 8  # up to this many rows of x, a linear is bound by reading its weight
+# Up to this many, one kernel with the norm and the activation is faster than the library's products
+# between kernels of their own: by 7 % with 16 rows in layers of an 8B model (H200).
+FUSED_ROWS = 16
 # From this many rows, a quantized weight is dequantized once and the library multiplies. Per value
 # of the weight that moves about 4.5 bytes (read, written, read again), for which an H100 needs the
 # time of the products of 500 rows in bfloat16. A kernel that dequantizes in every tile of rows
@@ -58,22 +62,48 @@ def prefers_library(channels: int, depth: int) -> bool:
 
 
 def few_rows_config(
-    rows: int, channels: int, depth: int, size: int, multiprocessors: int, *, measured: bool = True
+    rows: int,
+    channels: int,
+    depth: int,
+    itemsize: int,
+    gated: bool,
+    multiprocessors: int,
+    *,
+    measured: bool = True,
 ) -> LinearConfig:
-    """For up to FEW_ROWS rows: one is multiplied lane by lane, more by tensor cores.
+    """For up to FUSED_ROWS rows: one is multiplied lane by lane, more by tensor cores.
 
-    size: weight bytes per input and output channel, twice as many for a gated activation.
+    itemsize: bytes of a weight. gated: each channel has a gate, so two weights per input.
     measured: False for linears that share a launch, so that their options are alike.
     """
     choose = few_rows_tiles if measured else few_rows_tiles.rule
-    return _divided(choose(rows, channels, depth, size), channels, depth, multiprocessors)
+    tiles = choose(rows, channels, depth, itemsize, gated)
+    return _divided(tiles, channels, depth, multiprocessors)
 
 
 @tuned(fixed=("block_m",))  # a program computes all rows
-def few_rows_tiles(rows: int, channels: int, depth: int, size: int) -> LinearTiles:
+def few_rows_tiles(
+    rows: int, channels: int, depth: int, itemsize: int, gated: bool
+) -> LinearTiles:
+    """One row: `num_stages` above 1 loads tiles ahead, which needs enough of them to pay.
+
+    More rows: a program multiplies its rows once more for every tile of channels, with their norm,
+    so tiles must not be narrow. Shared memory stays below the 99 KiB of consumer GPUs.
+    """
+    size = itemsize * (2 if gated else 1)
+    if rows == 1 and depth >= 4096:
+        block_n, inputs = (4, 2048) if gated else (8, 2048 if depth > 8192 else 1024)
+        return LinearTiles(
+            block_m=1, block_n=block_n, block_k=inputs // itemsize, num_warps=4, num_stages=3
+        )
     if rows == 1:
         block_k = min(power_of_2(depth), 2048 // size)
-        return LinearTiles(block_m=1, block_n=8, block_k=block_k, num_warps=4, num_stages=2)
+        return LinearTiles(block_m=1, block_n=8, block_k=block_k, num_warps=4, num_stages=1)
+    if itemsize == 2 and (gated or channels >= 2048):
+        block_k = min(power_of_2(depth, 16), 256)
+        return LinearTiles(
+            block_m=16, block_n=32, block_k=block_k, num_warps=4, num_stages=2 if gated else 3
+        )
     block_k = min(power_of_2(depth, 16), 512 // size if size < 8 else 32)
     stages = 4 if size == 2 else 3 if size == 4 else 1
     return LinearTiles(block_m=16, block_n=16, block_k=block_k, num_warps=4, num_stages=stages)
@@ -89,7 +119,8 @@ def gated_rows_config(
     Every tile of channels computes the norm again, so tiles of several rows have more channels.
     """
     if rows == 1:
-        tiles = few_rows_tiles.rule(rows, channels, depth, size)
+        block_k = min(power_of_2(depth), 2048 // size)
+        tiles = LinearTiles(block_m=1, block_n=8, block_k=block_k, num_warps=4, num_stages=1)
     else:
         block_k = min(power_of_2(depth, 16), 256 // size)
         stages = 4 if size == 2 else 2

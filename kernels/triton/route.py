@@ -130,11 +130,13 @@ def plan(
 
 def takes(x: Tensor, router: Tensor, eps: float) -> bool:
     """Whether one kernel computes these rows."""
-    if not fused_linear.takes(x, router, eps) or router.shape[0] > _MAX_EXPERTS:
-        return False
     rows, depth = x.shape
+    if rows > FEW_ROWS or router.shape[0] > _MAX_EXPERTS:
+        return False
+    if not fused_linear.takes(x, router, eps):
+        return False
     experts, size = router.shape[0], router.element_size()
-    config = few_rows_config(rows, experts, depth, size, multiprocessors(x.device))
+    config = few_rows_config(rows, experts, depth, size, False, multiprocessors(x.device))
     return rows * cdiv(depth, cdiv(experts, config.tiles.block_n)) <= _MAX_VALUES
 
 

@@ -90,12 +90,17 @@ def bind_model(
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Compile every kernel that a step may need, several at a time, and run each once."""
+    """Compile every kernel that a step may need, and run each once."""
+    compile_kernels(runner)
+    runner.warm_up()
+
+
+def compile_kernels(runner: ModelRunner) -> None:
+    """Compile every kernel that a step may need, several at a time."""
     if importlib.util.find_spec("triton") is not None:
         launch = importlib.import_module("llmc.kernels.triton.launch")
         with launch.compiling_together():
             runner.warm_up()
-    runner.warm_up()
 
 
 def make_runner(

@@ -21,7 +21,7 @@ from llmc.runner import kv_cache
 from llmc.runner.graphs import MAX_MIXED
 from llmc.runner.model_runner import ModelRunner
 from llmc.sampling_params import SamplingParams
-from llmc.startup.bind import StepMode, cache_layout, make_runner, num_tables
+from llmc.startup.bind import StepMode, cache_layout, compile_kernels, make_runner, num_tables
 from llmc.startup.compile import CompiledModel, LoadedModel, keep
 from llmc.startup.sizing import ModelProfile, PeakMemory
 from llmc.startup.verify_packing import LENGTHS, verify_packing
@@ -91,6 +91,8 @@ def _measured(
         max_model_len=max(probed, *LENGTHS),
         can_swap=False,
     ).runner
+    if program.device.type == "cuda" and mode.ranks is None:
+        compile_kernels(probe)  # several at a time; a step would compile one after another
     plan = _profile_plan(probed, blocks * groups, is_scored=_scores_tokens(model))
     peak = PeakMemory(program.device)
     activations = _activations(probe, plan, peak, tokens)

@@ -37,7 +37,7 @@ from llmc.kernels.triton.linear_configs import LinearTiles, few_rows_config, few
 from llmc.kernels.tuned import FUNCTIONS, Key
 
 CPU = torch.device("cpu")
-SHAPE = (64, 96, 2)  # channels, depth, bytes per weight
+SHAPE = (64, 96, 2, False)  # channels, depth, bytes per weight, gated
 Cost = Callable[[LinearTiles], float]
 
 

@@ -74,7 +74,9 @@ def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def test_without_a_table_the_code_chooses(caplog: pytest.LogCaptureFixture) -> None:
     assert configs.attention_config(*DECODE) == configs.attention_config.rule(*DECODE)
-    assert few_rows_config(1, 4096, 4096, 2, 132).tiles == few_rows_tiles.rule(1, 4096, 4096, 2)
+    assert few_rows_config(1, 4096, 4096, 2, False, 132).tiles == few_rows_tiles.rule(
+        1, 4096, 4096, 2, False
+    )
     assert tuned.load_table() == {} and not caplog.records
 
 
@@ -89,7 +91,7 @@ def test_a_line_is_for_the_numbers_of_rows_for_which_the_code_chooses_alike(use:
 
 
 def test_linears_are_split_by_the_measured_tiles(use: Any) -> None:
-    shape = (4000, 4096, 2)
+    shape = (4000, 4096, 2, False)
     use(table(line(few_rows_tiles, 1, *shape, block_n=32, waves=2)))
     found = few_rows_config(1, *shape, 132)
     assert (found.tiles.block_n, found.tiles.waves) == (32, 2)
@@ -146,7 +148,7 @@ def test_options_reach_the_kernels_that_were_measured_and_no_others(use: Any) ->
 
     before = constants()
     attention = line(configs.attention_config, 16, 64, 2, 2, False, block_n=32)
-    use(table(line(few_rows_tiles, 1, 64, 64, 2, block_n=4), attention))
+    use(table(line(few_rows_tiles, 1, 64, 64, 2, False, block_n=4), attention))
     linear, *others = constants()
     assert (before[0]["BLOCK_N"], linear["BLOCK_N"]) == (8, 4) and others == before[1:]
 
@@ -174,7 +176,7 @@ BROKEN: dict[str, Any] = {
     "a tile that is no power of two": table(line(configs.attention_config, *DECODE, block_n=48)),
     "warps that are no power of two": table(line(configs.attention_config, *DECODE, num_warps=3)),
     "zero": table(line(configs.attention_config, *DECODE, block_m=0)),
-    "rows left out": table(line(few_rows_tiles, 4, 64, 64, 2, block_m=4)),
+    "rows left out": table(line(few_rows_tiles, 4, 64, 64, 2, False, block_m=4)),
     "units cut": table(line(low_bit_tiles, 4, 64, 64, 4, 2, block_k=16)),
     "units of experts cut": table(line(configs.low_bit_expert_config, 8, 8, 2, block_k=16)),
     "groups joined": table(
