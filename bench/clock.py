@@ -85,7 +85,7 @@ def _captured(run: Call, copies: int) -> Call | None:
     torch.cuda.synchronize()
     graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):  # ops keep counters for each stream
             for _ in range(copies):
                 run()
     except RuntimeError as error:

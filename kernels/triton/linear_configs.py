@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from llmc.kernels.triton.launch import cdiv, power_of_2
 from llmc.kernels.tuned import tuned
 
@@ -87,8 +89,8 @@ def few_rows_tiles(
 ) -> LinearTiles:
     """One row: `num_stages` above 1 loads tiles ahead, which needs enough of them to pay.
 
-    More rows: a program multiplies its rows once more for every tile of channels, with their norm,
-    so tiles must not be narrow. Shared memory stays below the 99 KiB of consumer GPUs.
+    More rows: each tile of channels takes the norm of the rows anew, so tiles must not be narrow.
+    Shared memory stays below the 99 KiB of consumer GPUs.
     """
     size = itemsize * (2 if gated else 1)
     if rows == 1 and depth >= 4096:
@@ -101,8 +103,10 @@ def few_rows_tiles(
         return LinearTiles(block_m=1, block_n=8, block_k=block_k, num_warps=4, num_stages=1)
     if itemsize == 2 and (gated or channels >= 2048):
         block_k = min(power_of_2(depth, 16), 256)
+        # a third stage of both weights fits, except into the 64 KiB of AMD's; it pays if deep
+        stages = 2 if gated and (depth < 4096 or torch.version.hip) else 3
         return LinearTiles(
-            block_m=16, block_n=32, block_k=block_k, num_warps=4, num_stages=2 if gated else 3
+            block_m=16, block_n=32, block_k=block_k, num_warps=4, num_stages=stages
         )
     block_k = min(power_of_2(depth, 16), 512 // size if size < 8 else 32)
     stages = 4 if size == 2 else 3 if size == 4 else 1

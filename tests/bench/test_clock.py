@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import bench_package  # noqa: F401 - before bench
@@ -70,8 +70,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         def wait_stream(self, other: Any) -> None:
             pass
 
+    warm: list[Stream] = []
+
+    def run_on(stream: Stream) -> AbstractContextManager[None]:
+        warm.append(stream)
+        return nullcontext()
+
     @contextmanager
-    def record(graph: Graph) -> Iterator[None]:
+    def record(graph: Graph, stream: Stream) -> Iterator[None]:
+        assert stream in warm, "ops allocate what a graph may not, on the stream that runs them"
         device.recording = graph.calls
         try:
             yield
@@ -83,7 +90,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         "CUDAGraph": Graph,
         "Stream": Stream,
         "graph": record,
-        "stream": nullcontext,
+        "stream": run_on,
         "current_stream": Stream,
         "set_stream": lambda stream: None,
         "synchronize": lambda: None,

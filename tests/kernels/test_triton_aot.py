@@ -76,8 +76,13 @@ def budget() -> Iterator[dict[str, dict[str, int]]]:
 @pytest.mark.parametrize("target", tiered(TARGETS, "sm_90"))
 @pytest.mark.parametrize("build", BUILDS)
 def test_build_is_within_its_budget(
-    build: str, target: str, budget: dict[str, dict[str, int]]
+    build: str,
+    target: str,
+    budget: dict[str, dict[str, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if target.startswith("gfx"):  # as torch says it there
+        monkeypatch.setattr(torch.version, "hip", "7.0")
     for kernel, launch in named_launches(BUILDS[build]()):
         if not is_for(launch, target):
             continue
