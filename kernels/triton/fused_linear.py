@@ -240,6 +240,7 @@ def plan(
         0 if gate is None else group, out,
     )  # fmt: skip
     (launch,) = base.launches
+    is_pipelined = not launch.constants["DOT"] and launch.num_stages > 1
     gates = None if gate is None else gate.reshape(-1, depth)
     launch = replace(
         launch,
@@ -249,7 +250,7 @@ def plan(
         constants={
             **launch.constants, "SILU": gate_act == "silu", "GATE_FIRST": gate_first,
             "GROUP": 0 if gate is None or group == depth else group,
-            "AHEAD": None if launch.constants["DOT"] or launch.num_stages == 1 else launch.num_stages,
+            "AHEAD": launch.num_stages if is_pipelined else None,
         },
     )  # fmt: skip
     return Plan(out=base.out, launches=(launch,))

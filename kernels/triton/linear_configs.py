@@ -84,9 +84,7 @@ def few_rows_config(
 
 
 @tuned(fixed=("block_m",))  # a program computes all rows
-def few_rows_tiles(
-    rows: int, channels: int, depth: int, itemsize: int, gated: bool
-) -> LinearTiles:
+def few_rows_tiles(rows: int, channels: int, depth: int, itemsize: int, gated: bool) -> LinearTiles:
     """One row: `num_stages` above 1 loads tiles ahead, which needs enough of them to pay.
 
     More rows: each tile of channels takes the norm of the rows anew, so tiles must not be narrow.
@@ -105,9 +103,7 @@ def few_rows_tiles(
         block_k = min(power_of_2(depth, 16), 256)
         # a third stage of both weights fits, except into the 64 KiB of AMD's; it pays if deep
         stages = 2 if gated and (depth < 4096 or torch.version.hip) else 3
-        return LinearTiles(
-            block_m=16, block_n=32, block_k=block_k, num_warps=4, num_stages=stages
-        )
+        return LinearTiles(block_m=16, block_n=32, block_k=block_k, num_warps=4, num_stages=stages)
     block_k = min(power_of_2(depth, 16), 512 // size if size < 8 else 32)
     stages = 4 if size == 2 else 3 if size == 4 else 1
     return LinearTiles(block_m=16, block_n=16, block_k=block_k, num_warps=4, num_stages=stages)
