@@ -10,7 +10,7 @@ its own key head, and only then reads the range.
   prefixes: a block is shared only once it is computed, and then no longer written.
 - Query tiles, and head tiles of one key head, can have ranges in common. They write the same bits
   to the same slots, so it does not matter who is first, and all read only what they wrote too.
-- Padding has no context, hence no keys: nothing is written. A negative slot is skipped.
+- Padding has no context, hence no keys: nothing is written, nor is a token with a negative slot.
 
 The barrier makes the writes of a program's threads visible to its other threads (`orders_stores` in
 counters.py says on which GPUs).
@@ -66,24 +66,24 @@ def write_new(key, value, key_norm, cos_table, sin_table, positions, slots,
     for place in tl.range(first, stop):
         token = (place - offset).to(tl.int64)
         slot = tl.load(slots + token).to(tl.int64)
-        if slot >= 0:
-            block = slot // BLOCK_SIZE
-            inside = slot % BLOCK_SIZE
-            position = tl.load(positions + token).to(tl.int64)
-            x = turn(key + token * key_token + (head + one) * key_head, key_norm,
-                     cos_table + position * cos_row, sin_table + position * sin_row, one == 0, eps,
-                     norm_offset, NORM, DIM, DIM_PAD, WIDTH, INTERLEAVED)  # fmt: skip
-            store_cached(
-                key_cache + block * kc_block + inside * kc_slot + (head + one) * kc_head + d,
-                x,
-                scales_of(k_scale, head, heads, K_SCALE_STRIDE),
-                d < DIM,
-                FORMAT,
-            )
-            copy_heads(value + token * value_token,
-                       value_cache + block * vc_block + inside * vc_slot, value_head, vc_head,
-                       heads, v_scale, 1, V_DIM, V_DIM_PAD, FORMAT, V_SCALE_STRIDE,
-                       head)  # fmt: skip
+        is_kept = slot >= 0  # a mask, not a branch: all loads are under way at once
+        block = slot // BLOCK_SIZE
+        inside = slot % BLOCK_SIZE
+        position = tl.load(positions + token).to(tl.int64)
+        x = turn(key + token * key_token + (head + one) * key_head, key_norm,
+                 cos_table + position * cos_row, sin_table + position * sin_row, one == 0, eps,
+                 norm_offset, NORM, DIM, DIM_PAD, WIDTH, INTERLEAVED)  # fmt: skip
+        store_cached(
+            key_cache + block * kc_block + inside * kc_slot + (head + one) * kc_head + d,
+            x,
+            scales_of(k_scale, head, heads, K_SCALE_STRIDE),
+            (d < DIM) & is_kept,
+            FORMAT,
+        )
+        copy_heads(value + token * value_token,
+                   value_cache + block * vc_block + inside * vc_slot, value_head, vc_head,
+                   tl.where(is_kept, heads, 0), v_scale, 1, V_DIM, V_DIM_PAD, FORMAT,
+                   V_SCALE_STRIDE, head)  # fmt: skip
     barrier()
 
 
