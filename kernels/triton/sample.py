@@ -10,11 +10,13 @@ from torch import Tensor
 
 from llmc.kernels.sample import GREEDY_BELOW, sample
 from llmc.kernels.triton import dependent_launch
-from llmc.kernels.triton.configs import LOGITS_BLOCK
+from llmc.kernels.triton.configs import LOGITS_BLOCK, row_warps
 from llmc.kernels.triton.define import define, supports_tensors
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.sample_draw import draw_kernel
 from llmc.kernels.triton.sample_stats import stats_kernel
+
+_GROUP = 4  # chunks that a program reads at a time
 
 
 def plan(
@@ -62,6 +64,8 @@ def draw_launch(
     names = ("temperatures", "top_ks", "top_ps", "min_ps", "seeds")
     logits, chunks = shared["logits"], shared["chunks"]
     token = logits.new_empty(logits.shape[0], dtype=torch.int64)
+    block = logits_block(shared["vocab"])
+    group = min(_GROUP, power_of_2(chunks))
     pdl = dependent_launch.applies_to(logits.device)
     launch = Launch(
         kernel=draw_kernel,
@@ -71,10 +75,10 @@ def draw_launch(
             "positions": position, "tokens": token,
         },
         constants={
-            "GREEDY_BELOW": GREEDY_BELOW, "BLOCK": logits_block(shared["vocab"]),
+            "GREEDY_BELOW": GREEDY_BELOW, "GROUP": group, "BLOCK": block,
             "CHUNKS": power_of_2(chunks), "AHEAD": ahead, "PDL": pdl,
         },
-        num_warps=8,
+        num_warps=16 if group * block > 4096 else row_warps(group * block),
         pdl=pdl,
     )  # fmt: skip
     return token, launch

@@ -1,7 +1,11 @@
 """Second half of the sampler: one program per row, no sort, no probabilities written to memory.
 
-top-k: the threshold, the k-th highest logit, is found by bisection over floats ordered as integers,
-first on the chunks' maxima, then on the logits of chunks whose maximum is at or above it.
+A pass over a row goes over groups of chunks, and skips those whose maximum is too low. Its sums and
+maxima are kept for each lane, and reduced once at its end.
+
+top-k: the threshold, the k-th highest logit, is found by search over floats ordered as integers,
+first on the chunks' maxima, then on the logits: each pass counts above three thresholds, so that
+the interval shrinks to a quarter.
 
 top-p: by rejection. The kept tokens are those with less than top_p of the probability mass strictly
 above them, so every token below a rejected one is rejected too. Take the Gumbel-max winner of the
@@ -20,8 +24,10 @@ import triton.language as tl
 from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.philox import gumbel
 
-# noise never exceeds -log(-log(1 - 2^-24)) = 16.64: logits further behind the leader can't win
-MAX_NOISE = tl.constexpr(16.7)
+# noise is between -log(-log(2^-24)) = -2.82 and -log(-log(1 - 2^-24)) = 16.64: a logit that is
+# further behind the highest can't win
+MAX_BEHIND = tl.constexpr(19.6)
+LOWEST_KEY = tl.constexpr(-2147483648)
 MINUS_INF = tl.constexpr(float("-inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -34,76 +40,89 @@ def ordered(x):
 
 
 @triton.jit
-def load_scaled(row_logits, c, vocab, temperature, BLOCK: tl.constexpr):
-    v = c * BLOCK + tl.arange(0, BLOCK)
+def scaled(x, temperature):
+    return tl.div_rn(x, tl.full(x.shape, 1.0, tl.float32) * temperature)
+
+
+@triton.jit
+def load_scaled(row_logits, group, vocab, temperature, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """The scaled logits [GROUP * BLOCK] of the chunks from `group` on, and their tokens."""
+    v = group * BLOCK + tl.arange(0, GROUP * BLOCK)
     x = tl.load(row_logits + v, mask=v < vocab, other=MINUS_INF).to(tl.float32)
-    return tl.div_rn(x, tl.full([BLOCK], 1.0, tl.float32) * temperature), v
+    return scaled(x, temperature), v
 
 
 @triton.jit
-def next_chunk(scaled_max, key, behind, after, CHUNKS: tl.constexpr):
-    """The next chunk whose maximum has a key >= `key` and is >= `behind`; CHUNKS if none is."""
-    c = tl.arange(0, CHUNKS)
-    wanted = (c > after) & (ordered(scaled_max) >= key) & (scaled_max >= behind)
-    return tl.min(tl.where(wanted, c, CHUNKS), axis=0)
+def highest_of(row_max, group, chunks, temperature, GROUP: tl.constexpr):
+    """The highest scaled logit of the chunks from `group` on."""
+    c = group + tl.arange(0, GROUP)
+    maxima = tl.load(row_max + c, mask=c < chunks, other=MINUS_INF)
+    return tl.max(scaled(maxima, temperature), axis=0)
 
 
 @triton.jit
-def count_reaching(row_logits, scaled_max, key, vocab, temperature,
-                   BLOCK: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
-    """How many scaled logits have a key >= `key`."""
-    total = tl.sum(tl.zeros([BLOCK], tl.int32), axis=0)
-    c = next_chunk(scaled_max, key, MINUS_INF, -1, CHUNKS)
-    while c < CHUNKS:
-        x, v = load_scaled(row_logits, c, vocab, temperature, BLOCK)
-        total += tl.sum(((ordered(x) >= key) & (v < vocab)).to(tl.int32), axis=0)
-        c = next_chunk(scaled_max, key, MINUS_INF, c, CHUNKS)
-    return total
+def count_reaching(row_logits, row_max, low, middle, high, vocab, chunks, temperature,
+                   GROUP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """How many scaled logits have a key >= each of three, of which `low` is the lowest."""
+    of_low = tl.zeros([GROUP * BLOCK], tl.int32)
+    of_middle = tl.zeros([GROUP * BLOCK], tl.int32)
+    of_high = tl.zeros([GROUP * BLOCK], tl.int32)
+    for group in tl.range(0, chunks, GROUP):
+        if ordered(highest_of(row_max, group, chunks, temperature, GROUP)) >= low:
+            x, v = load_scaled(row_logits, group, vocab, temperature, GROUP, BLOCK)
+            keys = tl.where(v < vocab, ordered(x), LOWEST_KEY)
+            of_low += (keys >= low).to(tl.int32)
+            of_middle += (keys >= middle).to(tl.int32)
+            of_high += (keys >= high).to(tl.int32)
+    return tl.sum(of_low, axis=0), tl.sum(of_middle, axis=0), tl.sum(of_high, axis=0)
 
 
 @triton.jit
-def mass_from(row_logits, scaled_max, key, top, vocab, temperature,
-              BLOCK: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
+def mass_from(row_logits, row_max, key, top, vocab, chunks, temperature,
+              GROUP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Sum of exp(x - top) over scaled logits with a key >= `key`."""
-    total = tl.sum(tl.zeros([BLOCK], tl.float32), axis=0)
-    c = next_chunk(scaled_max, key, MINUS_INF, -1, CHUNKS)
-    while c < CHUNKS:
-        x, v = load_scaled(row_logits, c, vocab, temperature, BLOCK)
-        weight = tl.exp2((x - top) * LOG2E)
-        total += tl.sum(tl.where((ordered(x) >= key) & (v < vocab), weight, 0.0), axis=0)
-        c = next_chunk(scaled_max, key, MINUS_INF, c, CHUNKS)
-    return total
+    total = tl.zeros([GROUP * BLOCK], tl.float32)
+    for group in tl.range(0, chunks, GROUP):
+        if ordered(highest_of(row_max, group, chunks, temperature, GROUP)) >= key:
+            x, v = load_scaled(row_logits, group, vocab, temperature, GROUP, BLOCK)
+            weight = tl.exp2((x - top) * LOG2E)
+            total += tl.where((ordered(x) >= key) & (v < vocab), weight, 0.0)
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
-def leader(row_logits, scaled_max, key, seed, position, vocab, temperature,
-           BLOCK: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
-    """The token with the highest scaled logit + noise among keys >= `key`, and its key."""
-    best = tl.max(tl.full([BLOCK], MINUS_INF, tl.float32), axis=0)
-    token = tl.min(tl.zeros([BLOCK], tl.int32), axis=0)
-    token_key = key
-    c = next_chunk(scaled_max, key, MINUS_INF, -1, CHUNKS)
-    while c < CHUNKS:
-        x, v = load_scaled(row_logits, c, vocab, temperature, BLOCK)
-        keys = ordered(x)
-        noisy = x + gumbel(seed, position, c * BLOCK, BLOCK)
-        noisy = tl.where((keys >= key) & (v < vocab), noisy, MINUS_INF)
-        winner = tl.max(noisy, axis=0)
-        if winner > best:
-            best = winner
-            token = tl.min(tl.where(noisy == winner, v, vocab), axis=0)
-            token_key = tl.max(tl.where(v == token, keys, -2147483648), axis=0)
-        c = next_chunk(scaled_max, key, best - MAX_NOISE, c, CHUNKS)
+def leader(row_logits, row_max, key, top, seed, position, vocab, chunks, temperature,
+           GROUP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The token with the highest scaled logit + noise among keys >= `key`, and its key. The highest
+    logit, `top`, is among them."""
+    best = tl.full([GROUP * BLOCK], MINUS_INF, tl.float32)
+    tokens = tl.zeros([GROUP * BLOCK], tl.int32)
+    keys_of_best = tl.full([GROUP * BLOCK], LOWEST_KEY, tl.int32)
+    for group in tl.range(0, chunks, GROUP):
+        highest = highest_of(row_max, group, chunks, temperature, GROUP)
+        if (ordered(highest) >= key) & (highest >= top - MAX_BEHIND):
+            x, v = load_scaled(row_logits, group, vocab, temperature, GROUP, BLOCK)
+            keys = ordered(x)
+            noisy = x + gumbel(seed, position, group * BLOCK, GROUP * BLOCK)
+            better = (keys >= key) & (v < vocab) & (noisy > best)
+            best = tl.where(better, noisy, best)
+            tokens = tl.where(better, v, tokens)
+            keys_of_best = tl.where(better, keys, keys_of_best)
+    winner = tl.max(best, axis=0)
+    token = tl.min(tl.where(best == winner, tokens, vocab), axis=0)
+    token_key = tl.max(tl.where(tokens == token, keys_of_best, LOWEST_KEY), axis=0)
     return token, token_key
 
 
 @triton.jit
-def kth_key(row_logits, scaled_max, k, vocab, chunks, temperature,
-            BLOCK: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
-    """The key of the k-th highest scaled logit, or a lower key that exactly k logits reach."""
-    chunk_keys = ordered(scaled_max)  # entries past the last chunk are -inf, below every bound
+def kth_key(row_logits, row_max, chunk_keys, k, vocab, chunks, temperature,
+            GROUP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The key of the k-th highest scaled logit, or a lower key that exactly k logits reach.
+
+    chunk_keys: of the chunks' maxima; past the last chunk that of -inf, below every bound.
+    """
     high = tl.max(chunk_keys, axis=0).to(tl.int64)
-    low = ordered(tl.max(tl.full([CHUNKS], MINUS_INF, tl.float32), axis=0)).to(tl.int64)
+    low = ordered(tl.max(tl.full(chunk_keys.shape, MINUS_INF, tl.float32), axis=0)).to(tl.int64)
     bound = low
     if k <= chunks:  # k maxima are at or above the bound, so at least k logits are
         top_bound = high
@@ -115,15 +134,30 @@ def kth_key(row_logits, scaled_max, k, vocab, chunks, temperature,
                 top_bound = middle - 1
     low = bound
     while low < high:
-        middle = low + (high - low + 1) // 2
-        count = count_reaching(row_logits, scaled_max, middle.to(tl.int32), vocab,
-                               temperature, BLOCK, CHUNKS)  # fmt: skip
-        if count >= k:
-            low = middle
+        # k or more reach `low`, fewer than k reach `high` + 1
+        first = low + (high - low + 3) // 4
+        second = low + (2 * (high - low) + 3) // 4
+        third = low + (3 * (high - low) + 3) // 4
+        of_first, of_second, of_third = count_reaching(
+            row_logits, row_max, first.to(tl.int32), second.to(tl.int32), third.to(tl.int32),
+            vocab, chunks, temperature, GROUP, BLOCK,
+        )  # fmt: skip
+        if of_third >= k:
+            low = third
+            if of_third == k:
+                high = low
+        elif of_second >= k:
+            low = second
+            high = third - 1
+            if of_second == k:
+                high = low
+        elif of_first >= k:
+            low = first
+            high = second - 1
+            if of_first == k:
+                high = low
         else:
-            high = middle - 1
-        if count == k:
-            high = low
+            high = first - 1
     return low.to(tl.int32)
 
 
@@ -131,7 +165,8 @@ def kth_key(row_logits, scaled_max, k, vocab, chunks, temperature,
 def draw_kernel(
     logits, chunk_max, chunk_arg, rows, temperatures, top_ks, top_ps, min_ps, seeds, positions,
     tokens, logits_row, vocab, chunks, GREEDY_BELOW: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """rows [S]: where the parameters of each logits row are; None: in the same row.
 
@@ -154,7 +189,8 @@ def draw_kernel(
         tl.store(tokens + row, tl.load(chunk_arg + row * chunks + first).to(tl.int64))
     else:
         row_logits = logits + row * logits_row
-        scaled_max = tl.div_rn(maxima, tl.full([CHUNKS], 1.0, tl.float32) * temperature)
+        row_max = chunk_max + row * chunks
+        scaled_max = scaled(maxima, temperature)
         top = tl.max(scaled_max, axis=0)
         # the lowest key of logits that can win; -inf is never sampled
         key = ordered(tl.max(tl.full([CHUNKS], MINUS_INF, tl.float32), axis=0)) + 1
@@ -163,27 +199,27 @@ def draw_kernel(
             key = tl.maximum(key, ordered(top + tl.log(tl.maximum(min_p, 1.2e-38))))
         k = tl.load(top_ks + at)
         if (k > 0) & (k < vocab):
-            key = tl.maximum(key, kth_key(row_logits, scaled_max, k, vocab, chunks, temperature,
-                                          BLOCK, CHUNKS))  # fmt: skip
+            key = tl.maximum(key, kth_key(row_logits, row_max, ordered(scaled_max), k, vocab,
+                                          chunks, temperature, GROUP, BLOCK))  # fmt: skip
         seed = tl.load(seeds + at)
         position = tl.load(positions + row).to(tl.int64) + AHEAD
-        token, token_key = leader(row_logits, scaled_max, key, seed, position, vocab,
-                                  temperature, BLOCK, CHUNKS)  # fmt: skip
+        token, token_key = leader(row_logits, row_max, key, top, seed, position, vocab, chunks,
+                                  temperature, GROUP, BLOCK)  # fmt: skip
         top_p = tl.load(top_ps + at)
         if top_p < 1:
-            allowed = top_p * mass_from(row_logits, scaled_max, key, top, vocab,
-                                        temperature, BLOCK, CHUNKS)  # fmt: skip
+            allowed = top_p * mass_from(row_logits, row_max, key, top, vocab, chunks,
+                                        temperature, GROUP, BLOCK)  # fmt: skip
             top_key = ordered(top)
             rejected = 1
             while rejected == 1:
                 above = 0.0
                 if token_key < top_key:
-                    above = mass_from(row_logits, scaled_max, token_key + 1, top, vocab,
-                                      temperature, BLOCK, CHUNKS)  # fmt: skip
+                    above = mass_from(row_logits, row_max, token_key + 1, top, vocab, chunks,
+                                      temperature, GROUP, BLOCK)  # fmt: skip
                 if (token_key >= top_key) | (above < allowed):
                     rejected = 0
                 else:
-                    token, token_key = leader(row_logits, scaled_max, token_key + 1, seed,
-                                              position, vocab, temperature,
-                                              BLOCK, CHUNKS)  # fmt: skip
+                    token, token_key = leader(row_logits, row_max, token_key + 1, top, seed,
+                                              position, vocab, chunks, temperature, GROUP,
+                                              BLOCK)  # fmt: skip
         tl.store(tokens + row, token.to(tl.int64))
