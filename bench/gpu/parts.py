@@ -106,9 +106,9 @@ def _peer(name: str) -> Run:
 PARTS = (
     Part(
         name="smoke", about="every op once; a small model's graphs, also from another thread",
-        expected_s=60, most_s=120, timed=False, load=_smoke,
+        expected_s=45, most_s=120, timed=False, load=_smoke,
     ),
-    Part(name="tests", about="pytest -m gpu", expected_s=90, most_s=250, timed=False, load=_tests),
+    Part(name="tests", about="pytest -m gpu", expected_s=114, most_s=250, timed=False, load=_tests),
     Part(
         name="warm", about="compile all that later parts run, cold, several at a time",
         expected_s=100, most_s=170, timed=False, load=_warm,
@@ -119,19 +119,19 @@ PARTS = (
     ),
     Part(
         name="limits", about="bandwidths; cuBLAS at 8192 cubed and at the models' shapes",
-        expected_s=20, most_s=45, load=_limits,
+        expected_s=14, most_s=45, load=_limits,
     ),
     Part(
         name="8b", about="all figures of Llama-3.1-8B",
-        expected_s=50, most_s=270, load=partial(_model, "8b"),
+        expected_s=42, most_s=270, load=partial(_model, "8b"),
     ),
     Part(
         name="0.6b", about="all figures of Qwen3-0.6B",
-        expected_s=30, most_s=200, load=partial(_model, "0.6b"),
+        expected_s=27, most_s=200, load=partial(_model, "0.6b"),
     ),
     Part(
         name="kernels", about="single ops, compared with torch",
-        expected_s=40, most_s=80, load=_kernels,
+        expected_s=51, most_s=80, load=_kernels,
     ),
     Part(
         name="peer-0.6b", about="Qwen3-0.6B compared with transformers",
@@ -143,7 +143,7 @@ PARTS = (
     ),
     Part(
         name="1b", about="all figures of Llama-3.2-1B",
-        expected_s=30, most_s=200, load=partial(_model, "1b"),
+        expected_s=25, most_s=200, load=partial(_model, "1b"),
     ),
     Part(
         name="ablate", about="each pass off or on, async off, on Qwen3-0.6B",

@@ -6,6 +6,7 @@ must give the same bits, also after its step was replaced and captured anew from
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,14 +43,13 @@ def run(settings: Settings, record: Record) -> None:
 def every_op(settings: Settings) -> dict[str, Any]:
     """The error of each op's first case in this dtype. Raises RuntimeError naming those that
     failed, after all have run."""
-    kind = _register(settings)
+    chosen = _first_cases(_register(settings), settings)
+    if settings.device == "cuda":
+        _compile(chosen)
     errors: dict[str, float] = {}
     failed: dict[str, str] = {}
-    for name, op in sorted(OPS.items()):
-        impl = next((i for i in op.impls if i.name == kind and i.available()), None)
-        case = _first_case(op, impl, settings) if impl is not None else None
-        if impl is None or case is None:
-            continue
+    for op, impl, case in chosen:
+        name = op.name
         try:
             errors[name] = _error(op, impl, case)
         except Exception as error:  # whatever it is, the next op still runs
@@ -68,6 +68,26 @@ def _register(settings: Settings) -> str:
     importlib.import_module("llmc.kernels.cpu")
     load()
     return "cpu"
+
+
+def _first_cases(kind: str, settings: Settings) -> list[tuple[Op, Impl, tuple[Any, ...]]]:
+    found = []
+    for _, op in sorted(OPS.items()):
+        impl = next((i for i in op.impls if i.name == kind and i.available()), None)
+        case = _first_case(op, impl, settings) if impl is not None else None
+        if impl is not None and case is not None:
+            found.append((op, impl, case))
+    return found
+
+
+def _compile(chosen: Sequence[tuple[Op, Impl, Sequence[Any]]]) -> None:
+    """Compile the ops' kernels several at a time: one by one that takes 40 seconds."""
+    from llmc.kernels.triton.launch import compiling_together
+
+    with compiling_together():
+        for _, impl, case in chosen:
+            with contextlib.suppress(Exception):  # reported when the op runs
+                _effect(impl.op(), case)
 
 
 def _first_case(op: Op, impl: Impl, settings: Settings) -> tuple[Any, ...] | None:

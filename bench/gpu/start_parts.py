@@ -36,7 +36,9 @@ TESTS_S = 230.0  # less than the part's limit, so that what has run is reported
 
 def run_tests(settings: Settings, record: Record) -> None:
     """Run the tests: those of ops, dominated by compiling, on several workers with pytest-xdist."""
-    workers = ["-n", "10"] if importlib.util.find_spec("xdist") and not settings.tiny else []
+    workers = []
+    if importlib.util.find_spec("xdist") and not settings.tiny:
+        workers = ["-n", str(max(2, (os.cpu_count() or 2) - 2))]
     with ThreadPoolExecutor(2) as pool:
         engine = ["test_gpu_engine.py", "test_gpu_parity.py"]
         ops = ["test_gpu_ops.py", "test_gpu_prompts.py"]

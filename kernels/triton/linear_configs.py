@@ -1,7 +1,7 @@
 """Launch options of the linears by shape.
 
 Those of `few_rows_tiles` in 16-bit weights were measured on an H200, in a chain of a layer's
-kernels as a step launches them (bench/results/README.md). The others are NOT YET MEASURED: chosen
+kernels as a step launches them (docs/gpu.md). The others are NOT YET MEASURED: chosen
 from published results and from the resource use that the ahead-of-time builds report.
 """
 

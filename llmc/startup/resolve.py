@@ -255,8 +255,8 @@ def pick_level(level: int | None, device: torch.device) -> int:
     """The optimization level to run.
 
     On CPU, -O0 with packed ops is as fast as compiled code and starts at once (bench/results). On
-    GPUs, few ops are left for Inductor to compile, and no figure shows yet that they are worth
-    compiling while requests are served (`python -m bench.gpu --part ladder` compares the levels).
+    GPUs, few ops are left for Inductor to compile: on an H200 it gained nothing with one request,
+    and lost 7 % with 32 (docs/gpu.md; `python -m bench.gpu --part ladder` compares the levels).
     """
     if level is not None:
         return level

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import op_cases
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_threads import torch_threads
 
 from llmc.kernels.quantized_linear import (
@@ -304,6 +306,24 @@ def test_inputs_in_fp8_are_rounded_as_checkpoints_state(group: int) -> None:
     scale = parts.abs().amax(2, keepdim=True) / 448
     want = ((parts / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)
     assert torch.equal(round_to_fp8(x, group or 256), want)
+
+
+def test_inputs_are_divided_by_tensors() -> None:
+    """On GPUs, torch multiplies by the reciprocal of a number instead: other codes at ties."""
+
+    class Divisions(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            if func.overloadpacket is torch.ops.aten.div:
+                divisors.append(args[1])
+            return func(*args, **(kwargs or {}))
+
+    divisors: list[Any] = []
+    with Divisions():
+        round_to_fp8(torch.randn(3, 64), 32)
+    assert len(divisors) == 2
+    assert all(isinstance(by, torch.Tensor) and by.dim() > 0 for by in divisors)
     assert 0.01 < float((want - x).norm() / x.norm()) < 0.04
     weight, scales = identity(256, group)
     out = quantized_linear.reference(x, weight, scales, None, None, None, 8)
