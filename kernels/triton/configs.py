@@ -2,8 +2,8 @@
 
 No autotuning at startup: the options here and in linear_configs.py are used as they are, or those
 of a table that was measured before (llmc/kernels/tuned.py). They are chosen for H100 and H200 from
-the kernels' register and shared-memory use. They have run there (docs/gpu.md), but have NOT YET BEEN
-COMPARED with others.
+the kernels' register and shared-memory use. They have run there (docs/gpu.md), but others were NOT
+YET TRIED.
 """
 
 from __future__ import annotations
