@@ -27,7 +27,7 @@ from llmc.kernels.collectives import ranks as ranks_of
 from llmc.kernels.cpu.pages import release_memory, touch_pages
 from llmc.kernels.prompts import Prompts, prompt_config
 from llmc.kernels.record_tokens import record_tokens
-from llmc.kernels.write_segments import write_segments
+from llmc.kernels.write_segments import HEADER_WORDS, write_segments
 from llmc.runner.adapter_store import AdapterStore
 from llmc.runner.buckets import Buckets, default_buckets, powers_of_2
 from llmc.runner.capture_pace import CapturePace
@@ -344,6 +344,8 @@ class ModelRunner:
             longest = (min(most, least - 1) for least in self._least.values())
             for tokens in sorted({*powers_of_2(most), *longest}):
                 self.dummy_run(rows, tokens)
+        with torch.inference_mode():  # dummies change no row
+            write_segments.run(self.rows.memory, self.rows.memory.new_zeros(HEADER_WORDS))
         if not self._pools:
             self._warm_up_logprobs()
 
