@@ -23,6 +23,8 @@ class AttentionConfig:
     min_tiles: int  # a key range is at least this many tiles
     combine_rows: int  # rows of a tile and key ranges that are combined at a time
     combine_splits: int
+    # per thread, on NVIDIA GPUs: so few that `waves` programs are resident at once. 0: any number
+    max_registers: int = 0
     # load whole tiles through tensor descriptors where the cache allows it: off until measured
     descriptors: bool = False
     # with descriptors, on GPUs for which Triton can: separate warps copy, multiply and compute the
@@ -51,7 +53,7 @@ def attention_config(
     if rows <= 16:  # decode
         return AttentionConfig(
             block_m=16, block_n=32 if dim > 128 else 64, num_warps=4, num_stages=3, waves=4,
-            min_tiles=4, combine_rows=4, combine_splits=8,
+            min_tiles=4, combine_rows=4, combine_splits=8, max_registers=128 if dim > 64 else 0,
         )  # fmt: skip
     if rows <= 64 or dim > 128 or widens:  # few draft or prompt tokens per request, or wide heads
         return AttentionConfig(

@@ -136,6 +136,7 @@ def plan(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         pdl=pdl,
+        max_registers=None if torch.version.hip else config.max_registers or None,
     )  # fmt: skip
     return Plan(out=out, launches=(launch,))
 
