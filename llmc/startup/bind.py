@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -91,16 +91,16 @@ def bind_model(
 
 def warm_up(runner: ModelRunner) -> None:
     """Compile every kernel that a step may need, and run each once."""
-    compile_kernels(runner)
+    compile_kernels(runner.warm_up)
     runner.warm_up()
 
 
-def compile_kernels(runner: ModelRunner) -> None:
-    """Compile every kernel that a step may need, several at a time."""
+def compile_kernels(run: Callable[[], None]) -> None:
+    """Compile the kernels that `run` launches, several at a time, instead of running them."""
     if importlib.util.find_spec("triton") is not None:
         launch = importlib.import_module("llmc.kernels.triton.launch")
         with launch.compiling_together():
-            runner.warm_up()
+            run()
 
 
 def make_runner(

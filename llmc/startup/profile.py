@@ -91,14 +91,20 @@ def _measured(
         max_model_len=max(probed, *LENGTHS),
         can_swap=False,
     ).runner
+    each = most_samples(model, tokens) if program.device.type == "cuda" else 1
+
+    def run_dummies() -> None:
+        probe.dummy_run(1, probed)
+        probe.dummy_run(config.max_num_seqs, each, each)
+
     if program.device.type == "cuda" and mode.ranks is None:
-        compile_kernels(probe)  # several at a time; a step would compile one after another
+        # the steps below would compile one after another; at a cold start they are of many shapes
+        compile_kernels(run_dummies if program.from_cache else probe.warm_up)
     plan = _profile_plan(probed, blocks * groups, is_scored=_scores_tokens(model))
     peak = PeakMemory(program.device)
     activations = _activations(probe, plan, peak, tokens)
     if mode.kernels_built:
         peak.start()
-        each = most_samples(model, tokens) if program.device.type == "cuda" else 1
         probe.dummy_run(config.max_num_seqs, each, each)
         activations = max(activations, peak.grown_by())
     graph_bytes = graphs_to_come(probe)
