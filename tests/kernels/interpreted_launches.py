@@ -35,7 +35,6 @@ from bench.program_work import program_work
 from llmc.kernels.quantized_linear import FORMATS
 from llmc.kernels.registry import OPS
 from llmc.kernels.triton import (
-    chain_linears,
     dependent_launch,
     expert_linear,
     fused_linear,
@@ -201,9 +200,8 @@ def run_without_kernels(
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         inputs = runner._dummies(shape)
         inputs = {**inputs, "block_table": inputs["block_table"].new_zeros(shape.requests, BLOCKS)}
-        for module in (chain_linears, fused_linear, quantized_linear):
+        for module in (fused_linear, quantized_linear):
             patch.setattr(module, "interpreted", lambda: False)  # as many multiprocessors as a GPU
-        patch.setattr(chain_linears, "supported", lambda: True)
         patch.setattr(paged_attention, "multiprocessors", multiprocessors)
         patch.setattr(Launch, "run", lambda launch: record(launch))
         with within:
@@ -249,16 +247,6 @@ def test_the_kernels_of_a_layer_are_launched_before_the_previous_one_ends(
         recorded = recorded_step(runner, rows)
         assert len(recorded.names) > 10
         assert recorded.late <= {"record_tokens_kernel"}, "which nothing of the step follows"
-
-
-def test_chained_linears_of_a_further_layer_are_one_launch(tmp_path: Path) -> None:
-    less, more = (
-        start(save("dense", layers, tmp_path / str(layers)), passes={"chain_linears": True})
-        for layers in (2, 3)
-    )
-    made = [described(launches(more, rows) - launches(less, rows)) for rows in ROWS]
-    chained = "2: attention_kernel, chain_kernel"
-    assert made == [chained, chained, LAUNCHES["dense"][-1]]
 
 
 # The linears of the others are those of dense models.
