@@ -318,6 +318,18 @@ def test_each_wave_of_an_amd_gpu_has_stored_its_keys_before_any_reads_them(build
     assert loads_tiles(reads) and not loads_tiles(writes)
 
 
+@pytest.mark.parametrize(
+    ("build", "loads"), [("fused_linear row", 2), ("fused_linear row gated", 4)]
+)
+def test_one_row_of_a_deep_weight_is_loaded_two_tiles_ahead(build: str, loads: int) -> None:
+    """`loads` of each tile, among them x and the norm's weight: two tiles before the loop, and one
+    in it, which waits until no more than the loads of one tile are left."""
+    code = compiled_code(BUILDS[build]().launches[0], "sm_90").asm["ptx"]
+    assert code.count("cp.async.commit_group") == 3 * loads
+    first, *_ = re.findall(r"cp\.async\.wait_group\s+(\d+)", code)
+    assert int(first) == loads
+
+
 def test_budgets_list_only_what_is_built(budget: dict[str, dict[str, int]]) -> None:
     expected = {
         f"{build} | {kernel} | {target}"

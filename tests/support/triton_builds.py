@@ -827,9 +827,8 @@ SIZED: dict[str, Callable[[int], Plan[Any]]] = {
 
 # ops whose launch options depend on the number of rows, in a few classes
 CLASSED: dict[str, Callable[[int], Plan[Any]]] = {
-    "fused_linear": lambda n: few_rows(min(n, 8), 28672, 4096, "silu"),
-    "fused_linear, norm of heads": lambda n: gated_rows(min(n, 8), 4096, 128, first=False),
-    "chain_linears": lambda n: chained(min(n, 8)),
+    "fused_linear": lambda n: few_rows(min(n, 16), 28672, 4096, "silu"),
+    "fused_linear, norm of heads": lambda n: gated_rows(min(n, 16), 4096, 128, first=False),
     "route": lambda n: router(min(n, 8), 128),
     "expert_linear": lambda n: experts(8 * n, choices=8),
     "sum_expert_linear": lambda n: experts(8 * n, sums=summed(n)),
