@@ -513,7 +513,7 @@ def test_searches_are_rehearsed_in_the_interpreter(tmp_path: Path) -> None:
     result, printed = command(tmp_path, "--tiny", "--part", "tune")
     part = result["parts"]["tune"]
     assert part["status"] == "ok" and not list(failures(part)), part
-    assert "few_rows_tiles(128, 64, 2): " in printed
+    assert "few_rows_tiles(128, 64, 2, False): " in printed
     assert json.loads((tmp_path / "gpu-files" / "tuned.json").read_text())["version"] == 1
 
 
