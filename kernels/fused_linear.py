@@ -73,6 +73,12 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         ((5,), 520, 32, True, False, "gelu_tanh", True),
         ((20,), 64, 32, True, True, "silu", True),
         ((4, 5), 64, 32, True, False, None, True),
+        ((9,), 100, 40, True, True, None, True),
+        ((2, 8), 256, 64, True, False, "silu", True),
+        # deep: one row of these is loaded ahead
+        ((1,), 4096, 16, True, False, None, True),
+        ((1,), 4100, 20, False, True, None, True),
+        ((1,), 4112, 12, True, False, "silu", True),
     ):
         x, weight = rand(*rows, k), rand(n, k) * k**-0.5
         bias = rand(n) if biased else None
@@ -89,6 +95,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         ((1,), 2, 1088, "silu", True, False, False),
         ((3,), 2, 12, "silu", False, True, True),
         ((12,), 2, 16, "silu", False, True, True),
+        ((16,), 1, 200, "sigmoid", True, True, True),
+        ((17,), 2, 16, "silu", False, True, True),
     ):
         k = groups * group
         x, weight = rand(*rows, k), rand(32, k) * k**-0.5

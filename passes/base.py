@@ -39,7 +39,6 @@ class Pass:
     """A named rewrite: `fn` with its options bound.
 
     `required`: the pass can't be switched off, because the engine needs what it inserts.
-    `on_request`: the pass is off unless it is switched on by name.
     `rounds`: a built-in pass that computes the same values with fewer bits.
     The other fields are for user passes: `place` is where in the pipeline they run (user.py),
     `changes_model` says that they change the model's output on purpose, and `cached` says whether
@@ -51,7 +50,6 @@ class Pass:
     doc: str
     options: Mapping[str, Any] = field(default_factory=dict)
     required: bool = False
-    on_request: bool = False
     place: Place = "early"
     changes_model: bool = False
     rounds: bool = False
@@ -59,7 +57,7 @@ class Pass:
 
     def is_on(self, switches: Mapping[str, bool]) -> bool:
         """Whether the pass runs with these switches, by name."""
-        return switches.get(self.name, not self.on_request)
+        return switches.get(self.name, True)
 
     def run(self, gm: fx.GraphModule) -> Notes:
         return self.fn(gm, **self.options)
@@ -93,7 +91,6 @@ class PassReport:
 def graph_pass(
     *,
     required: bool = False,
-    on_request: bool = False,
     place: Place = "early",
     changes_model: bool = False,
     rounds: bool = False,
@@ -120,7 +117,6 @@ def graph_pass(
                 doc=doc,
                 options=options,
                 required=required,
-                on_request=on_request,
                 place=place,
                 changes_model=changes_model,
                 rounds=rounds,

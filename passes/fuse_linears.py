@@ -238,13 +238,13 @@ def _is_last_reader(node: fx.Node, value: fx.Node, order: dict[fx.Node, int]) ->
     own there, `node` reads it by this argument alone, and nothing reads it later."""
     if _may_be_view(through(value, *_RESHAPES, operator.getitem)):
         return False
-    shared = sharing_memory(value)
+    shared = _sharing_memory(value)
     if not shared or sum(operand in shared for operand in node.args) > 1:
         return False
     return all(order[user] <= order[node] for one in shared for user in one.users)
 
 
-def sharing_memory(value: fx.Node) -> set[fx.Node]:
+def _sharing_memory(value: fx.Node) -> set[fx.Node]:
     """All values that may share memory with `value`; none if an input of the graph may."""
     found: set[fx.Node] = set()
     left = [value]

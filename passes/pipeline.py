@@ -11,7 +11,6 @@ from llmc.passes.apply_lora import apply_lora
 from llmc.passes.attend_whole_images import attend_whole_images
 from llmc.passes.base import Pass
 from llmc.passes.canonicalize import canonicalize
-from llmc.passes.chain_linears import chain_linears
 from llmc.passes.find_attention import find_attention
 from llmc.passes.find_convolutions import find_convolutions
 from llmc.passes.find_distance_biases import find_distance_biases
@@ -152,9 +151,6 @@ def pipeline(
             unwanted=_unless_gpu(options, "this fusion")
         ),
         fuse_experts(  # after fuse_routers: its ops
-            unwanted=_unless_gpu(options, "this fusion")
-        ),
-        chain_linears(  # after fuse_linears: its ops
             unwanted=_unless_gpu(options, "this fusion")
         ),
         *(p for p in extra if p.place == "late"),  # they see the ops that will run

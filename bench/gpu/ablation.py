@@ -1,5 +1,4 @@
-"""`ablate`: the effect of each pass (switched off in turn, or on if it is off by default), and of
-async steps.
+"""`ablate`: the effect of each pass, switched off in turn, and of async steps.
 
 One small model, a few batch sizes; everything else is as in the other parts.
 """
@@ -25,22 +24,19 @@ def run(settings: Settings, record: Record) -> None:
     record.measure("async off", partial(variant, settings, {}, async_scheduling=False))
     release()
     default = record.data.get(f"-O{level}", {})
-    for name, is_on in pass_switches(settings).items():
-        if not is_on and not _matched(name, default.get("passes", ())):
+    for name in optional_passes(settings):
+        if not _matched(name, default.get("passes", ())):
             continue  # there is nothing to switch off
-        options = {"passes": {name: is_on}}
-        record.measure(f"{name} {'on' if is_on else 'off'}", partial(variant, settings, options))
+        record.measure(f"{name} off", partial(variant, settings, {"passes": {name: False}}))
         release()
 
 
 _INERT = ("quantize_linears",)  # only active on request
 
 
-def pass_switches(settings: Settings) -> dict[str, bool]:
-    """How each optional pass is switched, by itself: off, or on if it is off by default."""
+def optional_passes(settings: Settings) -> list[str]:
     options = PipelineOptions(block_size=16, max_positions=64, device_type=settings.device)
-    passes = (p for p in pipeline(options) if not p.required and p.name not in _INERT)
-    return {p.name: p.on_request for p in passes}
+    return [p.name for p in pipeline(options) if not p.required and p.name not in _INERT]
 
 
 def _matched(name: str, reports: Any) -> bool:

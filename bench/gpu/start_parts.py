@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.ablation import engine_options, pass_switches
+from bench.gpu.ablation import engine_options, optional_passes
 from bench.gpu.record import Record
 from bench.gpu.settings import GIB, Settings
 from bench.gpu.shapes import read_config, step_bytes
@@ -101,9 +101,8 @@ def run_warm(settings: Settings, record: Record) -> None:
     """Compile every program and Inductor artifact that later parts need, several at a time."""
     jobs = [f"model {m.name}" for m in settings.models]
     jobs += [f"generate {m.name}" for m in settings.models]
-    switches = pass_switches(settings).items()
     jobs += [f"level {level}" for level in settings.levels if level > settings.default_level]
-    jobs += ["ablation", *(f"{'on' if is_on else 'off'} {name}" for name, is_on in switches)]
+    jobs += ["ablation", *(f"off {name}" for name in optional_passes(settings))]
     if settings.tiny:
         record.measure("warm", partial(run_warm_job, settings, jobs[0]))
         return
@@ -141,7 +140,7 @@ class Room:
 def job_bytes(settings: Settings, job: str) -> int:
     """About the memory that a job needs: weights, cache, activations, and CUDA's own."""
     kind, _, name = job.partition(" ")
-    is_ablation = kind in ("on", "off", "ablation", "level")
+    is_ablation = kind in ("off", "ablation", "level")
     model = settings.model(settings.ablated if is_ablation else name)
     cache = model.cache_bytes if kind == "model" else 4 * GIB
     weights = step_bytes(read_config(model.config), 2)
@@ -167,8 +166,8 @@ def run_warm_job(settings: Settings, job: str) -> dict[str, Any]:
         peer = Peer(settings, settings.model(name))
         return {"seconds": peer.generate(list(range(1, 17)), settings.peer_decode)}
     options: dict[str, Any] = {}
-    if kind in ("on", "off", "ablation"):
-        options = engine_options(settings) | {"passes": {name: kind == "on"} if name else {}}
+    if kind in ("off", "ablation"):
+        options = engine_options(settings) | {"passes": {name: False} if name else {}}
         name = settings.ablated
     elif kind == "level":
         options = engine_options(settings) | {"opt_level": int(name)}

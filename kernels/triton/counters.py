@@ -1,12 +1,8 @@
-"""Counters with which the last program of a reduction recognizes itself, and with which all
-programs of a launch wait for each other.
+"""Counters with which the last program of a reduction recognizes itself.
 
 A program stores its part, then asks `is_last`. The one that is last combines all parts in a fixed
 order and sets the counter back to zero, so neither the next launch nor the next replay of a graph
 has to.
-
-At a barrier of the whole grid, a program stores, calls `arrive`, and reads only after `wait_until`.
-The counter grows from barrier to barrier; `is_last` at the end of the kernel sets it back to zero.
 
 Kernels on one stream run one after another, so they share the counters of the stream. A kernel
 with dependent launch touches them only after its wait.
@@ -94,44 +90,3 @@ def sum_of_parts(part, stride, mask, PARTS: tl.constexpr):
     for i in tl.static_range(1, PARTS):
         total += tl.load(part + i * stride, mask=mask, other=0.0, cache_modifier=".cg")
     return total
-
-
-@triton.jit
-def arrive(counter):
-    """Announce that this program has stored what others read after their `wait_until`.
-
-    The barrier orders the stores of all its threads before the addition, which one thread makes
-    and which releases them to the whole GPU.
-    """
-    barrier()
-    tl.atomic_add(counter, 1, sem="release", scope="gpu")
-
-
-@triton.jit
-def wait_until(counter, count):
-    """Wait until `count` programs have arrived; what they stored before can be read then.
-
-    For NVIDIA GPUs, and only in a cooperative launch: all programs are resident there, so those
-    that are waited for do run, and the loop needs no bound. One thread polls. Each load acquires:
-    it makes the stores that were released visible to the thread and drops the lines of its L1; the
-    barrier passes this on to the program's other threads.
-    """
-    tl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred go_on;
-        .reg .b32 value;
-        mov.u32 value, %tid.x;
-        setp.ne.u32 go_on, value, 0;
-        @go_on bra done;
-        again:
-        ld.acquire.gpu.global.s32 value, [$1];
-        setp.lt.s32 go_on, value, $2;
-        @go_on bra again;
-        done:
-        mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,r", [counter.to(tl.int64), count], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    tl.debug_barrier()

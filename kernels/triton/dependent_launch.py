@@ -43,13 +43,6 @@ def wait_for_previous():
 
 
 @triton.jit
-def start_next():
-    """Let the next kernel start, for a kernel that is itself launched after the previous one has
-    ended. Every program must call it."""
-    tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
 def prefetch(pointer):
     """Prefetch the cache lines of these pointers into L2; nothing is read."""
     tl.inline_asm_elementwise(

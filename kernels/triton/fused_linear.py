@@ -70,9 +70,9 @@ def linear_tile(
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
     WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, CACHE: tl.constexpr,
-    WHOLE: tl.constexpr, gate=None, gate_row=0, SILU: tl.constexpr = False,
-    GATE_FIRST: tl.constexpr = False, GROUP: tl.constexpr = 0, AHEAD: tl.constexpr = None,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, gate=None, gate_row=0,
+    SILU: tl.constexpr = False, GATE_FIRST: tl.constexpr = False, GROUP: tl.constexpr = 0,
+    AHEAD: tl.constexpr = None,
 ):  # fmt: skip
     """Compute the BLOCK_N channels of one tile over part `part` of the depth; the last of SPLITS
     parts stores their results. Returns whether this one was that, and then the sums of squares of
@@ -80,8 +80,6 @@ def linear_tile(
 
     weight [N, K], or [2 N, K] with the gates first if there is an ACT.
     partial [SPLITS, rows, N or 2 N], squares [SPLITS, tiles, rows]: sums over each part of K.
-    CACHE: cache modifier with which x and the residual are read. WHOLE: BLOCK_N divides N, and
-    BLOCK_K divides K, so nothing needs a mask.
     GROUP: inputs that are normalized together; 0: all. A tile holds whole groups, or SPLIT_K is
     one. The gate multiplies before the norm if GATE_FIRST, otherwise after it.
     AHEAD: stages of the loop's pipeline, for loops without a product of tensor cores, which Triton
@@ -89,6 +87,7 @@ def linear_tile(
     """
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
+    WHOLE: tl.constexpr = N % BLOCK_N == 0 and K % BLOCK_K == 0  # so no weight needs a mask
     inside = tl.full([BLOCK_N], True, tl.int1) if WHOLE else n < N
     GATED: tl.constexpr = ACT is not None
     first = part * SPLIT_K
@@ -108,7 +107,7 @@ def linear_tile(
         known = inside[:, None] & reached[None, :]
         a = tl.load(
             x + m[:, None] * x_row + k[None, :], mask=(m < rows)[:, None] & reached[None, :],
-            other=0.0, cache_modifier=CACHE,
+            other=0.0,
         )  # fmt: skip
         w = tl.load(w_at + k[None, :], mask=known, other=0.0)
         if NORM:
@@ -191,10 +190,7 @@ def linear_tile(
         if GATED:
             y = activate(y, ACT) * up
         if ADD:
-            more = tl.load(
-                residual + row * residual_row + n[None, :], mask=stored, other=0.0,
-                cache_modifier=CACHE,
-            )  # fmt: skip
+            more = tl.load(residual + row * residual_row + n[None, :], mask=stored, other=0.0)
             y += more.to(tl.float32)
         tl.store(out + row * N + n[None, :], y.to(out.dtype.element_ty), mask=stored)
     return is_done, total
@@ -221,8 +217,7 @@ def few_rows_kernel(
         tile, part, x, weight, bias, norm_weight, residual, out, partial, squares, counter, rows,
         x_row, weight_row, residual_row, eps, offset,
         N, K, SPLITS, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_K, NORM, WEIGHTED, BIAS, ACT, ADD, DOT,
-        PRECISION, UPCAST, "", N % BLOCK_N == 0 and K % BLOCK_K == 0, gate, gate_row, SILU,
-        GATE_FIRST, GROUP, AHEAD,
+        PRECISION, UPCAST, gate, gate_row, SILU, GATE_FIRST, GROUP, AHEAD,
     )  # fmt: skip
 
 
@@ -358,7 +353,7 @@ def run(
     return y if residual is None else y + residual
 
 
-def run_add(
+def _run_add(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
     eps: float | None, offset: float, act: str | None,
     gate: Tensor | None = None, gate_act: str = "silu", gate_first: bool = False, group: int = 0,
@@ -397,5 +392,5 @@ def _supports(
 
 
 define(fused_linear, run=run, supports=_supports)
-define(add_linear, run=run_add, supports=_supports)
+define(add_linear, run=_run_add, supports=_supports)
 define(linear, run=_run_linear, supports=_supports)

@@ -30,7 +30,6 @@ _only_compiles = ContextVar("_only_compiles", default=False)
 _REFUSED = (  # by Triton's passes, and by the driver before it launches anything
     "PassManager::run failed",
     "too many resources requested for launch",
-    "too many blocks in cooperative launch",
 )
 _uncompilable: dict[str, KernelError] = {}  # by variant, so that the compiler is asked only once
 
@@ -50,8 +49,6 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
     pdl: bool = False  # can start before the previous kernel ends, and waits for it inside
-    max_registers: int | None = None  # per thread, of NVIDIA GPUs; None: the compiler's choice
-    cooperative: bool = False  # all programs are resident at once, or the launch is an error
 
     def run(self) -> None:
         """Queue the kernel. Raises KernelError, before anything is queued, if there is none."""
@@ -81,8 +78,6 @@ class Launch:
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             **({"launch_pdl": True} if self.pdl else {}),
-            **({"maxnreg": self.max_registers} if self.max_registers else {}),
-            **({"launch_cooperative_grid": True} if self.cooperative else {}),
         }
 
     def _variant(self) -> str:

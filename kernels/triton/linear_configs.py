@@ -70,16 +70,12 @@ def few_rows_config(
     itemsize: int,
     gated: bool,
     multiprocessors: int,
-    *,
-    measured: bool = True,
 ) -> LinearConfig:
     """For up to FUSED_ROWS rows: one is multiplied lane by lane, more by tensor cores.
 
     itemsize: bytes of a weight. gated: each channel has a gate, so two weights per input.
-    measured: False for linears that share a launch, so that their options are alike.
     """
-    choose = few_rows_tiles if measured else few_rows_tiles.rule
-    tiles = choose(rows, channels, depth, itemsize, gated)
+    tiles = few_rows_tiles(rows, channels, depth, itemsize, gated)
     return _divided(tiles, channels, depth, multiprocessors)
 
 

@@ -74,7 +74,7 @@ def route_kernel(
         tile, part, x, weight, bias, norm_weight, residual, out, partial, squares, counter, rows,
         x_row, weight_row, residual_row, eps, offset,
         N, K, SPLITS, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_K, NORM, WEIGHTED, BIAS, ACT, ADD, DOT,
-        PRECISION, UPCAST, "", False,
+        PRECISION, UPCAST,
     )  # fmt: skip
     if is_done:
         chooses = is_last(counter + tiles, tiles)

@@ -150,10 +150,6 @@ def _operations(call: Call) -> int:
         return int(2 * x.numel() * weight.shape[0])
     if name == "route":
         return int(2 * given["x"].numel() * given["router"].shape[0])
-    if name == "chain_linears":
-        rows = given["hidden"].numel() // given["hidden"].shape[-1]
-        weights = (given[n] for n in ("weight", "up_weight", "down_weight", "next_weight"))
-        return int(2 * rows * sum(weight.numel() for weight in weights))
     if name == "quantized_linear":
         return int(2 * given["x"].numel() * given["weight"].shape[0] * CHANNELS)
     if name.endswith("expert_linear"):

@@ -21,7 +21,7 @@ from op_cases import require_cpu_ops
 from bench.gpu import command as command_module
 from bench.gpu import model_part, prompts_part, smoke, start_parts, tune_part
 from bench.gpu import subject as subject_module
-from bench.gpu.ablation import pass_switches
+from bench.gpu.ablation import optional_passes
 from bench.gpu.decode import padding_waste, steady_steps
 from bench.gpu.parts import PARTS, choose
 from bench.gpu.process import PartProcess
@@ -245,10 +245,9 @@ def test_parts_are_chosen_by_name_in_their_own_order() -> None:
         choose("9b")
 
 
-def test_passes_that_are_off_by_default_are_switched_on() -> None:
-    switches = pass_switches(full())
-    assert [name for name, is_on in switches.items() if is_on] == ["chain_linears"]
-    assert switches["fuse_linears"] is False and "lower_kernels" not in switches
+def test_passes_that_the_engine_needs_stay_on() -> None:
+    names = optional_passes(full())
+    assert "fuse_linears" in names and "lower_kernels" not in names
 
 
 def expected_s(names: str | None) -> int:
@@ -514,7 +513,7 @@ def test_searches_are_rehearsed_in_the_interpreter(tmp_path: Path) -> None:
     result, printed = command(tmp_path, "--tiny", "--part", "tune")
     part = result["parts"]["tune"]
     assert part["status"] == "ok" and not list(failures(part)), part
-    assert "few_rows_tiles(128, 64, 2): " in printed
+    assert "few_rows_tiles(128, 64, 2, False): " in printed
     assert json.loads((tmp_path / "gpu-files" / "tuned.json").read_text())["version"] == 1
 
 

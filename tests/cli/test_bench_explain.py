@@ -257,20 +257,6 @@ def test_of_tables_experts_and_states_what_is_used_counts() -> None:
     assert found == Work(num_bytes=2 * x.nbytes + 2 * 2 * 16 * FLOAT, num_operations=2 * 3 * 16)
 
 
-def test_chained_linears_count_as_four() -> None:
-    hidden, x, out = torch.zeros(1, 3, 16), torch.zeros(1, 3, 8), torch.empty(1, 3, 24)
-    shapes = {"weight": (16, 8), "up_weight": (40, 16), "down_weight": (16, 20),
-              "next_weight": (24, 16)}  # fmt: skip
-    weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    found = call(
-        "chain_linears", [(3, 3)], {}, out, written="hidden", hidden=hidden, x=x, **weights
-    )
-    count = sum(weight.numel() for weight in weights.values())
-    assert found.num_operations == 2 * 3 * count
-    values = count + 2 * hidden.numel() + x.numel() + out.numel()
-    assert found.num_bytes == values * FLOAT
-
-
 def test_of_adapters_on_experts_those_that_rows_use_count() -> None:
     a, b = torch.zeros(2, 8, 4, 16), torch.zeros(2, 8, 4, 32)
     roles: dict[str, Input] = {

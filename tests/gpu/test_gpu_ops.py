@@ -169,54 +169,6 @@ def test_tiles_of_keys_by_the_copy_engine_dry_run(
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-def test_chained_linears_in_a_graph(rows: int) -> None:
-    """Every replay of the persistent kernel gives what the single kernels give."""
-    from llmc.kernels.triton import chain_linears, fused_linear
-
-    gen = torch.Generator().manual_seed(0)
-
-    def rand(*shape: int) -> Tensor:
-        return (torch.randn(*shape, generator=gen) * shape[-1] ** -0.5).to(DEVICE, torch.bfloat16)
-
-    width, inner, channels = 2048, 8192, 3072
-    start, x, gain = rand(rows, width), rand(rows, width), rand(width) + 1
-    w, up, down, last = (
-        rand(n, k)
-        for n, k in ((width, width), (2 * inner, width), (width, inner), (channels, width))
-    )
-    assert chain_linears.takes(start, w, up, down, last)
-    want_hidden = start.clone()
-    fused_linear.run_add(want_hidden, x, w, None, None, None, 0.0, None)
-    y = fused_linear.run(want_hidden, up, None, gain, 1e-5, 0.0, "silu", None)
-    fused_linear.run_add(want_hidden, y, down, None, None, None, 0.0, None)
-    want = fused_linear.run(want_hidden, last, None, gain, 1e-5, 0.0, None, None)
-    hidden = start.clone()
-
-    def chained() -> Tensor:
-        hidden.copy_(start)
-        return torch.ops.llmc_triton.chain_linears(
-            hidden, x, w, None, up, None, gain, 1e-5, 0.0, "silu", down, None, last, None, gain,
-            1e-5, 0.0,
-        )  # fmt: skip
-
-    stream = torch.cuda.Stream()
-    graph = torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        chained()
-    with torch.cuda.graph(graph, stream=stream):
-        got = chained()
-    first: Tensor | None = None
-    for _ in range(200):
-        got.fill_(float("nan"))
-        graph.replay()
-        first = got.clone() if first is None else first
-        assert torch.equal(got, first)
-        torch.testing.assert_close(hidden, want_hidden, rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
-
-
 def test_there_are_ops_to_test_dry_run() -> None:
     assert {"paged_attention", "sample", "prepare_step", "rope_write", "rope_attention"} <= set(
         NAMES

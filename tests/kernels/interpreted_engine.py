@@ -81,34 +81,6 @@ def test_greedy_tokens_with_every_op_in_triton(
     assert launched >= LAUNCHED[family]
 
 
-def test_greedy_tokens_with_chained_linears(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In steps of one and of two rows, and in longer ones, which the ordinary kernels compute."""
-    rows = set()
-    run = Launch.run
-
-    def recorded(launch: Launch) -> None:
-        if launch.kernel.__name__ == "chain_kernel":
-            rows.add(launch.args["rows"])
-        run(launch)
-
-    monkeypatch.setattr(Launch, "run", recorded)
-    monkeypatch.setattr(paged_attention, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr(compile_module, "PipelineOptions", for_gpus)
-    path = tiny_models.save_checkpoint("qwen3", tmp_path)
-    engine = tiny_engine.start(path, passes={"chain_linears": True}).engine()
-    prompts = tiny_models.prompts((11, 3))
-    model = tiny_models.load_reference(path)
-    for lengths in (prompts, prompts[:1]):
-        made = tiny_engine.generate(engine, lengths, NUM_TOKENS)
-        for prompt, got in zip(lengths, made, strict=True):
-            want = tiny_models.continue_greedily(model, prompt, NUM_TOKENS)
-            assert min(want.margins) > 1e-4
-            assert tuple(got.tokens) == want.tokens
-    assert {1, 2} <= rows <= set(range(1, 9))
-
-
 @pytest.mark.exhaustive
 def test_long_prompts_expand_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the hint that the runner gives on GPUs: fresh prompts, chunks of them, and decodes."""

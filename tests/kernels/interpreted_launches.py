@@ -35,7 +35,6 @@ from bench.program_work import program_work
 from llmc.kernels.quantized_linear import FORMATS
 from llmc.kernels.registry import OPS
 from llmc.kernels.triton import (
-    chain_linears,
     dependent_launch,
     expert_linear,
     fused_linear,
@@ -52,7 +51,7 @@ from llmc.startup import profile
 DEEP = 1100  # inputs of a linear that is split along its depth
 DIVISIBLE = {"intermediate_size": 64, "moe_intermediate_size": 32}  # for all formats
 BLOCKS = 1024  # of a context that is long enough for attention to divide it
-FEW, MANY = 3, 9  # rows on either side of FEW_ROWS
+FEW, FUSED, MANY = 3, 9, 17  # up to FEW_ROWS, up to FUSED_ROWS, and more
 SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {"intermediate_size": DEEP, **SIZES}),
@@ -66,15 +65,20 @@ LAYERS = {
     "routed, clamped": "full_attention",
     "hybrid": "linear_attention",
 }
-ROWS = (1, FEW, MANY)
+ROWS = (1, FEW, FUSED, MANY)
 # what a further layer launches for each number of rows; "step": what every step launches besides
 LAUNCHES: dict[str, tuple[str, ...]] = {
     "dense": (
         "5: attention_kernel, 4 few_rows_kernel",
         "5: attention_kernel, 4 few_rows_kernel",
+        "5: attention_kernel, 4 few_rows_kernel",
         ("8: act_mul_kernel, 2 aten.addmm_, 2 aten.linear, attention_kernel, 2 norm_kernel"),
     ),
     "step": (
+        (
+            "7: aten.embedding, aten.index_select, draw_kernel, few_rows_kernel, "
+            "norm_kernel, process_kernel, record_tokens_kernel"
+        ),
         (
             "7: aten.embedding, aten.index_select, draw_kernel, few_rows_kernel, "
             "norm_kernel, process_kernel, record_tokens_kernel"
@@ -92,6 +96,10 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         "6: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel",
         "6: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel",
         (
+            "9: attention_kernel, choose_experts_kernel, 2 expert_kernel, 3 few_rows_kernel, "
+            "norm_kernel, sum_experts_kernel"
+        ),
+        (
             "10: aten.addmm_, 2 aten.linear, attention_kernel, choose_experts_kernel, "
             "2 expert_kernel, 2 norm_kernel, sum_experts_kernel"
         ),
@@ -100,11 +108,16 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         "6: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel",
         "6: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel",
         (
+            "9: attention_kernel, choose_experts_kernel, 2 expert_kernel, 3 few_rows_kernel, "
+            "norm_kernel, sum_experts_kernel"
+        ),
+        (
             "11: aten.add_, 3 aten.linear, attention_kernel, choose_experts_kernel, "
             "2 expert_kernel, 2 norm_kernel, sum_experts_kernel"
         ),
     ),
     "hybrid": (
+        "5: delta_rule_kernel, 4 few_rows_kernel",
         "5: delta_rule_kernel, 4 few_rows_kernel",
         "5: delta_rule_kernel, 4 few_rows_kernel",
         (
@@ -113,6 +126,7 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         ),
     ),
     "recurrent": (
+        "3: 2 few_rows_kernel, selective_scan_kernel",
         "3: 2 few_rows_kernel, selective_scan_kernel",
         "3: 2 few_rows_kernel, selective_scan_kernel",
         ("5: aten.addmm_, aten.linear, gated_norm_kernel, norm_kernel, selective_scan_kernel"),
@@ -201,9 +215,8 @@ def run_without_kernels(
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         inputs = runner._dummies(shape)
         inputs = {**inputs, "block_table": inputs["block_table"].new_zeros(shape.requests, BLOCKS)}
-        for module in (chain_linears, fused_linear, quantized_linear):
+        for module in (fused_linear, quantized_linear):
             patch.setattr(module, "interpreted", lambda: False)  # as many multiprocessors as a GPU
-        patch.setattr(chain_linears, "supported", lambda: True)
         patch.setattr(paged_attention, "multiprocessors", multiprocessors)
         patch.setattr(Launch, "run", lambda launch: record(launch))
         with within:
@@ -251,16 +264,6 @@ def test_the_kernels_of_a_layer_are_launched_before_the_previous_one_ends(
         assert recorded.late <= {"record_tokens_kernel"}, "which nothing of the step follows"
 
 
-def test_chained_linears_of_a_further_layer_are_one_launch(tmp_path: Path) -> None:
-    less, more = (
-        start(save("dense", layers, tmp_path / str(layers)), passes={"chain_linears": True})
-        for layers in (2, 3)
-    )
-    made = [described(launches(more, rows) - launches(less, rows)) for rows in ROWS]
-    chained = "2: attention_kernel, chain_kernel"
-    assert made == [chained, chained, LAUNCHES["dense"][-1]]
-
-
 # The linears of the others are those of dense models.
 WAYS = (
     *(f"{kind} in bfloat16" for kind in MODELS),
@@ -281,7 +284,7 @@ def test_the_options_that_a_model_asks_for_are_measured(
     options = {"quantization": format} if formats else {}
     runner = start(path, dtype="bfloat16", activation_bits=32, **options)  # not rounded, as on GPUs
     asked = tune._Asked()
-    shapes = [StepShape.decode(rows) for rows in (1, FEW, MANY)]
+    shapes = [StepShape.decode(rows) for rows in ROWS]
     shapes += [StepShape(tokens, rows, rows) for tokens, rows in ((24, 1), (24, 2), (150, 2))]
     for shape in shapes:
         run_without_kernels(runner, shape, tune.using(asked), lambda launch: None)

@@ -6,6 +6,7 @@ Run by test_ops_triton.py, for the same reason as interpreted_ops.py.
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import bench_package  # noqa: F401 - makes `bench` importable
@@ -49,7 +50,7 @@ from llmc.kernels.triton import (
 )
 from llmc.kernels.triton.counters import counters
 from llmc.kernels.triton.launch import Launch, Plan
-from llmc.kernels.triton.linear_configs import WideConfig, wide_config
+from llmc.kernels.triton.linear_configs import FUSED_ROWS, WideConfig, wide_config
 
 CPU = torch.device("cpu")
 few = settings(max_examples=25, deadline=None, derandomize=True)
@@ -67,7 +68,7 @@ def assert_equals_reference(name: str, plan: Plan[Tensor], case: tuple[Any, ...]
 
 @few
 @given(
-    rows=st.integers(1, 8),
+    rows=st.integers(1, FUSED_ROWS),
     k=st.integers(1, 700),
     n=st.integers(1, 40),
     act=st.sampled_from([None, "silu", "gelu_tanh"]),
@@ -91,7 +92,7 @@ def test_few_rows(
     assert_equals_reference("fused_linear", fused_linear.plan(*case), case)
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, 4, FUSED_ROWS])
 @pytest.mark.parametrize("act", [None, "silu"])
 def test_a_deep_linear_is_divided_and_sums_are_the_same_every_time(
     rows: int, act: str | None
@@ -109,9 +110,27 @@ def test_a_deep_linear_is_divided_and_sums_are_the_same_every_time(
     assert not counters(CPU, 1).any()
 
 
+@pytest.mark.parametrize("act", [None, "silu"])
+@pytest.mark.parametrize("depth", [4096, 4100, 9000])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_one_row_of_a_deep_linear_is_loaded_ahead(rows: int, depth: int, act: str | None) -> None:
+    """Also if the last tile ends beyond the weight. What Triton makes of it shows when it is
+    compiled (test_triton_aot.py), and the op's cases run it on GPUs."""
+    case = (
+        rand(rows, depth), rand(20, depth, seed=1) * depth**-0.5, rand(20, seed=2),
+        rand(depth, seed=3), 1e-6, 0.0, act, rand(rows, 20 if act is None else 10, seed=4),
+    )  # fmt: skip
+    plan = fused_linear.plan(*case)
+    (launch,) = plan.launches
+    assert launch.constants["AHEAD"] == (launch.num_stages if rows == 1 else None)
+    assert launch.num_stages == 3 or rows > 1
+    assert (depth % launch.constants["BLOCK_K"] == 0) == (depth == 4096)
+    assert_equals_reference("fused_linear", plan, case)
+
+
 @few
 @given(
-    rows=st.integers(1, 8),
+    rows=st.integers(1, FUSED_ROWS),
     groups=st.integers(1, 5),
     group=st.sampled_from([8, 32, 64, 128, 192, 256, 320, 512, 1088]),
     n=st.integers(1, 70),
@@ -494,16 +513,45 @@ def test_strided_rows() -> None:
     assert_equals_reference("fused_linear", fused_linear.plan(*case), case)
 
 
+@pytest.mark.parametrize("rows", [9, FUSED_ROWS, FUSED_ROWS + 1])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("act", [None, "silu"])
-def test_many_rows_go_to_the_library_and_nothing_is_lost_on_the_way(
-    act: str | None, biased: bool
-) -> None:
-    residual = rand(1, 11, 24 if act is None else 12, seed=1)
+@pytest.mark.parametrize(
+    ("name", "act", "gated"),
+    [
+        ("linear", None, False),
+        *product(("fused_linear", "add_linear"), (None, "silu"), (False, True)),
+    ],
+)
+def test_more_rows_go_to_the_library_and_nothing_is_lost_on_the_way(
+    name: str, act: str | None, gated: bool, biased: bool, rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    launched: list[str] = []
+    run = Launch.run
+
+    def recorded(launch: Launch) -> None:
+        launched.append(launch.kernel.__name__)
+        run(launch)
+
+    monkeypatch.setattr(Launch, "run", recorded)
     bias = rand(24) if biased else None
-    case = (rand(1, 11, 40), rand(24, 40), bias, rand(40), 1e-5, 0.0, act, residual)
-    got = torch.ops.llmc_triton.fused_linear(*case)
-    torch.testing.assert_close(got, OPS["fused_linear"].reference(*case), rtol=2e-5, atol=2e-5)
+    linear = (rand(1, rows, 64), rand(24, 64), bias)
+    others = (rand(64), 1e-5, 0.0, act)
+    gate = (rand(1, rows, 64, seed=2), "silu", True, 32) if gated else ()
+    added = rand(1, rows, 24 if act is None else 12, seed=1)
+    op = getattr(torch.ops.llmc_triton, name)
+    if name == "linear":
+        got, want = op(*linear), OPS[name].reference(*linear)
+    elif name == "fused_linear":
+        case = (*linear, *others, added, *gate)
+        got, want = op(*case), OPS[name].reference(*case)
+    else:
+        got, want = added.clone(), added.clone()
+        op(got, *linear, *others, *gate)
+        OPS[name].reference(want, *linear, *others, *gate)
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    assert ("few_rows_kernel" in launched) == (rows <= FUSED_ROWS)
+    assert len(launched) == 1 or rows > FUSED_ROWS
 
 
 def routed(rows: int, depth: int, experts: int) -> tuple[Any, ...]:
@@ -550,7 +598,8 @@ def test_the_last_program_of_a_router_chooses(
         (5, 8, 4096, torch.bfloat16, 3),  # too long for the program of one tile of experts
         (2, 513, 64, torch.bfloat16, 3),
         (2, 64, 256, torch.float16, 3),  # times the norm's weight, a row can overflow
-        (9, 64, 256, torch.bfloat16, 2),  # and the library's product
+        (9, 64, 256, torch.bfloat16, 3),
+        (17, 64, 256, torch.bfloat16, 2),  # and the library's product
     ],
 )
 def test_a_router_is_one_kernel_where_its_programs_have_little_else_to_do(

@@ -46,7 +46,6 @@ from triton_builds import BUILDS, CLASSED, SIZED, attention, copied, named_launc
 from llmc.kernels.triton import paged_attention  # noqa: E402
 from llmc.kernels.triton.attention_kernel import load_tile  # noqa: E402
 from llmc.kernels.triton.attention_tiles import TRITON_SPECIALIZES  # noqa: E402
-from llmc.kernels.triton.launch import multiprocessors  # noqa: E402
 
 VERSION = ".".join(triton.__version__.split(".")[:2])
 BUDGETS = sorted(Path(__file__).parent.glob("triton_budget_*.json"))
@@ -218,7 +217,6 @@ COUNTED = (
     "attention decode", "fused_linear few", "quantized_linear int4 few", "route few",
     "sum_expert_linear few", "sum_quantized_expert_linear int4 few",
     "sum_quantized_expert_linear fp8 product, few", "conv_delta_rule", "conv_scan",
-    "chain_linears row",
 )  # fmt: skip
 
 
@@ -320,46 +318,16 @@ def test_each_wave_of_an_amd_gpu_has_stored_its_keys_before_any_reads_them(build
     assert loads_tiles(reads) and not loads_tiles(writes)
 
 
-CHAINS = [build for build in BUILDS if build.startswith("chain_linears")]
-
-
-@pytest.mark.parametrize("build", CHAINS)
-def test_all_programs_of_a_chain_are_resident(
-    build: str, budget: dict[str, dict[str, int]]
-) -> None:
-    """On every GPU since sm_80: 65536 registers, and at least 100 KiB of shared memory, of which
-    each program takes 1 KiB more than it asks for."""
-    (launch,) = BUILDS[build]().launches
-    programs = launch.grid[0] // multiprocessors(torch.device("meta"))
-    assert launch.cooperative and launch.max_registers is not None and programs > 0
-    assert programs * launch.num_warps * 32 * launch.max_registers <= 65536
-    for target in (target for target in TARGETS if is_for(launch, target)):
-        use = budget[f"{build} | chain_kernel | {target}"]
-        assert use["registers"] <= launch.max_registers
-        assert programs * (use["shared"] + 1024) <= 100 * 1024
-
-
-@pytest.mark.parametrize("build", CHAINS[:2])
-def test_programs_of_a_chain_wait_for_each_other(build: str) -> None:
-    """At each of three barriers, all threads of a program meet after its stores, one adds with
-    release, and one polls with acquire, before any of them reads. Weights are prefetched between.
-    What was stored in this launch is read from L2."""
+@pytest.mark.parametrize(
+    ("build", "loads"), [("fused_linear row", 2), ("fused_linear row gated", 4)]
+)
+def test_one_row_of_a_deep_weight_is_loaded_two_tiles_ahead(build: str, loads: int) -> None:
+    """`loads` of each tile, among them x and the norm's weight: two tiles before the loop, and one
+    in it, which waits until no more than the loads of one tile are left."""
     code = compiled_code(BUILDS[build]().launches[0], "sm_90").asm["ptx"]
-    arrival, wait = "atom.global.gpu.release.add", "ld.acquire.gpu.global"
-    first, *others = code.split(arrival)
-    assert len(others) == 3 and code.count(wait) == 3
-    for stores, after in zip([first, *others], others, strict=False):
-        _, last_store, met = stores.rpartition("st.global")
-        assert last_store and "bar.sync" in met
-        between, _, read = after.partition(wait)
-        assert "prefetch.global.L2" in between
-        assert not re.search(r"\b(ld|st)\.global|cp\.async", between)
-        met, load = re.split(r"(ld\.global|cp\.async)", read, maxsplit=1)[:2]
-        assert load and "bar.sync" in met
-        assert re.search(r"ld\.global\S*\.cg|cp\.async\.cg", read)
-    _, leave, end = others[-1].rpartition("atom.global.gpu.acq_rel.add")
-    assert leave and end.count("st.global") == 1  # of zero, by the last to leave
-    assert "griddepcontrol.wait" not in code and "griddepcontrol.launch_dependents" in others[-1]
+    assert code.count("cp.async.commit_group") == 3 * loads
+    first, *_ = re.findall(r"cp\.async\.wait_group\s+(\d+)", code)
+    assert int(first) == loads
 
 
 def test_budgets_list_only_what_is_built(budget: dict[str, dict[str, int]]) -> None:

@@ -18,7 +18,7 @@ pytest.importorskip(
 
 from llmc.kernels import tuned
 from llmc.kernels.prompts import MIN_TOKENS, prompt_config
-from llmc.kernels.triton import chain_linears, chosen_attention, configs, fused_linear
+from llmc.kernels.triton import chosen_attention, configs, fused_linear
 from llmc.kernels.triton.linear_configs import (
     few_rows_config,
     few_rows_tiles,
@@ -96,8 +96,6 @@ def test_linears_are_split_by_the_measured_tiles(use: Any) -> None:
     found = few_rows_config(1, *shape, 132)
     assert (found.tiles.block_n, found.tiles.waves) == (32, 2)
     assert found.splits == 2, "as many programs as two waves take"
-    ruled = few_rows_config(1, *shape, 132, measured=False)
-    assert ruled.tiles == few_rows_tiles.rule(1, *shape) and ruled.splits == 1
     assert few_rows_config(2, *shape, 132).tiles == few_rows_tiles.rule(2, *shape)
 
 
@@ -125,15 +123,10 @@ def test_each_function_reads_its_lines(use: Any) -> None:
 
 
 def test_options_reach_the_kernels_that_were_measured_and_no_others(use: Any) -> None:
-    """A chain of linears shares one launch, and attention to chosen keys is another kernel."""
+    """Attention to chosen keys is another kernel."""
     x = torch.zeros(1, 64, dtype=torch.bfloat16, device="meta")
     weight = torch.zeros(64, 64, dtype=torch.bfloat16, device="meta")
     given = (x, weight, None, None, None, 0.0, None, None)
-    up = torch.cat((weight, weight))
-    chain = (
-        x, x, weight, None, up, None, None, 1e-6, 0.0, "silu", weight, None, weight, None, None,
-        1e-6, 0.0,
-    )  # fmt: skip
     query = torch.zeros(3, 2, 64, dtype=torch.bfloat16, device="meta")
     cache = torch.zeros(4, 1, 16, 64, dtype=torch.bfloat16, device="meta")
     ints = torch.zeros(2, 2, dtype=torch.int32, device="meta")
@@ -141,9 +134,7 @@ def test_options_reach_the_kernels_that_were_measured_and_no_others(use: Any) ->
     chosen = (query, cache, cache, ints[0], ints[1, :1], ints, keys, 1, 1.0, 0.0, None)
 
     def constants() -> list[dict[str, Any]]:
-        plans = (
-            fused_linear.plan(*given), chain_linears.plan(*chain), chosen_attention.plan(*chosen)
-        )  # fmt: skip
+        plans = fused_linear.plan(*given), chosen_attention.plan(*chosen)
         return [plan.launches[0].constants for plan in plans]
 
     before = constants()

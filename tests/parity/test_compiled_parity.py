@@ -28,7 +28,7 @@ MAX_SECONDS = 300  # compiling is slow on a busy machine; an error ends the wait
     ("family", "ops"),
     [
         ("mixtral", ("add_linear", "sort_experts")),
-        ("qwen3", ("add_linear", "chain_linears")),
+        ("qwen3", ("add_linear", "rope_attention")),
         ("qwen3_next", ("add_linear", "torch_conv_delta_rule")),
         ("mamba2", ("add_linear", "torch_conv_scan")),
     ],
@@ -45,7 +45,7 @@ def test_passes_for_gpus_compile(
     path = _checkpoint(family, tmp_path)
     model = load_reference(path)
     expected = [continue_greedily(model, p, NUM_TOKENS) for p in prompts(LENGTHS)]
-    running = tiny_engine.start(path, opt_level=2, passes={"chain_linears": True})
+    running = tiny_engine.start(path, opt_level=2)
     graph = running.started.runner.step.uncompiled
     assert graph is not None and running.started.runner.step.level == 2
     assert all(f"llmc_{name}" in graph.source for name in ops)

@@ -18,8 +18,7 @@ from llmc.passes.options import PipelineOptions
 from llmc.passes.pipeline import pipeline
 
 ALL = pipeline(PipelineOptions(block_size=4, max_positions=64, device_type="cpu"))
-OPTIONAL = [p.name for p in ALL if not p.required and not p.on_request]
-ON_REQUEST = {p.name for p in ALL if p.on_request}
+OPTIONAL = [p.name for p in ALL if not p.required]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,7 @@ def test_the_tokens_are_the_same(off: str, checkpoint: Path, expected: list[Cont
     running = tiny_engine.start(checkpoint, passes=dict.fromkeys(names, False))
     reports = running.started.info.pass_reports
     off_now = {r.removesuffix(": off") for r in reports if r.endswith(": off")}
-    assert off_now == {*names, *ON_REQUEST}
+    assert off_now == set(names)
     engine = running.engine(max_num_batched_tokens=6)
     got = tiny_engine.generate(engine, [c.prompt for c in expected], 10)
     skipped, wrong = tiny_engine.differences(expected, got)

@@ -17,7 +17,6 @@ from llmc.kernels import (  # noqa: F401
     ban_words,
     bmm,
     causal_conv,
-    chain_linears,
     choose_blocks,
     choose_experts,
     choose_keys,
@@ -70,8 +69,7 @@ WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", "running_max", *CO
 FOR_GPUS = {
     *("choose_experts", "route", "sum_experts", "sort_experts"),
     *("sum_expert_linear", "sum_quantized_expert_linear"),
-    *("sample_rows", "rope_attention", "add_linear", "chain_linears", "conv_delta_rule"),
-    "conv_scan",
+    *("sample_rows", "rope_attention", "add_linear", "conv_delta_rule", "conv_scan"),
 }
 # torch's attention serves each text
 WITHOUT_CPP = {*WITHOUT_KERNELS, *FOR_GPUS, "encoder_attention"}

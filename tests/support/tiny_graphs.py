@@ -149,7 +149,7 @@ def run(gm: fx.GraphModule, values: Values) -> Any:
 
 
 def apply(gm: fx.GraphModule, *passes: Pass) -> tuple[fx.GraphModule, list[PassReport]]:
-    return run_passes(gm, passes, {p.name: True for p in passes})
+    return run_passes(gm, passes)
 
 
 def ops(gm: fx.GraphModule) -> dict[str, int]:

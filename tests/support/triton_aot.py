@@ -108,8 +108,6 @@ def specialize(launch: Launch, target: str) -> Specialization:
 
 def is_for(launch: Launch, target: str) -> bool:
     """Whether a GPU of this kind would run it."""
-    if launch.cooperative and target.startswith("gfx"):
-        return False  # barriers of a whole grid are for NVIDIA GPUs
     values = launch.args.values()
     if any(isinstance(v, TensorDescriptor) for v in values):
         return target in COPY_ENGINE
@@ -127,8 +125,6 @@ def compiled_code(launch: Launch, target: str) -> Any:
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     if made.constants.get("PDL"):
         options["launch_pdl"] = True
-    if launch.max_registers:
-        options["maxnreg"] = launch.max_registers
 
     def current_target() -> GPUTarget:
         return TARGETS[target]

@@ -20,7 +20,6 @@ from llmc.kernels.triton import (
     act_mul,
     add_lora,
     causal_conv,
-    chain_linears,
     choose_blocks,
     choose_experts,
     choose_keys,
@@ -392,20 +391,6 @@ def embedding(
     )
 
 
-def chained(rows: int, *, biased: bool = False) -> Plan[Tensor]:
-    """From the attention of one layer to that of the next."""
-    width, inner, channels = 4096, 14336, 6144
-
-    def linear(n: int, k: int) -> tuple[Tensor, Tensor | None]:
-        return meta(n, k), meta(n) if biased else None
-
-    return chain_linears.plan(
-        meta(rows, width), meta(rows, width), *linear(width, width), *linear(2 * inner, width),
-        meta(width), 1e-6, 0.0, "silu", *linear(width, inner), *linear(channels, width),
-        meta(width), 1e-6, 0.0,
-    )  # fmt: skip
-
-
 def few_rows(rows: int, channels: int, depth: int, act: str | None = None) -> Plan[Tensor]:
     """With a norm if it is gated, otherwise with a residual, as in a decoder layer."""
     normed = act is not None
@@ -681,9 +666,6 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "fused_linear row, norm of groups": lambda: gated_rows(1, 10240, 1280, first=True),
     "fused_linear few, norm of groups": lambda: gated_rows(8, 8192, 1024, first=True),
     "fused_linear few, gated norm": lambda: gated_rows(8, 5120, 5120, first=True),
-    "chain_linears row": lambda: chained(1),
-    "chain_linears few": lambda: chained(8),
-    "chain_linears few biased": lambda: chained(8, biased=True),
     "quantized_linear int4 row": lambda: low_bit(1, "int4"),
     "quantized_linear int8 row": lambda: low_bit(1, "int8"),
     "quantized_linear fp8 row": lambda: low_bit(1, "fp8"),
@@ -845,9 +827,8 @@ SIZED: dict[str, Callable[[int], Plan[Any]]] = {
 
 # ops whose launch options depend on the number of rows, in a few classes
 CLASSED: dict[str, Callable[[int], Plan[Any]]] = {
-    "fused_linear": lambda n: few_rows(min(n, 8), 28672, 4096, "silu"),
-    "fused_linear, norm of heads": lambda n: gated_rows(min(n, 8), 4096, 128, first=False),
-    "chain_linears": lambda n: chained(min(n, 8)),
+    "fused_linear": lambda n: few_rows(min(n, 16), 28672, 4096, "silu"),
+    "fused_linear, norm of heads": lambda n: gated_rows(min(n, 16), 4096, 128, first=False),
     "route": lambda n: router(min(n, 8), 128),
     "expert_linear": lambda n: experts(8 * n, choices=8),
     "sum_expert_linear": lambda n: experts(8 * n, sums=summed(n)),
