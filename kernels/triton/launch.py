@@ -49,6 +49,7 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
     pdl: bool = False  # can start before the previous kernel ends, and waits for it inside
+    max_registers: int | None = None  # per thread, of NVIDIA GPUs; None: the compiler's choice
 
     def run(self) -> None:
         """Queue the kernel. Raises KernelError, before anything is queued, if there is none."""
@@ -78,6 +79,7 @@ class Launch:
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             **({"launch_pdl": True} if self.pdl else {}),
+            **({"maxnreg": self.max_registers} if self.max_registers else {}),
         }
 
     def _variant(self) -> str:

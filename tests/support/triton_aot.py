@@ -125,6 +125,8 @@ def compiled_code(launch: Launch, target: str) -> Any:
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     if made.constants.get("PDL"):
         options["launch_pdl"] = True
+    if launch.max_registers:
+        options["maxnreg"] = launch.max_registers
 
     def current_target() -> GPUTarget:
         return TARGETS[target]
