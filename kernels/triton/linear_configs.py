@@ -87,7 +87,7 @@ def few_rows_tiles(rows: int, channels: int, depth: int, itemsize: int, gated: b
     Shared memory stays below the 99 KiB of consumer GPUs.
     """
     size = itemsize * (2 if gated else 1)
-    if rows == 1 and depth >= 4096 and channels >= 1024:  # a router's have few
+    if rows == 1 and depth >= 4096:
         block_n, inputs = (4, 2048) if gated else (8, 2048 if depth > 8192 else 1024)
         return LinearTiles(
             block_m=1, block_n=block_n, block_k=inputs // itemsize, num_warps=4, num_stages=3
