@@ -53,7 +53,8 @@ def attention_config(
     if rows <= 16:  # decode
         return AttentionConfig(
             block_m=16, block_n=32 if dim > 128 else 64, num_warps=4, num_stages=3, waves=4,
-            min_tiles=4, combine_rows=4, combine_splits=8, max_registers=128 if dim > 64 else 0,
+            min_tiles=4, combine_rows=4, combine_splits=8,
+            max_registers=128 if dim > 64 and not widens else 0,
         )  # fmt: skip
     if rows <= 64 or dim > 128 or widens:  # few draft or prompt tokens per request, or wide heads
         return AttentionConfig(

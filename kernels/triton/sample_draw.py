@@ -97,21 +97,18 @@ def leader(row_logits, row_max, key, top, seed, position, vocab, chunks, tempera
     logit, `top`, is among them."""
     best = tl.full([GROUP * BLOCK], MINUS_INF, tl.float32)
     tokens = tl.zeros([GROUP * BLOCK], tl.int32)
-    keys_of_best = tl.full([GROUP * BLOCK], LOWEST_KEY, tl.int32)
     for group in tl.range(0, chunks, GROUP):
         highest = highest_of(row_max, group, chunks, temperature, GROUP)
         if (ordered(highest) >= key) & (highest >= top - MAX_BEHIND):
             x, v = load_scaled(row_logits, group, vocab, temperature, GROUP, BLOCK)
-            keys = ordered(x)
             noisy = x + gumbel(seed, position, group * BLOCK, GROUP * BLOCK)
-            better = (keys >= key) & (v < vocab) & (noisy > best)
+            better = (ordered(x) >= key) & (v < vocab) & (noisy > best)
             best = tl.where(better, noisy, best)
             tokens = tl.where(better, v, tokens)
-            keys_of_best = tl.where(better, keys, keys_of_best)
     winner = tl.max(best, axis=0)
     token = tl.min(tl.where(best == winner, tokens, vocab), axis=0)
-    token_key = tl.max(tl.where(tokens == token, keys_of_best, LOWEST_KEY), axis=0)
-    return token, token_key
+    own = scaled(tl.load(row_logits + token + tl.arange(0, 1)).to(tl.float32), temperature)
+    return token, tl.max(ordered(own), axis=0)
 
 
 @triton.jit

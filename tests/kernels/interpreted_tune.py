@@ -140,7 +140,7 @@ def test_fixed_options_are_not_tried() -> None:
     attention = FUNCTIONS["attention_config"]
     rule = attention.rule(4, 128, 2, 2, False)
     tried = list(tune.neighbours(attention, rule, rule))
-    assert len(tried) == 16 and not any(one.descriptors or one.warp_specialize for one in tried)
+    assert len(tried) == 18 and not any(one.descriptors or one.warp_specialize for one in tried)
 
 
 def test_options_that_cannot_be_compiled_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
