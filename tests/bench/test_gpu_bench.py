@@ -33,7 +33,7 @@ from bench.gpu.shapes import linears, prefill_flops, read_config, step_bytes
 from bench.gpu.subject import running, swap_and_capture
 from bench.gpu.targets import TARGETS, judge
 from bench.tree import link_tree
-from bench.tune import make_line, write_lines
+from bench.tuned_table import make_line, write_lines
 from llmc.compiler.lower import StepFunction
 from llmc.config import EngineConfig
 from llmc.kernels.prompts import PromptConfig, prompt_config
