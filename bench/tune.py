@@ -5,6 +5,10 @@ for. Calls that ask for the same options are tuned together (bench/option_search
 can't be compiled or that give other results than the reference are left out, and those that save
 more than 3 % are written to the table, which LLMC_TUNED=tuned.json makes llmc use
 (kernels/tuned.py).
+
+With `--steps 1,8,64`, the decode steps of so many requests are timed instead, as CUDA graphs of a
+running engine (bench/step_options.py). In a step, a kernel starts while the previous one ends, so
+other options can be the fastest than for isolated calls.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +27,13 @@ import torch
 from torch import Tensor
 
 from bench.clock import time_call
+from bench.gpu import settings
 from bench.gpu.settings import CONFIGS
-from bench.gpu.subject import model_folder
+from bench.gpu.subject import model_folder, running
 from bench.kernel_work import InTurn, Maker, Work, made
 from bench.option_search import GAIN, Found, check, compiling_together, only_kernels, search_all
 from bench.program_work import Sizes, program_work
+from bench.step_options import Step, tune_steps
 from bench.tuned_table import Asked, using, write_lines
 from llmc.config import EngineConfig
 from llmc.kernels.quantized_linear import FORMATS, Format
@@ -129,6 +136,12 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="only functions whose names contain this")
     parser.add_argument("--seconds", type=float, default=300, help="of all searches")
+    parser.add_argument(
+        "--steps", type=_counts, help="tune decode steps of so many requests (1,8,64), as graphs"
+    )
+    parser.add_argument(
+        "--context", type=_counts, default=(90,), help="tokens of each of their requests (90,2048)"
+    )
     parser.add_argument("--tiny", action="store_true", help="in Triton's interpreter, on a CPU")
     args = parser.parse_args()
     device = torch.device("cpu" if args.tiny else "cuda")
@@ -136,11 +149,38 @@ def main() -> None:
         raise SystemExit("torch detects no GPU, whose options are to be measured")
     importlib.import_module("llmc.kernels.triton")
     models = args.model or ["llama-3.1-8b.json"]
+    if args.steps and args.format:
+        parser.error("--steps measures the weights as they are stored, without --format")
+    if args.steps:
+        _tune_steps(models, args)
+        return
     sizes = TINY if args.tiny else Sizes()
     asked = asked_options(program_work(model_configs(models, args.format), device, sizes))
     asked = {key: works for key, works in asked.items() if args.only in key[0]}
     for _ in tune(asked, args.output_json, args.seconds):
         pass  # it prints and writes them
+
+
+def _tune_steps(models: Sequence[str], args: argparse.Namespace) -> None:
+    """All models are tuned together, because they can ask for the same options."""
+    known = settings.tiny() if args.tiny else settings.full()
+    small = replace(known, max_rows=max(args.steps))
+    steps: list[Step] = []
+    with contextlib.ExitStack() as stack:
+        for name in models:
+            try:
+                subject = stack.enter_context(running(small, small.of_config(name)))
+                for context, rows in product(args.context, args.steps):
+                    steps.append(Step(subject, name, rows, context))
+            except Exception as error:  # whatever it is, those before and after it are tuned
+                print(f"left out: {name}: {type(error).__name__}: {error}", flush=True)
+        if not steps:
+            raise SystemExit("there is no step to measure")
+        tune_steps(steps, args.output_json, args.seconds, only=args.only)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(int(count) for count in text.split(","))
 
 
 if __name__ == "__main__":
