@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 Call = Callable[[], Any]
 _LEAST_S = 2e-3  # between two events, which have a resolution of half a microsecond
 _MAX_IN_A_GRAPH = 20
+_REPLAYS = 4  # between two events: the GPU waits for the host's launch of the first one only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,17 @@ def _on_gpu(run: Call, budget_s: float) -> Timing:
     inner = max(1, min(200, int(_LEAST_S / once)))
     rounds = max(3, min(50, int(budget_s / (inner * once))))
     return _timing([between_events(call, inner) / per for _ in range(rounds)], how)
+
+
+def time_in_turn(replays: Sequence[Call], device: torch.device, *, budget_s: float) -> list[float]:
+    """Median seconds of each of several graphs. They are replayed in turn, over as many rounds as
+    fit in the budget for each (3 to 50), so that a changing clock rate changes all of them."""
+    is_gpu = device.type == "cuda"
+    seconds = partial(between_events, times=_REPLAYS) if is_gpu else _wall
+    once = max(seconds(replays[0]), 1e-6) * (_REPLAYS if is_gpu else 1)
+    rounds = max(3, min(50, int(budget_s / once)))
+    times = [[seconds(replay) for replay in replays] for _ in range(rounds)]
+    return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
 def _timing(times: list[float], how: str) -> Timing:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bench.clock import time_call
 from bench.kernel_work import attention_case
-from bench.tune import make_line, write_lines
+from bench.tuned_table import make_line, write_lines
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.prompts import MIN_TOKENS, PromptConfig, Prompts, prompt_config
 from llmc.kernels.tuned import Key

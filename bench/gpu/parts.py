@@ -150,8 +150,8 @@ PARTS = (
         expected_s=45, most_s=140, load=_ablate,
     ),
     Part(
-        name="tune", about="other launch options of the models' kernels: a table of faster ones",
-        expected_s=140, most_s=200, load=_tune,
+        name="tune", about="other launch options of whole decode steps: a table of faster ones",
+        expected_s=215, most_s=330, load=_tune,
     ),
     Part(
         name="prompts", about="kernels for new prompts, by head size and length, to the same table",

@@ -16,7 +16,7 @@ from bench.gpu.settings import Settings
 from bench.gpu.subject import release
 from bench.gpu.tune_part import TABLE, using_table
 from bench.prompts import lines, measure, shapes
-from bench.tune import write_lines
+from bench.tuned_table import write_lines
 
 
 def run(settings: Settings, record: Record) -> None:

@@ -58,12 +58,14 @@ def figures(parts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def gains(parts: Mapping[str, Any]) -> Iterator[str]:
-    """What the measured launch options change: calls of kernels, then each figure of a model."""
+    """What measured launch options change: steps or calls, then each figure of a model."""
     tuned = _mapping(parts.get("tune", {}).get("data", {}), "searches")
+    steps: dict[str, tuple[float, float]] = {}  # lines that are for the same step repeat its time
     for line in tuned.get("lines", ()):
         for case, before in line["measured"].get("before_s", {}).items():
-            after = line["measured"]["after_s"][case]
-            yield f"tune       {case}: {before * 1e6:.1f} -> {after * 1e6:.1f} us"
+            steps[case] = before, line["measured"]["after_s"][case]
+    for case, (before, after) in steps.items():
+        yield f"tune       {case}: {before * 1e6:.1f} -> {after * 1e6:.1f} us"
     for name, part in parts.items():
         model, _, kind = name.partition("-")
         if kind != "tuned" or "data" not in part:

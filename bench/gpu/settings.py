@@ -40,7 +40,9 @@ class Settings:
     peer_tokens: int = 256
     peer_decode: int = 128
     tuned: tuple[str, ...] = ("8b", "0.6b")  # the models whose kernels' options are measured
-    tune_seconds: float = 120  # of all searches
+    tuned_batches: tuple[int, ...] = (1, 8, 64)  # requests of the decode steps that are timed
+    tuned_contexts: tuple[int, ...] = (90, 2048)  # of each of them: options are for all lengths
+    tune_seconds: float = 150  # of all searches, after the models started
     ablated: str = "0.6b"
     ablation_batches: tuple[int, ...] = (1, 32)
     levels: tuple[int, ...] = (0, 1, 2)
@@ -52,6 +54,12 @@ class Settings:
 
     def model(self, name: str) -> Model:
         return next(m for m in self.models if m.name == name)
+
+    def of_config(self, config: str) -> Model:
+        """The model of a file of bench/configs."""
+        given = (model for model in self.models if model.config == config)
+        largest = max(model.cache_bytes for model in self.models)
+        return next(given, Model(name=config, config=config, cache_bytes=largest))
 
     @property
     def smallest(self) -> Model:
@@ -95,7 +103,9 @@ def tiny() -> Settings:
         peer_prompt=8,
         peer_tokens=6,
         peer_decode=6,
-        tune_seconds=5,
+        tuned_batches=(1,),
+        tuned_contexts=(12,),
+        tune_seconds=45,
         ablation_batches=(1, 2),
         levels=(0, 1),
         buffer_bytes=2**22,

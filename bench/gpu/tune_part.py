@@ -1,5 +1,7 @@
-"""`tune`: other launch options for the models' kernels, by bench.tune; and the table it writes.
+"""`tune`: other launch options for the models' decode steps, by bench.tune; the table it writes.
 
+Whole steps are timed, not isolated calls too: in a step other options can be the fastest, so those
+of isolated calls could undo what was found, and the time would be halved.
 `prompts` adds to the table. The parts that measure models again (`8b-tuned`) use it.
 """
 
@@ -35,11 +37,13 @@ def search(settings: Settings, path: Path) -> dict[str, Any]:
     for which Triton must be imported with a variable set."""
     command = [sys.executable, "-m", "bench.tune", "--output-json", str(path)]
     command += ["--seconds", str(settings.tune_seconds)]
+    command += ["--steps", ",".join(map(str, settings.tuned_batches))]
+    command += ["--context", ",".join(map(str, settings.tuned_contexts))]
     for name in dict.fromkeys(settings.model(name).config for name in settings.tuned):
         command += ["--model", name]
     environment = dict(os.environ)
     if settings.tiny:
-        command.append("--tiny")
+        command += ["--tiny", "--only", "attention"]  # so that there is time for candidates
         environment["TRITON_INTERPRET"] = "1"
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     return {"lines": json.loads(path.read_text(encoding="utf-8"))["lines"]}

@@ -35,7 +35,7 @@ from llmc.runner.compiles import CompileWatch
 from llmc.runner.delta import LEAST_TOKENS, NO_HINTS, Delta, encode, work_of
 from llmc.runner.device import Device, Download, HostDevice
 from llmc.runner.faults import classified
-from llmc.runner.graphs import StepGraphs, StepOutputs, StepShape
+from llmc.runner.graphs import CapturedStep, StepGraphs, StepOutputs, StepShape
 from llmc.runner.images import RowImages
 from llmc.runner.kv_cache import copy_blocks
 from llmc.runner.logprobs import chosen_tokens, gather_logprobs, read_result, read_vectors
@@ -554,24 +554,47 @@ class ModelRunner:
         self._tell(Order(kind=Kind.CAPTURE, numbers=(*shape, is_next)))
         num_runs = 0
         with torch.inference_mode(), ranks_of(self._group):
-            inputs = self._with_hints(self._dummies(shape), NO_HINTS)
+            record, inputs = self._to_capture(step, shape)
 
             def run() -> StepOutputs:
                 nonlocal num_runs
-                if self._buffers.delta is not None:
-                    self._buffers.update_from_delta(*shape)
-                outputs = self._run(step, inputs)
+                outputs = record()
                 num_runs += 1
                 return outputs
 
-            fixed = {} if self._buffers.delta is None else {"delta": self._buffers.delta}
-            is_captured = self._graphs.capture(step, shape, run, {**inputs, **fixed})
+            is_captured = self._graphs.capture(step, shape, run, inputs)
         if self._ranks is not None and not num_runs:
             raise EngineDeadError(
                 f"a step of {shape.tokens} tokens failed on rank {self._ranks.rank} before it was "
                 "captured, so the ranks are out of sync; restart the engine"
             )
         return is_captured
+
+    def capture_again(self, shape: StepShape) -> CapturedStep:
+        """Capture the step at this shape once more, with the launch options now in use, to measure
+        it. The runner goes on with the graphs it has.
+
+        Launch a plan of this shape afterwards: it can then be replayed any number of times, which
+        writes the same rows and cache slots anew. Raises what the capture raises.
+        """
+        if self._graphs is None or self._device.graphs is None or self._ranks is not None:
+            raise RuntimeError("only a single rank that uses graphs can capture a step again")
+        with torch.inference_mode():
+            return self._device.graphs.capture(*self._to_capture(self.step, shape))
+
+    def _to_capture(
+        self, step: StepFunction, shape: StepShape
+    ) -> tuple[Callable[[], StepOutputs], StepInputs]:
+        """What a graph of `step` records, and the tensors it reads, which dummies fill."""
+        inputs = self._with_hints(self._dummies(shape), NO_HINTS)
+
+        def run() -> StepOutputs:
+            if self._buffers.delta is not None:
+                self._buffers.update_from_delta(*shape)
+            return self._run(step, inputs)
+
+        fixed = {} if self._buffers.delta is None else {"delta": self._buffers.delta}
+        return run, {**inputs, **fixed}
 
     @property
     def wants_uncompiled(self) -> bool:

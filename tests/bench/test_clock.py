@@ -126,3 +126,30 @@ def test_the_budget_bounds_the_time_of_a_slow_call(gpu: Gpu) -> None:
 def test_calls_on_a_cpu_are_timed_as_they_are() -> None:
     timing = clock.time_call(lambda: None, torch.device("cpu"), budget_s=0.001)
     assert timing.how == "calls" and 0 < timing.seconds < 0.1
+
+
+def test_graphs_are_replayed_in_turn(gpu: Gpu) -> None:
+    """Several at a time, so that what passes before the first one starts counts little."""
+    order = []
+
+    def replay(seconds: float) -> Callable[[], None]:
+        def run() -> None:
+            order.append(seconds)
+            gpu.spend(seconds)
+
+        return run
+
+    times = clock.time_in_turn([replay(0.002), replay(0.003)], CUDA, budget_s=0.02)
+    assert times == pytest.approx([0.002, 0.003])
+    assert order == [0.002] * 4 + ([0.002] * 4 + [0.003] * 4) * 3
+    order.clear()
+    clock.time_in_turn([replay(0.002)], CUDA, budget_s=0.1)
+    assert len(order) == 4 * (1 + 12)
+
+
+def test_what_a_cpu_computes_is_timed_in_turn_too() -> None:
+    order: list[int] = []
+    times = clock.time_in_turn(
+        [lambda: order.append(1), lambda: order.append(2)], torch.device("cpu"), budget_s=0.0
+    )
+    assert all(time >= 0 for time in times) and order == [1, *[1, 2] * 3]

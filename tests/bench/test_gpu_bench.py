@@ -33,7 +33,7 @@ from bench.gpu.shapes import linears, prefill_flops, read_config, step_bytes
 from bench.gpu.subject import running, swap_and_capture
 from bench.gpu.targets import TARGETS, judge
 from bench.tree import link_tree
-from bench.tune import make_line, write_lines
+from bench.tuned_table import make_line, write_lines
 from llmc.compiler.lower import StepFunction
 from llmc.config import EngineConfig
 from llmc.kernels.prompts import PromptConfig, prompt_config
@@ -487,6 +487,36 @@ def test_models_are_measured_again_with_what_tune_and_prompts_found(
     assert "0.6b-tuned prefill 16: " in text and "a call: 2.0 -> 1.0 us" in text
 
 
+def test_tune_measures_the_decode_steps_of_its_models_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def written(command: list[str], **options: Any) -> None:
+        commands.append(command)
+        write_lines(tmp_path / "tuned.json", {OTHER: line, PROMPT: other})
+
+    times = {"before_s": {"a step": 2e-3}, "after_s": {"a step": 1e-3}}
+    line = make_line(OTHER, PromptConfig(min_tokens=300), times)
+    other = make_line(PROMPT, PromptConfig(min_tokens=300), times)
+    monkeypatch.setattr(tune_part.subprocess, "run", written)
+    found = tune_part.search(full(), tmp_path / "tuned.json")
+    [command] = commands
+    text = " ".join(command)
+    assert (
+        "--steps 1,8,64 --context 90,2048 --model llama-3.1-8b.json --model qwen3-0.6b.json" in text
+    )
+    lines = list(figures({"tune": {"data": {"searches": found}}}))
+    assert lines == ["tune       a step: 2000.0 -> 1000.0 us"], "both lines are for one step"
+
+
+def test_models_of_other_configs_can_be_started_too() -> None:
+    settings = full()
+    assert settings.of_config("qwen3-0.6b.json") == settings.model("0.6b")
+    other = settings.of_config("lfm2-350m.json")
+    assert other.config == "lfm2-350m.json" and other.cache_bytes == 20 * GIB
+
+
 def test_models_are_not_measured_again_without_anything_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -513,7 +543,7 @@ def test_searches_are_rehearsed_in_the_interpreter(tmp_path: Path) -> None:
     result, printed = command(tmp_path, "--tiny", "--part", "tune")
     part = result["parts"]["tune"]
     assert part["status"] == "ok" and not list(failures(part)), part
-    assert "few_rows_tiles(128, 64, 2, False): " in printed
+    assert "attention_config(16, 4, 4, False): " in printed and " 0 tried" not in printed
     assert json.loads((tmp_path / "gpu-files" / "tuned.json").read_text())["version"] == 1
 
 

@@ -283,7 +283,7 @@ def test_the_options_that_a_model_asks_for_are_measured(
     formats = [format] if format in FORMATS else []
     options = {"quantization": format} if formats else {}
     runner = start(path, dtype="bfloat16", activation_bits=32, **options)  # not rounded, as on GPUs
-    asked = tune._Asked()
+    asked = tune.Asked()
     shapes = [StepShape.decode(rows) for rows in ROWS]
     shapes += [StepShape(tokens, rows, rows) for tokens, rows in ((24, 1), (24, 2), (150, 2))]
     for shape in shapes:

@@ -24,10 +24,12 @@ from tiny_configs import tiny_config
 from triton.runtime.errors import OutOfResources
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
-from bench import linear_work, tune
+from bench import linear_work, option_search, tune, tuned_table
 from bench.clock import Timing
 from bench.kernel_work import Maker, Work
+from bench.option_search import Found
 from bench.program_work import program_work
+from bench.tuned_table import make_line, write_lines
 from llmc.kernels import tuned
 from llmc.kernels.prompts import PromptConfig, prompt_config
 from llmc.kernels.quantized_linear import Format
@@ -69,10 +71,10 @@ def priced(patch: pytest.MonkeyPatch, key: Key, cost: Cost) -> None:
     patch.setattr(tune, "time_call", time_call)
 
 
-def searched(patch: pytest.MonkeyPatch, rows: int, cost: Cost, seconds: float = 600) -> tune.Found:
+def searched(patch: pytest.MonkeyPatch, rows: int, cost: Cost, seconds: float = 600) -> Found:
     [(key, works)] = asked_by(rows).items()
     priced(patch, key, cost)
-    return tune.search(key, works, time.monotonic() + seconds)
+    return option_search.search(key, tune.Calls(works), time.monotonic() + seconds)
 
 
 def test_the_search_descends_to_the_fastest_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,13 +101,11 @@ def test_little_is_not_worth_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_call_may_become_slower_for_the_others() -> None:
-    def found(after: Sequence[float]) -> tune.Found:
+    def found(after: Sequence[float]) -> Found:
         before = {"a": 1.0, "b": 1.0}
         times = dict(zip(before, after, strict=True))
         key: Key = ("few_rows_tiles", SHAPE, few_rows_tiles.rule(1, *SHAPE))
-        return tune.Found(
-            key=key, options=key[2], before=before, after=times, num_tried=1, failed={}
-        )
+        return Found(key=key, options=key[2], before=before, after=times, num_tried=1, failed={})
 
     assert found((0.8, 1.02)).is_faster and not found((0.8, 1.1)).is_faster
 
@@ -116,10 +116,12 @@ def test_options_of_other_results_are_refused(monkeypatch: pytest.MonkeyPatch) -
     found = searched(monkeypatch, 8, lambda tiles: tiles.block_m)
     assert found.options == replace(found.key[2], block_m=8)
     [(options, why)] = found.failed.items()
-    assert "block_m=4" in options and "another result than the reference's" in why
+    assert "block_m=4" in options and "another result than the right one" in why
 
 
-def test_results_that_are_not_written_are_not_those_of_the_call_before() -> None:
+def test_results_that_are_not_written_are_not_those_of_the_call_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     poisoned = []
 
     def call() -> torch.Tensor:
@@ -127,19 +129,21 @@ def test_results_that_are_not_written_are_not_those_of_the_call_before() -> None
         return torch.ones(3)
 
     work = Work(op="fused_linear", case="", run=partial(call))
-    tune._check(work, torch.ones(3))
+    monkeypatch.setattr(OPS["fused_linear"], "reference", lambda: torch.ones(3))
+    tune.Calls([work]).check()
+    monkeypatch.setattr(OPS["fused_linear"], "reference", lambda: torch.ones(3) * 1.03)
     with pytest.raises(RuntimeError, match="another result"):
-        tune._check(work, torch.ones(3) * 1.03)
+        tune.Calls([work]).check()
     assert poisoned == [True, True] and not torch.are_deterministic_algorithms_enabled()
 
 
 def test_fixed_options_are_not_tried() -> None:
     chosen = few_rows_tiles.rule(8, *SHAPE)
-    tried = list(tune.neighbours(few_rows_tiles, chosen, chosen))
+    tried = list(option_search.neighbours(few_rows_tiles, chosen, chosen))
     assert len(set(tried)) == len(tried) == 10 and {one.block_m for one in tried} == {16}
     attention = FUNCTIONS["attention_config"]
     rule = attention.rule(4, 128, 2, 2, False)
-    tried = list(tune.neighbours(attention, rule, rule))
+    tried = list(option_search.neighbours(attention, rule, rule))
     assert len(tried) == 18 and not any(one.descriptors or one.warp_specialize for one in tried)
 
 
@@ -156,7 +160,7 @@ def test_options_that_cannot_be_compiled_are_refused(monkeypatch: pytest.MonkeyP
     found = searched(monkeypatch, 4, lambda tiles: 1 / tiles.block_n)
     assert found.options == found.key[2] and not found.is_faster
     [(options, why)] = found.failed.items()
-    assert "block_n=32" in options and "can't be compiled" in why
+    assert "block_n=32" in options and "OutOfResources" in why
 
 
 def test_the_search_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +194,7 @@ def test_a_programs_calls_ask_for_all_that_can_be_tuned(tmp_path: Path) -> None:
         cases = [f"{work.op}: {work.case}" for work in works]
         assert len(set(cases)) == len(cases), "each has its own time"
         for work in works[:2]:
-            tune._check(work, OPS[work.op].reference(*tune._first(work).args))
+            tune.Calls([work]).check()
 
 
 @pytest.mark.exhaustive
@@ -202,12 +206,11 @@ def test_with_all_options_that_are_tried_kernels_compute_the_same(tmp_path: Path
     num_checked = 0
     for key, works in tune.asked_options(makers).items():
         works = list({work.op: work for work in works}.values())
-        wanted = [OPS[work.op].reference(*tune._first(work).args) for work in works]
-        for options in tune.neighbours(FUNCTIONS[key[0]], key[2], key[2]):
+        calls = tune.Calls(works)
+        for options in option_search.neighbours(FUNCTIONS[key[0]], key[2], key[2]):
             with tune.using({key: options}):
-                for work, want in zip(works, wanted, strict=True):
-                    tune._check(work, want)
-                    num_checked += 1
+                calls.check()
+                num_checked += len(works)
     assert num_checked > 400
 
 
@@ -219,8 +222,8 @@ def test_what_was_found_is_what_kernels_use(
     priced(monkeypatch, few, lambda tiles: 16 / tiles.block_n)
     path = tmp_path / "tuned.json"
     other = prompt_config.key((128,), prompt_config.rule(128))
-    line = tune.make_line(other, PromptConfig(min_tokens=1000), {})
-    tune.write_lines(path, {other: line})
+    line = make_line(other, PromptConfig(min_tokens=1000), {})
+    write_lines(path, {other: line})
     found = list(tune.tune(asked, path, 600))
     assert [one.is_faster for one in found] == [False, True]
     lines = json.loads(path.read_text())["lines"]
@@ -232,7 +235,7 @@ def test_what_was_found_is_what_kernels_use(
     assert few_rows_config(8, *SHAPE, 3).tiles == found[1].options != few[2]
     assert prompt_config(128).min_tokens == 1000
     priced(monkeypatch, few, lambda tiles: tiles.block_n)  # now the code's options are best
-    monkeypatch.setattr(tune, "neighbours", lambda *args: [])
+    monkeypatch.setattr(option_search, "neighbours", lambda *args: [])
     assert len(list(tune.tune(asked, path, 600))) == 2
     assert [one["function"] for one in json.loads(path.read_text())["lines"]] == ["prompt_config"]
     assert "no time is left" not in capsys.readouterr().out
@@ -250,12 +253,12 @@ def test_calls_and_searches_that_fail_leave_the_others(
     [key] = tune.asked_options([broken, working])
     assert "left out: RuntimeError: CUDA out of memory" in capsys.readouterr().out
     asked = asked_by(4, 1)
-    search = tune.search
+    search = option_search.search
 
-    def searched_or_not(wanted: Key, *rest: Any, **options: Any) -> tune.Found:
+    def searched_or_not(wanted: Key, *rest: Any, **options: Any) -> Found:
         return search(wanted, *rest, **options) if wanted == key else broken()
 
-    monkeypatch.setattr(tune, "search", searched_or_not)
+    monkeypatch.setattr(option_search, "search", searched_or_not)
     priced(monkeypatch, key, lambda tiles: 1 / tiles.block_n)
     assert [found.key for found in tune.tune(asked, tmp_path / "tuned.json", 600)] == [key]
     assert "failed: RuntimeError: CUDA out of memory" in capsys.readouterr().out
@@ -266,10 +269,10 @@ def test_a_table_of_another_device_is_replaced(
 ) -> None:
     path = tmp_path / "tuned.json"
     key = prompt_config.key((128,), prompt_config.rule(128))
-    line = tune.make_line(key, PromptConfig(min_tokens=1000), {})
-    tune.write_lines(path, {key: line})
+    line = make_line(key, PromptConfig(min_tokens=1000), {})
+    write_lines(path, {key: line})
     assert json.loads(path.read_text())["lines"] == [line]
     monkeypatch.setattr(tuned, "device_name", lambda: "another")
-    monkeypatch.setattr(tune, "device_name", lambda: "another")
-    tune.write_lines(path, {})
+    monkeypatch.setattr(tuned_table, "device_name", lambda: "another")
+    write_lines(path, {})
     assert json.loads(path.read_text()) == {"version": 1, "device": "another", "lines": []}

@@ -529,6 +529,35 @@ def test_the_guards_of_this_test_do_catch(running: tiny_engine.Running) -> None:
         runner.execute(decode(range(1), 3))
 
 
+def test_a_step_captured_again_replays_the_last_plan_and_the_runner_keeps_its_graph(
+    running: tiny_engine.Running,
+) -> None:
+    """As often as it takes to time it: the rows and the caches stay the same."""
+    runner, backend = graphed(running)
+    for row in range(2):
+        runner.execute(enter(row))
+    while runner.capture_next():
+        pass
+    again = runner.capture_again(StepShape.decode(2))
+    want = runner.execute(decode(range(2), 3)).token_ids
+    changed = (runner.rows.memory, *running.caches)
+    before = [tensor.clone().nan_to_num() for tensor in changed]
+    for _ in range(3):
+        with torch.inference_mode():
+            tokens, _ = again.replay()
+        assert tokens.tolist() == list(want)
+    assert all(map(torch.equal, before, [tensor.nan_to_num() for tensor in changed]))
+    backend.steps[-1].replay = None  # type: ignore[assignment, method-assign]
+    backend.error = RuntimeError("operation not permitted when stream is capturing")
+    with pytest.raises(RuntimeError, match="stream is capturing"):
+        runner.capture_again(StepShape.decode(2))
+    num_replays = backend.num_replays
+    assert len(runner.execute(decode(range(2), 4)).token_ids) == 2
+    assert backend.num_replays == num_replays + 1
+    with pytest.raises(RuntimeError, match="uses graphs"):
+        running.started.runner.capture_again(StepShape.decode(2))
+
+
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3])
 def test_text_is_the_same_with_graphs_and_with_steps_in_flight(
     running: tiny_engine.Running, max_in_flight: int
