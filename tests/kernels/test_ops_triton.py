@@ -22,7 +22,7 @@ TIERS = {"not exhaustive": 120, "exhaustive": 40}
 @pytest.mark.parametrize("tier", tiered(TIERS, "not exhaustive", group="triton {}"))
 def test_under_the_interpreter(tier: str) -> None:
     files = sorted(Path(__file__).parent.glob("interpreted_*.py"))
-    assert len(files) == 6
+    assert files, "with no file named, pytest would run the whole suite"
     variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     passed = passed_alone("--durations=5", "-m", tier, *files, variables=variables)
     assert passed >= TIERS[tier]
