@@ -21,6 +21,7 @@ from tiny_configs import save_random, tiny_config
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels.triton import latent_attention, paged_attention
 from llmc.kernels.triton.launch import Launch
+from llmc.kernels.triton.linear_configs import FUSED_ROWS
 from llmc.passes import pipeline, split_prompts
 from llmc.passes.options import PipelineOptions
 from llmc.runner.delta import LEAST_TOKENS
@@ -69,7 +70,8 @@ def test_greedy_tokens_with_every_op_in_triton(
     if form == "mxfp4":
         path, wide = write_mxfp4(path, tmp_path)
     running = tiny_engine.start(path, activation_bits=32)  # on GPUs, no inputs are rounded to 16
-    engine = running.engine(max_num_batched_tokens=16)  # so prompts are chunked
+    # chunks of prompts, with more rows than are multiplied together with their activation
+    engine = running.engine(max_num_batched_tokens=FUSED_ROWS + 4)
     lengths = (11, 3, 26) if family == "qwen3" else (11, 3)  # one shows that prompts are divided
     prompts = tiny_models.prompts(lengths)
     model = tiny_models.load_reference(wide)
