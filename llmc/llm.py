@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from llmc.config import EngineConfig
+from llmc.engine.messages import Operate
 from llmc.errors import (
     ConfigError,
     EngineAsleepError,
@@ -219,6 +220,16 @@ class LLM(PoolingMethods):
         Meant for benchmarks: requests are served in the meantime too, only slower.
         """
         return self._upgrade is not None and self._upgrade.wait(timeout)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, such as between two measurements; returns True."""
+        with self._in_use:
+            operated = self._running().run_operation(
+                Operate(number=0, operation="reset_prefix_cache")
+            )
+        if operated.error is not None:
+            raise InvalidRequestError(operated.error)
+        return True
 
     def sleep(self, level: int = 1) -> None:
         """Release memory until `wake_up`; until then, no requests are served.

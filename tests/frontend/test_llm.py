@@ -376,6 +376,17 @@ def test_token_ids_work_without_a_tokenizer(scripted: Scripted) -> None:
         llm.generate([10], SamplingParams(stop=["x"]))
 
 
+def test_cached_prefixes_are_forgotten(llm: LLM) -> None:
+    prompt, sampling = "count " * 40, SamplingParams(max_tokens=2)
+    llm.generate(prompt, sampling)
+    [again] = llm.generate(prompt, sampling)
+    assert again.num_cached_tokens
+    assert llm.reset_prefix_cache()
+    [anew] = llm.generate(prompt, sampling)
+    assert anew.num_cached_tokens == 0
+    assert anew.outputs[0].token_ids == again.outputs[0].token_ids
+
+
 def test_an_llm_sleeps_and_wakes(
     llm: LLM, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
