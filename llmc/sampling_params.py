@@ -80,6 +80,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # top alternatives per output token, 0 to 20; None: none
     prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
+    truncate_prompt_tokens: int | None = None  # keep the last so many; -1: as many as fit
     extra_args: Mapping[str, ExtraArg] | None = None  # for users' logits processors
     structured_outputs: StructuredOutputsParams | None = None  # a grammar for the output
     skip_special_tokens: bool = True
@@ -115,6 +116,10 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
+        kept = self.truncate_prompt_tokens
+        if kept is not None:
+            rule = "a positive integer, or -1 for as many as fit"
+            _integer("truncate_prompt_tokens", kept or -2, -1, 2**31 - 1, rule)
         self._check_stop()
         self._check_token_ids()
         self._check_extra_args()

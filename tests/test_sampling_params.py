@@ -112,6 +112,11 @@ RANGES = {
         high=20,
         outside=(-1, 21, True),
     ),
+    "truncate_prompt_tokens": Range(
+        low=-1,
+        high=2**31 - 1,
+        outside=(0, -2, 1.5, True, 2**31),
+    ),
     "bad_words": Range(
         low=[" "],
         high=["a"] * 64,

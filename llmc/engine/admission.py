@@ -55,6 +55,17 @@ def check_request(
     _check_something_allowed(sampling, limits)
 
 
+def most_prompt_tokens(sampling: SamplingParams, limits: Limits) -> int | None:
+    """How many of the prompt's last tokens `truncate_prompt_tokens` keeps; None: all."""
+    if sampling.truncate_prompt_tokens != -1:
+        return sampling.truncate_prompt_tokens
+    answer = sampling.max_tokens
+    if answer is None:
+        answer = max(1, sampling.min_tokens)
+    # without an answer, the prompt may fill the context, but not the pool
+    return max(1, min(limits.max_model_len - answer, limits.pool_tokens - max(1, answer)))
+
+
 def check_pooled(prompt_token_ids: Sequence[int], limits: Limits) -> None:
     """`check_request` for a pooling request, whose prompt can fill the whole context."""
     check_prompt(prompt_token_ids, limits.vocab_size)

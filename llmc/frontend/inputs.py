@@ -125,7 +125,8 @@ class InputProcessor:
         return self.tokenizer
 
     def process(self, prompt: Prompt, sampling: SamplingParams) -> Input:
-        """Tokenize `prompt` if it is text, and validate it and `sampling` for the model."""
+        """Tokenize `prompt` if it is text, truncate it if `sampling` says so, and validate both for
+        the model."""
         self.need_generation()
         text, token_ids = self._split(prompt)
         options = prompt if isinstance(prompt, Mapping) else {}
@@ -151,11 +152,24 @@ class InputProcessor:
                     self._images.check_scored()
             else:
                 token_ids = encode(text)
+        most = admission.most_prompt_tokens(sampling, self._limits)
+        is_cut = most is not None and len(token_ids) > most
+        if is_cut:
+            if images:
+                raise InvalidRequestError(
+                    f"a prompt with images can't be truncated: it has {len(token_ids)} tokens, and "
+                    f"truncate_prompt_tokens={sampling.truncate_prompt_tokens} keeps {most}",
+                    param="truncate_prompt_tokens",
+                )
+            token_ids = token_ids[-most:]
         if sampling.stop_strings:
             self.need_tokenizer("stop")
         sampling = self._with_bad_words(sampling)
         admission.check_request(token_ids, sampling, self._limits)
         self._check_extra_args(sampling)
+        if is_cut and text is not None:
+            tokenizer = self.tokenizer
+            text = tokenizer.decode(token_ids, skip_special_tokens=False) if tokenizer else None
         if sampling.max_tokens is None:  # until the context is full
             total = admission.total_tokens(len(token_ids), None, self._limits)
             sampling = dataclasses.replace(sampling, max_tokens=total - len(token_ids))

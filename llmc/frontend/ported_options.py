@@ -297,7 +297,7 @@ REFUSED: Mapping[str, str] = {
     "--default-chat-template-kwargs": "send chat_template_kwargs with each request",
     "--enable-force-include-usage": "send stream_options with each request",
     "--enable-prompt-embeds": "prompts are text or token ids",
-    "--allow-auto-truncate": "prompts that are too long are rejected",
+    "--allow-auto-truncate": "send truncate_prompt_tokens with each request",
     "--context-shift": "an answer ends when the context is full",
     "--enable-log-outputs": "outputs are never logged",
     "--allow-credentials": "cookies are never allowed; send the API key",

@@ -84,7 +84,7 @@ async def _infill(llm: AsyncLLM, body: CompletionBody) -> tuple[list[Prompt], fr
             "fill-in-the-middle tokens itself",
             param="suffix",
         )
-    for name in ("echo", "prompt_logprobs"):
+    for name in ("echo", "prompt_logprobs", "truncate_prompt_tokens"):
         if getattr(body, name):
             raise InvalidRequestError(
                 f"{name} and suffix can't be combined: the model's prompt is built from both",

@@ -38,7 +38,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_embeds": (None,),
     "chat_template": (None,),
     "documents": (None,),
-    "truncate_prompt_tokens": (None,),
     "thinking_token_budget": (None,),
     "logprob_token_ids": (None,),
     "return_tokens_as_token_ids": (None, False),
@@ -123,7 +122,7 @@ class GenerationBody(Body):
         *("frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids"),
         *("ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens"),
         *("include_stop_str_in_output", "allowed_token_ids", "bad_words", "prompt_logprobs"),
-        "extra_args",
+        *("truncate_prompt_tokens", "extra_args"),
     )
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
@@ -141,6 +140,7 @@ class GenerationBody(Body):
     logit_bias: dict[str, float] | None = None
     bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     extra_args: dict[str, Any] | None = Field(
         default=None, validation_alias=AliasChoices("extra_args", "vllm_xargs")
     )

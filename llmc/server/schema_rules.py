@@ -252,6 +252,9 @@ FIELDS: Mapping[str, Schema] = {
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         "maxProperties": MAX_LOGIT_BIAS,
     },
+    "truncate_prompt_tokens": _any(
+        _const(-1), {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}
+    ),
     "response_format": RESPONSE_FORMAT,
     "guided_regex": NAME,
     "guided_choice": CHOICE,

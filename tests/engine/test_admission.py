@@ -13,6 +13,7 @@ from llmc.engine.admission import (
     check_prompt,
     check_request,
     derive_seed,
+    most_prompt_tokens,
 )
 from llmc.engine.messages import AddRequest
 from llmc.engine.request import Request
@@ -155,3 +156,16 @@ def test_seeds() -> None:
     assert len(seeds) == 1000
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert derive_seed(3, 4) == derive_seed(3, 4)
+
+
+@pytest.mark.parametrize("limits", [LIMITS, SMALL_POOL])
+@pytest.mark.parametrize("max_tokens", [0, 1, 7, None])
+def test_as_many_prompt_tokens_are_kept_as_fit(limits: Limits, max_tokens: int | None) -> None:
+    sampling = SamplingParams(truncate_prompt_tokens=-1, max_tokens=max_tokens)
+    most = most_prompt_tokens(sampling, limits)
+    assert most is not None
+    ask([5] * most, sampling, limits)
+    with pytest.raises(InvalidRequestError):
+        ask([5] * (most + 1), sampling, limits)
+    assert most_prompt_tokens(SamplingParams(truncate_prompt_tokens=3), limits) == 3
+    assert most_prompt_tokens(SamplingParams(), limits) is None

@@ -149,6 +149,8 @@ BAD: list[tuple[str, str, bytes, int, str | None, str | None]] = [
     ("21 top alone", CHAT, messages(top_logprobs=2), 400, None, "top_logprobs"),
     ("21 top 21", CHAT, messages(logprobs=True, top_logprobs=21), 400, None, "top_logprobs"),
     ("21 prompt_logprobs", COMPLETIONS, prompt(prompt_logprobs=-1), 400, None, "prompt_logprobs"),
+    ("21 cut", CHAT, messages(truncate_prompt_tokens=0), 400, None, "truncate_prompt_tokens"),
+    ("21 cut -2", CHAT, messages(truncate_prompt_tokens=-2), 400, None, "truncate_prompt_tokens"),
     (
         "21 prompt_logprobs stream",
         COMPLETIONS,

@@ -191,6 +191,14 @@ def test_limits_of_size(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
         assert why in answer.json()["error"]["message"]
 
 
+def test_images_are_not_cut_off(live: Live) -> None:
+    content = [part(url(random_image(1))), {"type": "text", "text": "what is it"}]
+    whole = live.chat(content, truncate_prompt_tokens=-1, **GREEDY)
+    assert whole.status_code == 200, whole.text
+    cut = live.chat(content, truncate_prompt_tokens=5, **GREEDY)
+    assert cut.status_code == 400 and "images can't be truncated" in cut.text
+
+
 def test_text_that_spells_a_placeholder_is_no_image(live: Live) -> None:
     answer = live.chat([part(url(random_image(1))), {"type": "text", "text": "an <image> more"}])
     assert answer.status_code == 400

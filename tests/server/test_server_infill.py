@@ -79,6 +79,7 @@ def test_what_is_refused(live: Live) -> None:
         ({"prompt": [1, 2]}, "suffix"),
         ({"echo": True}, "echo"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"truncate_prompt_tokens": 8}, "truncate_prompt_tokens"),
     ):
         response = live.complete(**{"suffix": "x", **fields})  # type: ignore[arg-type]
         assert response.status_code == 400 and response.json()["error"]["param"] == param

@@ -211,6 +211,28 @@ def test_prompt_logprobs(live: Live) -> None:
     assert "prompt_logprobs" not in live.chat("A pass?", max_tokens=1).json()
 
 
+def test_only_the_end_of_a_long_prompt_is_kept(live: Live) -> None:
+    tokenizer, fields = live.scripted.tokenizer, {"max_tokens": 1, "return_token_ids": True}
+    room = live.scripted.info.max_model_len - 1
+    text = "A pass is " * room
+    ids = tokenizer.encode(text)
+    assert live.complete(prompt=text, **fields).status_code == 400
+    for kept in (1, 30, -1):
+        for prompt in (text, ids):
+            body = live.complete(
+                prompt=prompt, truncate_prompt_tokens=kept, echo=True, **fields
+            ).json()
+            [choice] = body["choices"]
+            most = room if kept == -1 else kept
+            assert choice["prompt_token_ids"] == ids[-most:]
+            assert body["usage"]["prompt_tokens"] == most
+            assert choice["text"].startswith(tokenizer.decode(ids[-most:]))
+    short = live.complete(prompt="A pass", truncate_prompt_tokens=200, echo=True, **fields).json()
+    assert short["choices"][0]["prompt_token_ids"] == tokenizer.encode("A pass")
+    body = live.chat(text, truncate_prompt_tokens=-1, **fields).json()
+    assert body["usage"]["prompt_tokens"] == room
+
+
 def test_best_of_and_priority(live: Live) -> None:
     body = live.complete(
         prompt="A pass is", max_tokens=4, n=2, best_of=4, seed=3, logprobs=0, priority=-2
