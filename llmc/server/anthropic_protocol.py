@@ -236,11 +236,12 @@ def _document_as_text(where: str, block: Any) -> Any:
             param=f"{where}.source.type",
         )
     about = {
-        name: _field(where, block, name, kind)
-        for name, kind in _OF_DOCUMENTS
+        name: _field(where, block, name, expected)
+        for name, expected in _OF_DOCUMENTS
         if block.get(name) is not None
     }
-    if about.pop("citations", {}).get("enabled") not in (None, False):
+    enabled = about.pop("citations", {}).get("enabled")
+    if enabled is not None and enabled is not False:
         raise InvalidRequestError(
             f"{where}.citations can't be enabled: this server's answers have none",
             param=f"{where}.citations",
