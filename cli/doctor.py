@@ -12,9 +12,18 @@ def command() -> int:
 
     The exit code is 1 if something is missing that llmc can't run without.
     """
-    from llmc.load_test.doctor import examine
+    from llmc.load_test.required_packages import Finding, examine_packages
 
-    findings = list(examine())
+    packages = list(examine_packages())
+    try:
+        from llmc.load_test.doctor import examine
+
+        findings = [*examine(), *packages]
+    except ModuleNotFoundError as error:
+        if not any(one.is_missing for one in packages):
+            raise
+        advice = f"this needs the package {error.name}: install what is missing below"
+        findings = [Finding(name="machine", value="not examined", advice=advice), *packages]
     console = stdout_console()
     width = max(len(finding.name) for finding in findings)
     for one in findings:
@@ -25,7 +34,7 @@ def command() -> int:
         console.print(line)
         if one.advice:
             console.print(Text(" " * (width + 10) + "-> " + one.advice))
-    num_needed = sum(one.is_needed and not one.is_ok for one in findings)
-    if num_needed:
-        console.print(f"{num_needed} missing")
-    return 1 if num_needed else 0
+    num_missing = sum(one.is_missing for one in findings)
+    if num_missing:
+        console.print(f"{num_missing} missing")
+    return 1 if num_missing else 0

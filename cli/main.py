@@ -114,7 +114,8 @@ def main(argv: list[str] | None = None) -> int:
         command: Any = typer.main.get_command(app)
         if words[:1] == ["serve"]:
             words = ["serve", *_ported(words[1:], command.commands["serve"])]
-        result = _run(command, words)
+        # Without typer, which imports pydantic to parse any command: that may be what is missing.
+        result = doctor.command() if words == ["doctor"] else _run(command, words)
     except (Exception, KeyboardInterrupt) as error:
         return errors.report(error, debug=debug, argv=words)
     return result if isinstance(result, int) else 0

@@ -28,7 +28,7 @@ class StructuredOutputsParams:
     or nested too deeply (200 levels).
     """
 
-    json: str | Mapping[str, Any] | None = None  # a JSON schema; kept as text
+    json: str | Mapping[str, Any] | bool | None = None  # a JSON schema; kept as text
     json_object: bool = False  # any JSON object
     regex: str | None = None
     choice: Sequence[str] | None = None  # one of these strings
@@ -37,7 +37,7 @@ class StructuredOutputsParams:
     additional_properties: bool = False  # objects of `json` can have keys that they do not list
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        given = self._given()
         if len(given) != 1:
             got = " and ".join(given) if given else "none"
             raise _fail("", f"needs exactly one of {', '.join(_KINDS)}, got {got}")
@@ -55,7 +55,12 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        values = {name: getattr(self, name) for name in _KINDS}
+        values["json_object"] = values["json_object"] or None  # unlike the schema false
+        return [name for name, value in values.items() if value is not None]
 
     @property
     def text(self) -> str:
@@ -83,6 +88,10 @@ def _schema_text(schema: object, additional_properties: bool) -> str:
         parsed = schema
     if not isinstance(parsed, Mapping | bool):
         raise _fail("json", f"must be a JSON schema (an object), got {type(parsed).__name__}")
+    if parsed is False:
+        raise _fail("json", "is the schema false, which no JSON matches")
+    if parsed is True:
+        parsed = {}  # the same schema; the library applies its options only to objects
     try:
         text = json.dumps(parsed, ensure_ascii=False)
         _check_size("json", text)  # before it is traversed

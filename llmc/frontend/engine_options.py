@@ -119,10 +119,6 @@ def start(config: EngineConfig, on_phase: OnPhase | None = None) -> Started:
     The engine's own queue is unlimited: AsyncLLM refuses requests before that, and offline use has
     no limit.
     """
-    # A mistake in these files is an error before the model is loaded.
-    if config.chat_template is not None:
-        read_template(config.chat_template)
-    read_tool_format(config.tool_format)
     from llmc.startup.start import start_engine
 
     return start_engine(dataclasses.replace(config, max_num_queued=None), on_phase)

@@ -8,13 +8,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import psutil
 import torch
-from packaging.requirements import InvalidRequirement, Requirement
 
 from llmc import __version__
 from llmc.cache_dir import cache_dir
@@ -24,30 +21,15 @@ from llmc.kernels.cpu.compile import find_toolchain
 from llmc.kernels.cpu.levels import pick_level, supported
 from llmc.kernels.cpu.threads import quota_cores
 from llmc.load_test.machine import GIB, processor_name
+from llmc.load_test.required_packages import Finding
 
-DISTRIBUTION = "llmc-engine"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 LEAST_MEMORY = 2 * GIB  # for the default model, compiled
 LEAST_DISK = 2 * GIB  # for compiled code and a download
-EXTRAS = {"plot": "plots of llmc bench", "otel": "traces"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One line. `advice` is empty if nothing needs to be done; `is_needed`: llmc fails without."""
-
-    name: str
-    value: str
-    advice: str = ""
-    is_needed: bool = False
-
-    @property
-    def is_ok(self) -> bool:
-        return not self.advice
 
 
 def examine() -> Iterator[Finding]:
-    """All findings, the machine's first."""
+    """The findings about the machine. Packages are those of required_packages.py."""
     yield (processor := _processor())
     if processor.is_ok:  # else there are no kernels for it
         yield _kernels()
@@ -58,7 +40,6 @@ def examine() -> Iterator[Finding]:
     yield _folder()
     yield Finding(name="Python", value=sys.version.split()[0])
     yield Finding(name="llmc", value=__version__)
-    yield from _packages(requires(DISTRIBUTION) or ())
 
 
 def _processor() -> Finding:
@@ -159,39 +140,3 @@ def _folder() -> Finding:
     value = f"{folder}, {free / GIB:.1f} GiB free"
     advice = f"free up {LEAST_DISK / GIB:g} GiB, or set LLMC_CACHE_DIR" if free < LEAST_DISK else ""
     return Finding(name="cache folder", value=value, advice=advice)
-
-
-def _packages(texts: object) -> Iterator[Finding]:
-    """The distribution's requirements, and those of the extras in EXTRAS."""
-    extras: dict[str, list[Requirement]] = {name: [] for name in EXTRAS}
-    assert isinstance(texts, list | tuple)
-    for text in texts:
-        try:
-            need = Requirement(text)
-        except InvalidRequirement:
-            continue
-        if need.marker is None or need.marker.evaluate({"extra": ""}):
-            yield _package(need)
-            continue
-        for name, needs in extras.items():
-            if need.marker.evaluate({"extra": name}):
-                needs.append(need)
-    for name, needs in extras.items():
-        missing = [need.name for need in needs if not _package(need).is_ok]
-        purpose = EXTRAS[name]
-        if needs and missing:
-            advice = f"for {purpose}: pip install '{DISTRIBUTION}[{name}]'"
-            yield Finding(name=f"extra {name}", value=f"no {', '.join(missing)}", advice=advice)
-        elif needs:
-            yield Finding(name=f"extra {name}", value=f"installed, for {purpose}")
-
-
-def _package(need: Requirement) -> Finding:
-    install = f"pip install '{need.name}{need.specifier}'"
-    try:
-        found = version(need.name)
-    except PackageNotFoundError:
-        return Finding(name=need.name, value="not installed", advice=install, is_needed=True)
-    if need.specifier.contains(found, prereleases=True):
-        return Finding(name=need.name, value=found)
-    return Finding(name=need.name, value=found, advice=install, is_needed=True)

@@ -14,6 +14,7 @@ from llmc.server.protocol import MAX_TOOLS, Body, ChatBody
 from llmc.server.turn import content_part, text_parts
 
 TEXT = ("text",)
+_OF_DOCUMENTS = (("title", str), ("context", str), ("citations", dict))
 ROLES = ("user", "assistant", "system")
 # Fields of a ChatBody -> ours, for errors.
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
@@ -205,7 +206,9 @@ def _messages(where: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         elif kind == "thinking" and role == "assistant":
             reasoning.append(_field(here, block, "thinking", str))
         elif not (kind == "redacted_thinking" and role == "assistant"):
-            parts.append(content_part(here, block, TEXT, _image if role == "user" else None))
+            image_of = _image if role == "user" else None
+            given = _document_as_text(here, block) if role == "user" else block
+            parts.append(content_part(here, given, TEXT, image_of))
     said: dict[str, Any] = {"role": role, "content": parts}
     if reasoning:
         said["reasoning_content"] = "\n".join(reasoning)
@@ -214,6 +217,37 @@ def _messages(where: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
     if parts or calls or not made:
         made.append(said)
     return made
+
+
+def _document_as_text(where: str, block: Any) -> Any:
+    """A document of plain text as a text block; any other block unchanged."""
+    if not isinstance(block, dict) or block.get("type") != "document":
+        return block
+    source = _field(where, block, "source", dict)
+    kind = source.get("type")
+    if kind == "text":
+        content: Any = _field(f"{where}.source", source, "data", str)
+    elif kind == "content":
+        content = text_parts(f"{where}.source.content", source.get("content"), TEXT)
+    else:
+        raise InvalidRequestError(
+            f"{where}.source.type must be text or content, got {kind!r:.80}: this server reads "
+            "only documents of plain text; send the text of others",
+            param=f"{where}.source.type",
+        )
+    about = {
+        name: _field(where, block, name, expected)
+        for name, expected in _OF_DOCUMENTS
+        if block.get(name) is not None
+    }
+    enabled = about.pop("citations", {}).get("enabled")
+    if enabled is not None and enabled is not False:
+        raise InvalidRequestError(
+            f"{where}.citations can't be enabled: this server's answers have none",
+            param=f"{where}.citations",
+        )
+    said = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return {"type": "text", "text": "\n\n".join(filter(None, [*about.values(), said]))}
 
 
 def _image(where: str, block: Any) -> str | None:
@@ -240,6 +274,11 @@ def _tool_use(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tool_result(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
     content = block.get("content")
+    if isinstance(content, list):
+        content = [
+            _document_as_text(f"{where}.content[{index}]", part)
+            for index, part in enumerate(content)
+        ]
     return {
         "role": "tool",
         "tool_call_id": _field(where, block, "tool_use_id", str),

@@ -1,7 +1,8 @@
 """Formats every error as its protocol expects it, wherever it was raised.
 
 OpenAI      {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
-Anthropic   {"type": "error", "error": {"type": ..., "message": ...}}             /v1/messages
+Anthropic   {"type": "error", "error": {"type": ..., "message": ...}}             /v1/messages;
+                                         /v1/models with the header anthropic-version
 Ollama      {"error": ...}                                                        /api
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -119,8 +121,20 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(dump_json(value), status, headers, media_type="application/json")
 
 
-def error_response(error: ApiError, path: str, request_id: str | None = None) -> Response:
-    """The response for an error. Its body has `request_id` if the protocol has a field for it."""
+def is_of_anthropic(scope: Mapping[str, Any]) -> bool:
+    """Whether Anthropic's protocol applies to an ASGI scope. /v1/models is a route of OpenAI's too:
+    only Anthropic's clients send their header."""
+    path: str = scope["path"]
+    if path == "/v1/models" or path.startswith("/v1/models/"):
+        return any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def error_response(
+    error: ApiError, scope: Mapping[str, Any] | None, request_id: str | None = None
+) -> Response:
+    """The response for an error of the request with this ASGI scope; None: it could not be read.
+    The body has `request_id` if the protocol has a field for it."""
     headers = {}
     if error.status in (429, 503):
         headers["retry-after"] = RETRY_AFTER_S
@@ -131,9 +145,9 @@ def error_response(error: ApiError, path: str, request_id: str | None = None) ->
     if error.code == CALL_ABORTED:
         headers["x-should-retry"] = "false"  # SDKs would repeat what the operator has ended
     write = error_body
-    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+    if scope is not None and is_of_anthropic(scope):
         write = anthropic_error
-    elif path.startswith("/api/"):
+    elif scope is not None and scope["path"].startswith("/api/"):
         write = ollama_error
     body = write(error)
     if request_id is not None and write is not ollama_error:
@@ -175,7 +189,7 @@ async def unknown_route(request: Request, exc: Exception) -> Response:
     if exc.status_code == 404 and (near := _meant(request)) is not None:
         asked += f"; did you mean {near}?"
     error = request.state.error = ApiError(exc.status_code, f"{message}: {asked}")
-    response = error_response(error, request.scope["path"], request.state.request_id)
+    response = error_response(error, request.scope, request.state.request_id)
     if exc.status_code == 405:  # the methods of all routes of this path; the router names one's
         routes = request.app.routes
         found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]

@@ -109,7 +109,7 @@ class Guard:
                 raise
             error = scope["state"]["error"] = as_api_error(exc)
             request_id = scope["state"]["request_id"]
-            await error_response(error, scope["path"], request_id)(scope, receive, send)
+            await error_response(error, scope, request_id)(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
         path = scope["path"]

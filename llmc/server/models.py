@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llmc.async_llm import AsyncLLM
-from llmc.server.errors import ApiError, json_response
+from llmc.server.errors import ApiError, is_of_anthropic, json_response
 from llmc.startup.architecture_certificate import describe_status
 
 
@@ -45,13 +46,43 @@ def all_names(state: Any) -> tuple[str, ...]:
 
 async def list_models(request: Request) -> Response:
     state = request.app.state
-    data = [card(state, name) for name in all_names(state)]
-    return json_response({"object": "list", "data": data})
+    return cards_response(request, [card(state, name) for name in all_names(state)])
 
 
 async def get_model(request: Request) -> Response:
     name = model_name(request, request.path_params["name"])
-    return json_response(card(request.app.state, name))
+    return card_response(request, card(request.app.state, name))
+
+
+def cards_response(request: Request, cards: Sequence[dict[str, Any]]) -> Response:
+    """A list of model objects, as the client's protocol has it."""
+    if not is_of_anthropic(request.scope):
+        return json_response({"object": "list", "data": cards})
+    names = [one["id"] for one in cards]
+    return json_response(
+        {
+            "data": [_anthropic_card(one) for one in cards],
+            "first_id": names[0],
+            "last_id": names[-1],
+            "has_more": False,  # they are all on one page
+        }
+    )
+
+
+def card_response(request: Request, one: dict[str, Any]) -> Response:
+    return json_response(_anthropic_card(one) if is_of_anthropic(request.scope) else one)
+
+
+def _anthropic_card(one: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "model",
+        "id": one["id"],
+        "display_name": one["id"],
+        "created_at": datetime.fromtimestamp(one["created"], UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": one["max_model_len"],
+        "max_tokens": one["max_model_len"],
+    }
 
 
 def card(state: Any, name: str) -> dict[str, Any]:

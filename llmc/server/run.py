@@ -310,14 +310,14 @@ class Connection(H11Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Answer in the route's place, and close the connection."""
-        path = ""
+        scope = None
         if self.cycle is not None and not self.cycle.response_complete:
-            path = self.scope["path"]
+            scope = self.scope
             self.cycle.disconnected = True  # the route's answer is dropped
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             request_id = uuid.uuid4().hex
-            response = error_response(error, path, request_id)
+            response = error_response(error, scope, request_id)
             ours = [*response.raw_headers, (b"x-request-id", request_id.encode())]
             head = h11.Response(
                 status_code=response.status_code,

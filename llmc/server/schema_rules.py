@@ -146,11 +146,26 @@ def _anthropic_messages(images: bool) -> Schema:
         ("type", "media_type", "data"), type=_const("base64"), media_type=TEXT, data=BASE64
     )
     image = _object(("type", "source"), type=_const("image"), source=source)
+    document = _object(
+        ("type", "source"),
+        type=_const("document"),
+        source=_any(
+            _object(("type", "data"), type=_const("text"), data=TEXT),
+            _object(
+                ("type", "content"),
+                type=_const("content"),
+                content=_content(*anthropic_protocol.TEXT),
+            ),
+        ),
+        title=_any(TEXT, NULL),
+        context=_any(TEXT, NULL),
+        citations=_any(_object(enabled=_const(False, None)), NULL),
+    )
     result = _object(
         ("type", "tool_use_id"),
         type=_const("tool_result"),
         tool_use_id=TEXT,
-        content=_any(_content(*anthropic_protocol.TEXT), NULL),
+        content=_any(TEXT, _list(_any(text, document)), NULL),
     )
     call = _object(
         ("type", "id", "name", "input"), type=_const("tool_use"), id=TEXT, name=NAME, input=OBJECT
@@ -164,7 +179,7 @@ def _anthropic_messages(images: bool) -> Schema:
 
     system = _content(*anthropic_protocol.TEXT)
     return _any(
-        said_by("user", result, *([image] if images else ())),
+        said_by("user", result, document, *([image] if images else ())),
         said_by("assistant", call, thought, hidden),
         _object(("role", "content"), role=_const("system"), content=system),
     )

@@ -119,12 +119,12 @@ def _asked(request: Request) -> ServedModel:
 
 async def list_models(request: Request) -> Response:
     data = [_card(request, model) for model in request.app.state.manager.models.values()]
-    return json_response({"object": "list", "data": data})
+    return models.cards_response(request, data)
 
 
 async def get_model(request: Request) -> Response:
     model = _named(request.app.state.manager, request.path_params["name"])
-    return json_response(_card(request, model))
+    return models.card_response(request, _card(request, model))
 
 
 def _card(request: Request, model: ServedModel) -> dict[str, Any]:

@@ -28,7 +28,9 @@ from llmc.startup.model_files import (
 )
 from llmc.startup.pooling import Pooling, dense_names, find_pooling
 from llmc.startup.recommended import recommended_sampling
+from llmc.text.template_file import read_template
 from llmc.text.tokenizer import check_tokenizer_files
+from llmc.text.tools.given_format import read_tool_format
 from llmc.weights.quantized.quantization_config import GGUF, StoredQuantization
 
 if TYPE_CHECKING:
@@ -118,13 +120,24 @@ class ModelSource:
 def check_paths(config: EngineConfig) -> None:
     """Report a wrong path or name at once, without heavy imports or downloads.
 
-    Raises CheckpointError, or ConfigError for a user's pass or logits processor.
+    Raises CheckpointError, or ConfigError for a user's pass or logits processor, a chat template, a
+    tool format, or a revision of a local model.
     """
     check_user_code(config.extra_passes, "pass")
     check_user_code(config.logits_processors, "class")
-    drafting = config.speculative_config
-    for name in (config.model, (drafting and drafting.model) or config.model):
+    if config.chat_template is not None:
+        read_template(config.chat_template)
+    read_tool_format(config.tool_format)
+    models = [(config.model, config.revision)]
+    if (drafting := config.speculative_config) is not None and drafting.model is not None:
+        models.append((drafting.model, drafting.revision))
+    for name, revision in models:
         location = locate(replace(config, model=name, speculative_config=None))
+        if location is not None and revision is not None:
+            raise ConfigError(
+                f"revision {revision!r} is for models from the hub, but {location.name} is read "
+                f"from {str(location.path)!r}; leave it out"
+            )
         if location is not None and not location.is_gguf:
             load_quantization(location.files())  # reads config.json
     if config.tokenizer is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,39 @@ from llmc.cli.main import main
 from llmc.kernels.cpu import build
 from llmc.kernels.cpu.compile import write_manifest
 from llmc.load_test import doctor
-from llmc.load_test.doctor import Finding
+from llmc.load_test.required_packages import Finding, check_packages
+
+# `llmc doctor` in an interpreter that does not find the package named by the first argument.
+WITHOUT = """
+import importlib.metadata
+import sys
+
+[_, without] = sys.argv
+
+class Finder:
+    def __init__(self, inner):
+        self.inner = inner
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] != without:
+            return self.inner.find_spec(name, path, target)
+
+sys.meta_path = [Finder(one) for one in sys.meta_path]
+
+def version(name):
+    if name == without:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return "99"
+
+from llmc.load_test import required_packages
+
+required_packages.version = version
+required_packages.requires = lambda name: [f"{without}>=1", "typer"]
+
+from llmc.cli.main import main
+
+sys.exit(main(["doctor"]))
+"""
 
 
 def test_this_machine_is_described(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +71,7 @@ def test_huge_pages(tmp_path: Path) -> None:
 def test_packages_that_are_missing_or_too_old() -> None:
     found = {
         one.name: one
-        for one in doctor._packages(
+        for one in check_packages(
             [
                 "torch>=99",
                 "no-such-package>=1",
@@ -71,6 +105,21 @@ def test_missing_things_are_an_exit_code(
     monkeypatch.setattr(doctor, "examine", lambda: iter([needed]))
     assert main(["doctor"]) == 1
     assert "-> install it" in capsys.readouterr().out
+
+
+def test_packages_that_the_report_itself_would_use() -> None:
+    """In a process that can't import the package, which also appears as not installed."""
+    for package in ("pydantic", "psutil", "torch"):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", WITHOUT, package], capture_output=True, text=True
+        )
+        assert done.returncode == 1, done.stderr
+        assert done.stderr == ""
+        lines = done.stdout.splitlines()
+        [index] = [i for i, line in enumerate(lines) if line.startswith(f"missing {package} ")]
+        assert f"-> pip install '{package}" in lines[index + 1]
+        assert lines[-1] == "1 missing"
+        assert done.stdout.startswith("ok" if package == "pydantic" else "note    machine")
 
 
 def test_where_the_ops_come_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from scripted_engine import make_scripted
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
 from llmc.frontend import engine_options as engine
+from llmc.startup.resolve import check_paths
 from llmc.text.template_file import MAX_BYTES, read_template
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -33,8 +34,12 @@ def test_what_can_not_be_used(tmp_path: Path) -> None:
     large.write_bytes(b" " * (MAX_BYTES + 1))
     with pytest.raises(ConfigError, match="more than 1048576 bytes"):
         read_template(str(large))
-    with pytest.raises(ConfigError, match="can't be read"):
-        engine.start(EngineConfig(chat_template="gone.jinja"))
+
+
+def test_a_mistake_is_found_before_the_model_is_read(tmp_path: Path) -> None:
+    for options in ({"chat_template": "/nowhere.jinja"}, {"tool_format": "/nowhere.json"}):
+        with pytest.raises(ConfigError, match="'/nowhere.*' can't be read"):
+            check_paths(EngineConfig(model=str(tmp_path / "no model"), **options))
 
 
 def test_it_takes_the_place_of_the_models_own(

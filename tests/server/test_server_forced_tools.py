@@ -106,6 +106,20 @@ def test_only_allowed_functions_are_called(styled: Live) -> None:
         assert {call["function"]["name"] for call in calls} == {"time-now"}
 
 
+def test_a_key_whose_schema_is_false_is_never_written(styled: Live) -> None:
+    keys = {"city": {"type": "string", "maxLength": 4}, "never": False, "any": True}
+    parameters = {"type": "object", "properties": keys, "required": ["city"]}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    body = {**SAY, "tools": tools, "tool_choice": NAMED, "n": 4, "temperature": 1.5, "seed": 1}
+    for choice in styled.post(CHAT, body).json()["choices"]:
+        arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
+        if choice["finish_reason"] != "length":
+            assert {"city"} <= json.loads(arguments).keys() <= {"city", "any"}
+    parameters["required"] = ["never"]
+    response = styled.post(CHAT, body)
+    assert response.status_code == 400 and "never" in response.json()["error"]["message"]
+
+
 def test_an_answer_is_a_call_or_follows_its_own_schema(styled: Live) -> None:
     schema = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}

@@ -166,6 +166,34 @@ def test_the_history_of_a_message_is_that_of_a_chat(live: Live) -> None:
     assert counted == {"input_tokens": prompt_of(live, chat, tools=TOOLS)}
 
 
+def test_documents_of_text_are_text(live: Live) -> None:
+    plain = {"type": "text", "media_type": "text/plain", "data": "Snow."}
+    document = {"type": "document", "source": plain, "title": "Report", "context": "Of today."}
+    blocks = {"type": "content", "content": [{"type": "text", "text": part} for part in "ab"]}
+    use = {"type": "tool_use", "id": "call_1", "name": "weather", "input": ARGUMENTS}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "call_1",
+        "content": [{"type": "document", "source": blocks}],
+    }
+
+    def of_documents(given: bool) -> list[dict[str, Any]]:
+        texts = ("Report\n\nOf today.\n\nSnow.", "a\nb")
+        first: Any = document if given else {"type": "text", "text": texts[0]}
+        return [
+            {"role": "user", "content": [first, {"type": "text", "text": "And?"}]},
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result if given else {**result, "content": texts[1]}]},
+        ]
+
+    counts = [
+        live.post("/v1/messages/count_tokens", {"messages": messages, "tools": ANTHROPIC_TOOLS})
+        for messages in (of_documents(True), of_documents(False))
+    ]
+    assert counts[0].status_code == 200, counts[0].text
+    assert counts[0].json() == counts[1].json()
+
+
 @pytest.mark.parametrize(
     ("fields", "reason", "sequence"),
     [
@@ -206,12 +234,21 @@ def test_a_last_message_of_the_assistant_is_continued(live: Live) -> None:
     assert count == prompt_of(live, [USER, begun], **chat)
 
 
+def asks_with(source: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    document = {"type": "document", "source": source, **fields}
+    return {"messages": [{"role": "user", "content": [document]}]}
+
+
 WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    (asks_with({"type": "base64", "media_type": "application/pdf", "data": "JVBE"}), "plain text"),
+    (asks_with({"type": "text", "data": 1}), "messages[0].content[0].source.data"),
+    (asks_with({"type": "text", "data": "x"}, citations={"enabled": True}), "citations"),
+    (asks_with({"type": "text", "data": "x"}, title=1), "messages[0].content[0].title"),
     (
         {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}]},
         "messages[0].content[0].input",

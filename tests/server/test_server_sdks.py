@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,6 +99,23 @@ def test_anthropic_messages(live: Live) -> None:
         pytest.raises(anthropic.AuthenticationError),
     ):
         client.messages.create(**ASK)
+
+
+def test_anthropic_models(live: Live) -> None:
+    url = f"http://127.0.0.1:{live.port}"
+    with anthropic.Anthropic(base_url=url, api_key="a-key", max_retries=0) as client:
+        page = client.models.list(limit=5)
+        assert [one.id for one in page] == ["scripted"]
+        assert (page.first_id, page.last_id, page.has_more) == ("scripted", "scripted", False)
+        [one] = page.data
+        assert (one.type, one.display_name, one.max_input_tokens) == ("model", "scripted", 2048)
+        assert abs(one.created_at.timestamp() - time.time()) < 3600
+        assert client.models.retrieve("scripted") == one
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            client.models.retrieve("other")
+        assert caught.value.body["error"]["type"] == "not_found_error"
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="a-key") as others:
+        assert others.models.retrieve("scripted").object == "model"
 
 
 def test_anthropics_tool_runner(live: Live) -> None:

@@ -44,6 +44,11 @@ def test_a_model_is_loaded_when_it_is_asked_for(live: LiveModels) -> None:
     live.check_served("a")
     assert live.states()["a"] == "loaded"
     live.check_served("b")
+    headers = {"anthropic-version": "2023-06-01"}
+    names = [
+        one["display_name"] for one in live.client.get("/v1/models", headers=headers).json()["data"]
+    ]
+    assert names == list(MODELS)
     assert live.client.get("/v1/models/b").json()["max_model_len"] == 2048
     assert [live.manager.models[name].llm.num_active for name in "ab"] == [0, 0]  # type: ignore[union-attr]
 

@@ -17,6 +17,7 @@ from tiny_models import make_config, save_checkpoint
 from llmc.compiler.build import build
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, CompileError, ConfigError
+from llmc.speculative_config import SpeculativeConfig
 from llmc.startup.compile import build_as_stored
 from llmc.startup.model_files import (
     generation_defaults,
@@ -54,6 +55,16 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     refused(tmp_path / "model.safetensors", "is a file; give a .gguf file, or the directory")
+
+
+def test_a_revision_of_a_local_model(tmp_path: Path) -> None:
+    """It would be ignored, and another version served than the one that was asked for."""
+    write_config(tmp_path)
+    (tmp_path / "model.safetensors").touch()  # never read
+    draft = SpeculativeConfig(method="draft_model", model=str(tmp_path), revision="v2")
+    for options in ({"revision": "v2"}, {"speculative_config": draft}):
+        with pytest.raises(ConfigError, match=f"'v2' is for models from the hub.*{tmp_path}"):
+            start(tmp_path, **options)
 
 
 def test_no_config(tmp_path: Path) -> None:

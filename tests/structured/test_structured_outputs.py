@@ -15,6 +15,7 @@ from llmc.structured_outputs import MAX_GRAMMAR_DEPTH, StructuredOutputsParams
     [
         ({"json": {"type": "integer"}}, "json", '{"type": "integer"}'),
         ({"json": '{"type":"integer"}'}, "json", '{"type": "integer"}'),
+        ({"json": True}, "json", "{}"),
         ({"json_object": True}, "json_object", '{"type": "object"}'),
         ({"regex": "[a-z]+"}, "regex", "[a-z]+"),
         ({"choice": ["yes", "no"]}, "choice", '["yes", "no"]'),
@@ -38,6 +39,9 @@ def test_each_kind(given: dict[str, Any], kind: str, text: str) -> None:
         ({"choice": "ab"}, "choice must be a list"),
         ({"choice": ["a"] * 1001}, "choice must have 1 to 1000 strings, got 1001"),
         ({"json": "{"}, "json is not JSON"),
+        ({"json": False}, "json is the schema false, which no JSON matches"),
+        ({"json": "false"}, "json is the schema false"),
+        ({"json": False, "regex": "a"}, "got json and regex"),
         ({"json": "[1]"}, "json must be a JSON schema"),
         ({"json": {"a": object()}}, "json can't be written as JSON"),
         ({"regex": "a" * 70_000}, "regex has 70000 bytes; the limit is 65536"),

@@ -94,6 +94,12 @@ class _Writer:
         given, needed = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(given, Mapping) or not isinstance(needed, list):
             raise _fail(f"the parameters of {name} are not a JSON schema")
+        never = [key for key, one in given.items() if one is False]
+        if required := [key for key in never if key in needed]:
+            raise _fail(
+                f"the parameters of {name} require {required[0]!r:.80}, whose schema is false"
+            )
+        given = {key: one for key, one in given.items() if key not in never}
         properties = {**given, **{str(key): {} for key in needed if key not in given}}
         definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
         separator = self._literal(self._form.value_sep)
