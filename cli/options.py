@@ -90,6 +90,20 @@ def parse_limits(text: str) -> dict[str, int]:
     return found
 
 
+def parse_template_kwargs(text: str) -> dict[str, Any]:
+    """Variables from a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            "--chat-template-kwargs must be a JSON object such as "
+            f'{{"enable_thinking": false}}, got {text!r:.200}'
+        )
+    return found
+
+
 def option(*flags: str, help: str, panel: str | None = None, **settings: Any) -> Any:
     """A typer option whose environment variable follows from its first long flag."""
     name = next(flag for flag in flags if flag.startswith("--")).split("/")[0]
@@ -164,6 +178,15 @@ ENGINE_OPTIONS = (
         field="chat_template",
         panel=MODEL_PANEL,
         help="Jinja file with a chat template, or the template itself. Default: the model's own.",
+    ),
+    EngineOption(
+        field="chat_template_kwargs",
+        panel=MODEL_PANEL,
+        flags=("--chat-template-kwargs", "--default-chat-template-kwargs"),
+        metavar="JSON",
+        read=parse_template_kwargs,
+        help='Variables for the chat template, such as {"enable_thinking": false}, unless a '
+        "request sets them.",
     ),
     EngineOption(
         field="tool_format",

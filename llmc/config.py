@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from llmc.errors import ConfigError
 from llmc.pooling import POOLINGS, TASKS
@@ -51,6 +51,7 @@ class EngineConfig:
     model: str | None = None
     tokenizer: str | None = None
     chat_template: str | None = None  # a Jinja file or the template itself; None: the model's own
+    chat_template_kwargs: Mapping[str, Any] | None = None  # variables of all chats
     tool_format: str = "auto"  # inferred from the chat template; or generic, JSON or a JSON file
     revision: str | None = None
     trust_remote_code: bool = False

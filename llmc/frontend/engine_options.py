@@ -20,7 +20,7 @@ from llmc.errors import ConfigError
 from llmc.frontend.ported_options import port_keywords
 from llmc.speculative_config import SpeculativeConfig
 from llmc.startup.model_files import tokenizer_folder
-from llmc.text.template_file import read_template
+from llmc.text.template_file import check_template_kwargs, read_template
 from llmc.text.tokenizer import Tokenizer, preload
 from llmc.text.tools.given_format import read_tool_format
 
@@ -34,6 +34,7 @@ class EngineOptions(TypedDict, total=False):
 
     tokenizer: str | None
     chat_template: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
     tool_format: str
     revision: str | None
     trust_remote_code: bool
@@ -136,5 +137,6 @@ def load_tokenizer(config: EngineConfig, info: ModelInfo) -> Tokenizer | None:
     tokenizer = Tokenizer.load(info.tokenizer_path, trust_remote_code=config.trust_remote_code)
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(config.chat_template)
+    tokenizer.template_defaults = check_template_kwargs(config.chat_template_kwargs)
     tokenizer.given_tool_format = read_tool_format(config.tool_format)
     return tokenizer

@@ -293,8 +293,6 @@ REFUSED: Mapping[str, str] = {
     "--predict": "send max_tokens with each request",
     "-n": "send max_tokens with each request",
     "--reasoning-budget": "send thinking_token_budget with each request",
-    "--chat-template-kwargs": "send chat_template_kwargs with each request",
-    "--default-chat-template-kwargs": "send chat_template_kwargs with each request",
     "--enable-force-include-usage": "send stream_options with each request",
     "--enable-prompt-embeds": "prompts are text or token ids",
     "--allow-auto-truncate": "send truncate_prompt_tokens with each request",

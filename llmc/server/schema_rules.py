@@ -25,7 +25,7 @@ from llmc.server.settings import MAX_PROMPTS
 from llmc.server.structured import FORMATS
 from llmc.server.tools import CHOICES
 from llmc.structured_outputs import MAX_CHOICES
-from llmc.text.chat import RESERVED
+from llmc.text.template_file import RESERVED
 
 Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}

@@ -28,7 +28,7 @@ from llmc.startup.model_files import (
 )
 from llmc.startup.pooling import Pooling, dense_names, find_pooling
 from llmc.startup.recommended import recommended_sampling
-from llmc.text.template_file import read_template
+from llmc.text.template_file import check_template_kwargs, read_template
 from llmc.text.tokenizer import check_tokenizer_files
 from llmc.text.tools.given_format import read_tool_format
 from llmc.weights.quantized.quantization_config import GGUF, StoredQuantization
@@ -127,6 +127,7 @@ def check_paths(config: EngineConfig) -> None:
     check_user_code(config.logits_processors, "class")
     if config.chat_template is not None:
         read_template(config.chat_template)
+    check_template_kwargs(config.chat_template_kwargs)
     read_tool_format(config.tool_format)
     models = [(config.model, config.revision)]
     if (drafting := config.speculative_config) is not None and drafting.model is not None:

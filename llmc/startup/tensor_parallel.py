@@ -346,6 +346,7 @@ def _plain_config(source: ModelSource) -> dict[str, Any]:
         revision=None,
         tokenizer=None,
         chat_template=None,
+        chat_template_kwargs=None,
         speculative_config=None,
     )
     return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}

@@ -21,6 +21,7 @@ from llmc.errors import InvalidRequestError
 from llmc.text.learn_reasoning import KEYS, learn_reasoning
 from llmc.text.reasoning import ReasoningFormat
 from llmc.text.template import plain
+from llmc.text.template_file import RESERVED
 from llmc.text.tokenizer import Tokenizer, check_text
 from llmc.text.tools.generic import GENERIC, as_plain_turns
 from llmc.text.tools.history import with_arguments
@@ -29,17 +30,6 @@ from llmc.text.tools.tool_format import ToolFormat
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
-
-# What chat_template_kwargs may not set.
-RESERVED = frozenset(
-    (
-        *("conversation", "messages", "chat_template", "tools", "documents", "tokenize"),
-        *("add_generation_prompt", "continue_final_message", "padding", "truncation"),
-        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-        *("tokenizer_kwargs", "sanitize_control_tokens", "bos_token", "eos_token", "unk_token"),
-        *("pad_token", "raise_exception", "strftime_now"),
-    )
-)
 
 IMAGE_PART = {"type": "image"}  # a part of a message, as templates know it
 # Errors raised by a template's arithmetic, lookups, filters and macros. SyntaxError: Python can't
@@ -156,7 +146,7 @@ def _conversation(
         tools = None
     if not conversation:
         raise InvalidRequestError("messages must not be empty", param="messages")
-    extra = dict(template_kwargs or {})
+    extra = {**tokenizer.template_defaults, **(template_kwargs or {})}
     if taken := sorted(RESERVED & extra.keys()):
         raise InvalidRequestError(
             f"chat_template_kwargs must not set {', '.join(taken)}", param="chat_template_kwargs"

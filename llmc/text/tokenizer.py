@@ -73,6 +73,7 @@ class Tokenizer:
             without_truncation(self.backend)
         self._templates: ChatTemplates = known.facts.chat_template
         self._renders_alike = known.facts.renders_alike
+        self.template_defaults: Mapping[str, Any] = {}  # variables that a request does not set
         self.given_tool_format: ToolFormat | None = None  # None: learned from the template
         self.special_ids = frozenset(known.facts.special_ids)
         self.size = known.facts.size

@@ -55,6 +55,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "max_loras": (["--max-loras", "3"], 3),
     "max_lora_rank": (["--max-lora-rank", "64"], 64),
     "max_lora_expert_rank": (["--max-lora-expert-rank", "8"], 8),
+    "chat_template_kwargs": (["--chat-template-kwargs", '{"a": 1}'], {"a": 1}),
     "limit_mm_per_prompt": (["--limit-mm-per-prompt", '{"image": 2}'], {"image": 2}),
     "max_cpu_loras": (["--max-cpu-loras", "9"], 9),
     "opt_level": (["-O1"], 1),

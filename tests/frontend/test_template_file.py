@@ -13,7 +13,8 @@ from llmc.config import EngineConfig
 from llmc.errors import ConfigError
 from llmc.frontend import engine_options as engine
 from llmc.startup.resolve import check_paths
-from llmc.text.template_file import MAX_BYTES, read_template
+from llmc.text.chat import render_chat
+from llmc.text.template_file import MAX_BYTES, check_template_kwargs, read_template
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
@@ -53,6 +54,39 @@ def test_it_takes_the_place_of_the_models_own(
     assert own and own != TEMPLATE
     loaded = engine.load_tokenizer(EngineConfig(chat_template=TEMPLATE), info)
     assert loaded is not None and loaded.chat_template == TEMPLATE
+
+
+def test_its_variables_are_those_of_all_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = make_scripted().tokenizer
+    monkeypatch.setattr(engine.Tokenizer, "load", lambda *args, **kwargs: own)
+    info: Any = SimpleNamespace(tokenizer_path=tmp_path)
+    config = EngineConfig(
+        chat_template="{{ messages[0].content }} {{ tone }} {{ tools is none }}",
+        chat_template_kwargs={"tone": "calm"},
+    )
+    tokenizer = engine.load_tokenizer(config, info)
+    assert tokenizer is not None
+    messages = [{"role": "user", "content": "hi"}]
+    for given, tone in ((None, "calm"), ({}, "calm"), ({"tone": "loud"}, "loud")):
+        ids = render_chat(tokenizer, messages, template_kwargs=given)
+        assert tokenizer.decode(ids).split() == ["hi", tone, "True"]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"tokenize": True, "tools": []}, "must not set tokenize, tools"),
+        ([1], "must be a mapping such as"),
+        ({1: 2}, "must be a mapping such as"),
+    ],
+)
+def test_variables_that_can_not_be_given(given: Any, why: str, tmp_path: Path) -> None:
+    config = EngineConfig(model=str(tmp_path / "no model"), chat_template_kwargs=given)
+    with pytest.raises(ConfigError, match=f"chat_template_kwargs {why}"):
+        check_paths(config)
+    assert check_template_kwargs(None) == {}
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,10 @@ from llmc.outputs import RequestOutput
 from llmc.sampling_params import SamplingParams
 
 # Options that change answers. A run with other changed options can continue from a checkpoint.
-_OF_ANSWERS = ("revision", "tokenizer", "chat_template", "dtype", "quantization", "seed")
+_OF_ANSWERS = (
+    *("revision", "tokenizer", "chat_template", "chat_template_kwargs", "dtype", "quantization"),
+    "seed",
+)
 
 
 class Answer(TypedDict):
