@@ -90,18 +90,19 @@ def parse_limits(text: str) -> dict[str, int]:
     return found
 
 
-def parse_template_kwargs(text: str) -> dict[str, Any]:
-    """Variables from a JSON object."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ConfigError(
-            "--chat-template-kwargs must be a JSON object such as "
-            f'{{"enable_thinking": false}}, got {text!r:.200}'
-        )
-    return found
+def object_parser(flag: str, example: str) -> Callable[[str], dict[str, Any]]:
+    """Reads a JSON object, of which `example` is one."""
+
+    def parse(text: str) -> dict[str, Any]:
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ConfigError(f"{flag} must be a JSON object such as {example}, got {text!r:.200}")
+        return found
+
+    return parse
 
 
 def option(*flags: str, help: str, panel: str | None = None, **settings: Any) -> Any:
@@ -184,9 +185,18 @@ ENGINE_OPTIONS = (
         panel=MODEL_PANEL,
         flags=("--chat-template-kwargs", "--default-chat-template-kwargs"),
         metavar="JSON",
-        read=parse_template_kwargs,
+        read=object_parser("--chat-template-kwargs", '{"enable_thinking": false}'),
         help='Variables for the chat template, such as {"enable_thinking": false}, unless a '
         "request sets them.",
+    ),
+    EngineOption(
+        field="override_generation_config",
+        panel=MODEL_PANEL,
+        metavar="JSON",
+        read=object_parser("--override-generation-config", '{"temperature": 0.7}'),
+        help="Sampling parameters of requests that do not set them, in place of the model's own: "
+        "temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, "
+        "frequency_penalty.",
     ),
     EngineOption(
         field="tool_format",

@@ -17,11 +17,13 @@ from typing import Any
 from llmc.errors import ConfigError
 from llmc.frontend.ported_options import (
     MAX_GIB,
+    NEUTRAL_SAMPLING,
     NOT_NEEDED,
     NOT_NEEDED_WITH_VALUE,
     REFUSED,
     RENAMED,
     RUNNERS,
+    SAMPLED,
     STORED,
     VALUES,
     WRITTEN,
@@ -91,11 +93,15 @@ _TRANSLATED: Mapping[str, Callable[[str, dict[str, str]], list[str]]] = {
     "--runner": _task("--runner"),
     "--convert": _task("--convert"),
 }
-_WITH_VALUE = frozenset((*RENAMED, *_TRANSLATED, *NOT_NEEDED_WITH_VALUE, *VALUES))
+_SAMPLING = "--override-generation-config"
+_WITH_VALUE = frozenset((*RENAMED, *_TRANSLATED, *NOT_NEEDED_WITH_VALUE, *VALUES, _SAMPLING))
 _MODEL = frozenset(("--model", "--model-path", "-m"))
-_IN_JSON = ("--speculative-config", "--limit-mm-per-prompt")
+_IN_JSON = (
+    *("--speculative-config", "--limit-mm-per-prompt", _SAMPLING),
+    *("--chat-template-kwargs", "--default-chat-template-kwargs"),
+)
 TYPO = 0.75  # how alike two options must be for one to be a misspelling of the other
-_KNOWN = _WITH_VALUE.union(WRITTEN, NOT_NEEDED, REFUSED)
+_KNOWN = _WITH_VALUE.union(WRITTEN, NOT_NEEDED, REFUSED, SAMPLED)
 _ADAPTERS = "--lora-modules"
 # These accept several values in a row if the first word is MODEL. Values of _ADAPTERS differ from
 # models, and may always stand in a row.
@@ -138,6 +144,8 @@ def port(words: Sequence[str], options: Mapping[str, bool] | None = None) -> Por
             _drop_values(rest)
         elif name.partition(".")[0] in _IN_JSON and "." in name:
             _set(objects, name, rest)
+        elif name in SAMPLED:
+            _set(objects, f"{_SAMPLING}.{SAMPLED[name]}", rest, flag=name)
         elif name not in _WITH_VALUE:
             option = name.partition("=")[0]
             is_short = not option.startswith("--") and option[:2] in (options or ())  # -O3, -qint8
@@ -157,7 +165,11 @@ def port(words: Sequence[str], options: Mapping[str, bool] | None = None) -> Por
             raise ConfigError(f"{name} needs a value")
         else:
             value = rest.pop(0)
-            if name in RENAMED:
+            if RENAMED.get(name, name) == _SAMPLING:
+                out += _merged(objects, value)
+            elif name == "--generation-config" and value == "vllm":
+                objects[_SAMPLING] = {**NEUTRAL_SAMPLING, **objects.get(_SAMPLING, {})}
+            elif name in RENAMED:
                 out += [RENAMED[name], value]
             elif name in _TRANSLATED:
                 out += _TRANSLATED[name](value, left_out)
@@ -204,12 +216,27 @@ def _drop_values(rest: list[str]) -> None:
         rest.pop(0)
 
 
-def _set(objects: dict[str, dict[str, Any]], name: str, rest: list[str]) -> None:
-    """`--option.key value`, vLLM's syntax for one key of a JSON option."""
+def _merged(objects: dict[str, dict[str, Any]], value: str) -> list[str]:
+    """Sampling parameters, added to those of other flags; -> what is no JSON object, as it is."""
+    try:
+        given = json.loads(value)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        return [_SAMPLING, value]
+    objects.setdefault(_SAMPLING, {}).update(given)
+    return []
+
+
+def _set(
+    objects: dict[str, dict[str, Any]], name: str, rest: list[str], flag: str | None = None
+) -> None:
+    """`--option.key value`, vLLM's syntax for one key of a JSON option. `flag`: as the user wrote
+    it."""
     path, equals, value = name.partition("=")
     if not equals:
         if not rest:
-            raise ConfigError(f"{path} needs a value")
+            raise ConfigError(f"{flag or path} needs a value")
         value = rest.pop(0)
     option, *keys, last = path.split(".")
     inner = objects.setdefault(option, {})
@@ -274,6 +301,8 @@ def hint(name: str) -> str | None:
         return f"write {' '.join(WRITTEN[name])}"
     if name in RUNNERS:
         return "the option is called --task"
+    if name in SAMPLED:
+        return f"give {_SAMPLING} '{{\"{SAMPLED[name]}\": ...}}'"
     if name in VALUES:
         return VALUES[name][1]
     for table in (NOT_NEEDED, NOT_NEEDED_WITH_VALUE):

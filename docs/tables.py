@@ -6,6 +6,7 @@ is out of date.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -149,6 +150,10 @@ def ported_flags() -> str:
         ("`--swap-space 4`", "`--swap-space 4G`"),
         ('`--allowed-origins \'["a", "b"]\'`', "`--allowed-origin a --allowed-origin b`"),
     ]
+    key = "--override-generation-config"
+    rows += [(f"`{old} X`", f"`{key} '{{\"{new}\": X}}'`") for old, new in flags.SAMPLED.items()]
+    neutral = json.dumps(dict(flags.NEUTRAL_SAMPLING))
+    rows.append(("`--generation-config vllm`", f"`{key} '{neutral}'`"))
     for old, (values, why) in flags.VALUES.items():
         taken = ", ".join(f"`{value}`" for value in sorted(values))
         rows.append((f"`{old}`", f"left out with {taken}; else refused: {why}"))

@@ -52,6 +52,7 @@ class EngineConfig:
     tokenizer: str | None = None
     chat_template: str | None = None  # a Jinja file or the template itself; None: the model's own
     chat_template_kwargs: Mapping[str, Any] | None = None  # variables of all chats
+    override_generation_config: Mapping[str, Any] | None = None  # of the model's sampling defaults
     tool_format: str = "auto"  # inferred from the chat template; or generic, JSON or a JSON file
     revision: str | None = None
     trust_remote_code: bool = False

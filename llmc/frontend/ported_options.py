@@ -20,7 +20,6 @@ _KERNELS = "kernels are chosen by device and model"
 _PAGES = "weights are read once, into separate memory"
 _ONE_DEVICE = "all layers are on one device: --device"
 _STEP = "--max-num-batched-tokens limits a step"
-_WITH_REQUEST = "send the parameters with each request"
 _EXPERTS = "experts are split by width, with --tensor-parallel-size"
 _CONFIG = "change config.json in a copy of the model's directory"
 _THREADS = "set OMP_NUM_THREADS; by default all cores are used"
@@ -62,6 +61,7 @@ RENAMED: Mapping[str, str] = {
     "--max-loras-per-batch": "--max-loras",
     "--tokenizer-worker-num": "--api-workers",
     "--chat-template-file": "--chat-template",
+    "--preferred-sampling-params": "--override-generation-config",
     "--hf-revision": "--revision",
     "--ssl-key-file": "--ssl-keyfile",
     "--ssl-cert-file": "--ssl-certfile",
@@ -89,6 +89,25 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
     "--no-webui": ("--no-ui",),
     "-v": ("--log-level", "debug"),
     "--verbose": ("--log-level", "debug"),
+}
+# The sampling parameter of requests that do not set it: a key of --override-generation-config.
+SAMPLED: Mapping[str, str] = {
+    "--temp": "temperature",
+    "--temperature": "temperature",
+    "--top-k": "top_k",
+    "--top-p": "top_p",
+    "--min-p": "min_p",
+    "--repeat-penalty": "repetition_penalty",
+    "--presence-penalty": "presence_penalty",
+    "--frequency-penalty": "frequency_penalty",
+}
+# What `--generation-config vllm` puts in place of the model's sampling parameters.
+NEUTRAL_SAMPLING: Mapping[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
 }
 # Ignored, because they are always on or have no meaning here: switches, then options with a value.
 NOT_NEEDED: Mapping[str, str] = {
@@ -147,7 +166,6 @@ NOT_NEEDED_WITH_VALUE: Mapping[str, str] = {
     "--tool-call-parser": _TEMPLATE + "; --tool-format overrides it",
     "--reasoning-parser": _TEMPLATE,
     "--chat-template-content-format": _TEMPLATE,
-    "--generation-config": "the model's own is used; requests override it",
     "--guided-decoding-backend": "there is only one implementation",
     "--structured-outputs-config": "there is only one implementation",
     "--max-seq-len-to-capture": "graphs are captured by batch size (--cuda-graph-buckets)",
@@ -225,6 +243,10 @@ VALUES: Mapping[str, tuple[frozenset[str], str]] = {
     "--nnodes": (frozenset({"1"}), _NODES),
     "--node-rank": (frozenset({"0"}), _NODES),
     "--data-parallel-backend": (frozenset({"mp"}), _ENGINES),
+    "--generation-config": (
+        frozenset({"auto"}),
+        "set sampling parameters with --override-generation-config",
+    ),
     "--lora-dtype": (frozenset({"auto"}), "adapters have the model's --dtype"),
     "--backend": (frozenset({"pytorch"}), "there is only one implementation"),
     "--max-beam-width": (frozenset({"1"}), "beam search is in Python: LLM.beam_search"),
@@ -279,16 +301,6 @@ REFUSED: Mapping[str, str] = {
     "--middleware": "put a proxy in front of the server",
     "--mm-processor-kwargs": "images are processed as the model's files specify",
     "--media-io-kwargs": "images are processed as the model's files specify",
-    "--override-generation-config": _WITH_REQUEST,
-    "--preferred-sampling-params": _WITH_REQUEST,
-    "--temp": "send temperature with each request; llmc chat has --temperature",
-    "--temperature": _WITH_REQUEST,
-    "--top-k": _WITH_REQUEST,
-    "--top-p": _WITH_REQUEST,
-    "--min-p": _WITH_REQUEST,
-    "--repeat-penalty": _WITH_REQUEST,
-    "--presence-penalty": _WITH_REQUEST,
-    "--frequency-penalty": _WITH_REQUEST,
     "--n-predict": "send max_tokens with each request",
     "--predict": "send max_tokens with each request",
     "-n": "send max_tokens with each request",
@@ -421,6 +433,8 @@ def port_keywords(options: Mapping[str, Any], known: frozenset[str]) -> dict[str
             out |= {} if (task := task_of(flag, value)) is None else {"task": task}
         elif name in known:
             out[name] = value
+        elif name == "generation_config" and value == "vllm":
+            pass  # below
         elif name == "enforce_eager":
             out |= {"opt_level": 0} if value else {}
         elif RENAMED.get(flag, "")[2:].replace("-", "_") in known:
@@ -435,6 +449,9 @@ def port_keywords(options: Mapping[str, Any], known: frozenset[str]) -> dict[str
             refused[name] = REFUSED[flag]
         else:
             out[name] = value  # make_config suggests the closest name
+    if options.get("generation_config") == "vllm":
+        name = "override_generation_config"
+        out[name] = {**NEUTRAL_SAMPLING, **(options.get(name) or {})}
     if refused:
         raise ConfigError(f"llmc does not support {listed(refused)}")
     if left_out:

@@ -6,9 +6,13 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from llmc.errors import ConfigError, InvalidRequestError
+from llmc.sampling_params import SamplingParams
+
 log = logging.getLogger(__name__)
 
 _NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_OVERRIDABLE = (*_NUMBERS, "presence_penalty", "frequency_penalty")
 # Fields that change what transformers generates and that llmc does not apply, with the values (or
 # None) that have no effect. The second group counts for sampling only.
 _NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
@@ -57,6 +61,27 @@ def recommended_sampling(stored: Mapping[str, Any]) -> dict[str, Any]:
         usable["bad_words_token_ids"] = words
     _log_not_applied(stored, others)
     return usable
+
+
+def check_override(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Sampling defaults that replace the model's, {} for None. ConfigError if one is invalid."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            'override_generation_config must be a mapping such as {"temperature": 0.7}, '
+            f"got {given!r:.200}"
+        )
+    for name, value in given.items():
+        if name not in _OVERRIDABLE:
+            raise ConfigError(
+                f"override_generation_config can set {', '.join(_OVERRIDABLE)}; got {name!r:.80}"
+            )
+        try:
+            SamplingParams(**{name: value})
+        except InvalidRequestError as error:
+            raise ConfigError(f"override_generation_config: {error}") from error
+    return dict(given)
 
 
 def _is_number(stored: Mapping[str, Any], name: str) -> bool:

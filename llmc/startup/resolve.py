@@ -27,7 +27,7 @@ from llmc.startup.model_files import (
     tokenizer_end,
 )
 from llmc.startup.pooling import Pooling, dense_names, find_pooling
-from llmc.startup.recommended import recommended_sampling
+from llmc.startup.recommended import check_override, recommended_sampling
 from llmc.text.template_file import check_template_kwargs, read_template
 from llmc.text.tokenizer import check_tokenizer_files
 from llmc.text.tools.given_format import read_tool_format
@@ -103,8 +103,10 @@ class ModelSource:
         return ids if end is None or end in ids else (*ids, end)
 
     def sampling_defaults(self) -> dict[str, Any]:
-        """Sampling parameters recommended by the model's authors, if they are usable."""
-        return recommended_sampling(generation_defaults(self.files))
+        """Sampling parameters recommended by the model's authors, if they are usable, and by the
+        user."""
+        own = recommended_sampling(generation_defaults(self.files))
+        return own | check_override(self.config.override_generation_config)
 
     def in_dtype(self, dtype: torch.dtype) -> ModelSource:
         """The same model, computed in another dtype."""
@@ -128,6 +130,7 @@ def check_paths(config: EngineConfig) -> None:
     if config.chat_template is not None:
         read_template(config.chat_template)
     check_template_kwargs(config.chat_template_kwargs)
+    check_override(config.override_generation_config)
     read_tool_format(config.tool_format)
     models = [(config.model, config.revision)]
     if (drafting := config.speculative_config) is not None and drafting.model is not None:

@@ -347,6 +347,7 @@ def _plain_config(source: ModelSource) -> dict[str, Any]:
         tokenizer=None,
         chat_template=None,
         chat_template_kwargs=None,
+        override_generation_config=None,
         speculative_config=None,
     )
     return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}

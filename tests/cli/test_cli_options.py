@@ -55,6 +55,10 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "max_loras": (["--max-loras", "3"], 3),
     "max_lora_rank": (["--max-lora-rank", "64"], 64),
     "max_lora_expert_rank": (["--max-lora-expert-rank", "8"], 8),
+    "override_generation_config": (
+        ["--override-generation-config", '{"top_p": 0.9}'],
+        {"top_p": 0.9},
+    ),
     "chat_template_kwargs": (["--chat-template-kwargs", '{"a": 1}'], {"a": 1}),
     "limit_mm_per_prompt": (["--limit-mm-per-prompt", '{"image": 2}'], {"image": 2}),
     "max_cpu_loras": (["--max-cpu-loras", "9"], 9),

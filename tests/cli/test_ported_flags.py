@@ -40,7 +40,24 @@ LINES = {
     "m --enable-auto-tool-choice --tool-call-parser hermes": "m",
     "m --runner pooling": "m --task pooling",
     "m --runner auto --convert embed": "m --task embed",
-    "m --api-server-count 2 --generation-config vllm": "m --api-workers 2",
+    "m --api-server-count 2 --generation-config auto": "m --api-workers 2",
+    "m --generation-config=vllm --top_k 20 --port 9": (
+        'm --port 9 --override-generation-config={"temperature":1.0,"top_p":1.0,"top_k":20,'
+        '"min_p":0.0,"repetition_penalty":1.0}'
+    ),
+    'm --override-generation-config={"temperature":0.7} --generation-config vllm': (
+        'm --override-generation-config={"temperature":0.7,"top_p":1.0,"top_k":0,"min_p":0.0,'
+        '"repetition_penalty":1.0}'
+    ),
+    "-m m --temp 0.7 --top-k=-1 --repeat-penalty 1.1": (
+        '--model m --override-generation-config={"temperature":0.7,"top_k":-1,'
+        '"repetition_penalty":1.1}'
+    ),
+    "m --override-generation-config x": "m --override-generation-config x",
+    'm --preferred-sampling-params {"top_p":0.5}': 'm --override-generation-config={"top_p":0.5}',
+    "m --default-chat-template-kwargs.enable_thinking false": (
+        'm --default-chat-template-kwargs={"enable_thinking":false}'
+    ),
     "--model m --served-model-name a b": "--model m --served-model-name a --served-model-name b",
     "-m m -ngl 99 -c 8k --jinja -fa on": "--model m --max-model-len 8k",
     "m --limit-mm-per-prompt.image 2": 'm --limit-mm-per-prompt={"image":2}',
@@ -101,7 +118,6 @@ def test_all_that_is_refused_is_told_at_once() -> None:
 REFUSED_LINES = [
     "-hf a/b:Q4_K_M --jinja",
     "--hf-repo a/b --hf-file c.gguf",
-    "-m m --temp 0.7 --top-k 20",
     "-m m --cache-type-k q8_0 -ctv q8_0",
     "m -O.cudagraph_mode=FULL",
     "m --cudagraph-capture-sizes 1 2 4",

@@ -25,7 +25,7 @@ from llmc.startup.model_files import (
     resolve_model,
     tokenizer_folder,
 )
-from llmc.startup.resolve import resolve
+from llmc.startup.resolve import check_paths, resolve
 from llmc.startup.start import start_engine
 
 
@@ -391,6 +391,33 @@ def test_what_greedy_models_recommend(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(fields))
     want = {"temperature": 0.0, "repetition_penalty": 1.1}
     assert resolve(config, torch.device("cpu")).sampling_defaults() == want
+
+
+def test_what_the_user_sets_in_place_of_it(tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=str(write_config(tmp_path)),
+        device="cpu",
+        override_generation_config={"temperature": 0.7, "presence_penalty": 0.5},
+    )
+    fields = {"temperature": 0.6, "top_p": 0.9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+    want = {"temperature": 0.7, "presence_penalty": 0.5, "top_p": 0.9}
+    assert resolve(config, torch.device("cpu")).sampling_defaults() == want
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"max_new_tokens": 3}, "can set temperature, .*got 'max_new_tokens'"),
+        ({"top_p": 0}, r": top_p must be a number in \(0, 1\], got 0"),
+        ({"top_k": "many"}, ": top_k must be a positive integer"),
+        ([0.7], "must be a mapping such as"),
+    ],
+)
+def test_what_the_user_can_not_set(given: Any, why: str, tmp_path: Path) -> None:
+    config = EngineConfig(model=str(tmp_path / "no model"), override_generation_config=given)
+    with pytest.raises(ConfigError, match=f"override_generation_config ?{why}"):
+        check_paths(config)
 
 
 def recommended(tmp_path: Path, **fields: Any) -> dict[str, Any]:
