@@ -70,7 +70,7 @@ class ResponsesBody(Body):
         "conversation": (None,),
         "prompt": (None,),
         "max_tool_calls": (None,),
-        "truncation": (None, "disabled"),
+        "truncation": (None, "disabled", "auto"),  # nothing is cut: too long an input is refused
         "context_management": (None,),
         "moderation": (None,),
         "image": (None,),

@@ -478,10 +478,19 @@ def test_the_store_has_limits() -> None:
     assert store.get("large", "me").messages[0]["content"] == "x" * 365
 
 
+def test_nothing_of_an_input_is_cut(live: Live) -> None:
+    body = {"input": "count", "truncation": "auto"}
+    made = live.post("/v1/responses", body)
+    assert made.status_code == 200 and made.json()["truncation"] == "disabled"
+    refused = live.post("/v1/responses", {**body, "input": "count " * 2000})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
 WRONG_RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"background": True}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
-    ({"truncation": "auto"}, "truncation"),
+    ({"truncation": "middle"}, "truncation"),
     ({"include": ["file_search_call.results"]}, "include[0]"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tool_choice": {"type": "function", "name": "nobody"}}, "tool_choice"),
