@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import stat
 import sys
 from pathlib import Path
@@ -21,11 +20,11 @@ from llmc.cli.options import engine_options, option
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
 from llmc.startup.default_model import default_model
+from llmc.startup.hub import HubName
 from llmc.weights.gguf.files import is_gguf_file
 
 CHAT_PANEL = "Chat"
 SAMPLING_PANEL = "Sampling"
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_model_word(word: str) -> bool:
@@ -34,7 +33,7 @@ def is_model_word(word: str) -> bool:
         return True
     if os.path.isdir(word) or is_gguf_file(Path(word)):
         return True
-    return _HUB_ID.fullmatch(word) is not None
+    return HubName.parse(word) is not None
 
 
 def read_piped_stdin() -> str:

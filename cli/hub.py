@@ -24,7 +24,12 @@ GIB, MIB = 2**30, 2**20
 
 def pull(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A hub id, owner/name.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A hub id: owner/name, or owner/name:Q8_0 for GGUF.",
+            show_default=False,
+        ),
     ],
     revision: Annotated[
         str | None,
@@ -32,12 +37,14 @@ def pull(
     ] = None,
 ) -> None:
     """Download a model's checkpoint into the hub's cache, or resume a download."""
-    from llmc.startup.model_files import download, is_hub_id
+    from llmc.startup.hub import HubName
+    from llmc.startup.model_files import download
 
-    if not is_hub_id(model):
+    name = HubName.parse(model)
+    if name is None:
         raise ConfigError(f"{model!r} is not a hub id; write owner/name")
     path = download(EngineConfig(model=model, revision=revision))
-    found = next((repo for repo in _cached() if repo.repo_id == model), None)
+    found = next((repo for repo in _cached() if repo.repo_id == name.repo), None)
     size = "" if found is None else f" ({_size(found.size_on_disk)})"
     note(stderr_console(), f"{model}{size}: {path}")
 

@@ -168,7 +168,8 @@ ENGINE_OPTIONS = (
         field="model",
         panel=MODEL_PANEL,
         metavar="MODEL",
-        help="Directory, GGUF file or hub id of the model. Default: a small model.",
+        help="Directory, GGUF file or hub id (owner/name, for GGUF also owner/name:Q8_0) of the "
+        "model. Default: a small model.",
     ),
     EngineOption(
         field="tokenizer",

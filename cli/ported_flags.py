@@ -95,7 +95,7 @@ _TRANSLATED: Mapping[str, Callable[[str, dict[str, str]], list[str]]] = {
 }
 _SAMPLING = "--override-generation-config"
 _WITH_VALUE = frozenset((*RENAMED, *_TRANSLATED, *NOT_NEEDED_WITH_VALUE, *VALUES, _SAMPLING))
-_MODEL = frozenset(("--model", "--model-path", "-m"))
+_MODEL = frozenset(("--model", "--model-path", "-m", "-hf", "-hfr", "--hf-repo"))
 _IN_JSON = (
     *("--speculative-config", "--limit-mm-per-prompt", _SAMPLING),
     *("--chat-template-kwargs", "--default-chat-template-kwargs"),

@@ -24,7 +24,7 @@ _EXPERTS = "experts are split by width, with --tensor-parallel-size"
 _CONFIG = "change config.json in a copy of the model's directory"
 _THREADS = "set OMP_NUM_THREADS; by default all cores are used"
 _GRAPHS = "give --cuda-graph-buckets 1,2,4"
-_HUB = "give MODEL as owner/name for safetensors; download a GGUF file and give its path"
+_HUB = "give MODEL as owner/name:FORMAT or owner/name/FILE.gguf"
 _NODES = "use --distributed-executor-backend ray for ranks on several machines"
 _ENGINES = "all engines of --data-parallel-size run on this machine"
 _DRAFTS = 'give --speculative-config \'{"method":"draft_model","model":...}\''
@@ -53,6 +53,9 @@ RENAMED: Mapping[str, str] = {
     "--tokenizer-path": "--tokenizer",
     "--random-seed": "--seed",
     "-m": "--model",
+    "-hf": "--model",
+    "-hfr": "--model",
+    "--hf-repo": "--model",
     "-c": "--max-model-len",
     "-np": "--max-num-seqs",
     "--max-batch-size": "--max-num-seqs",
@@ -287,9 +290,6 @@ REFUSED: Mapping[str, str] = {
     "--rope-theta": _CONFIG,
     "--tokenizer-revision": "--revision is for the tokenizer too; or give --tokenizer DIR",
     "--extra-llm-api-options": "write flags of llmc serve into a file and give --config FILE",
-    "--hf-repo": _HUB,
-    "-hf": _HUB,
-    "-hfr": _HUB,
     "--hf-file": _HUB,
     "-hff": _HUB,
     "--model-url": _HUB,

@@ -13,6 +13,7 @@ from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, ConfigError, reason_of
 from llmc.startup.default_model import default_model, default_model_path
 from llmc.startup.gguf_files import is_new, model_directory
+from llmc.startup.hub import HubName, download_gguf
 from llmc.text.tokenizer import TOKENIZER_FILES
 from llmc.weights.gguf.files import first_part, is_gguf, is_gguf_file, name_of
 from llmc.weights.quantized.quantization_config import (
@@ -22,7 +23,6 @@ from llmc.weights.quantized.quantization_config import (
     read_quantization,
 )
 
-_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 _ADDED_TOKENS = re.compile(r'"added_tokens":\s*')
 # Where tools state the quantization if not in config.json: its method, and the field with the rest.
 _QUANTIZATION_FILES: dict[str, tuple[str, str | None]] = {
@@ -52,11 +52,7 @@ class ModelFiles:
 
 def resolve_model(config: EngineConfig) -> ModelFiles:
     """Find the model's files, downloading a hub id. CheckpointError if there is no usable model."""
-    found = find_local(config)
-    if found is not None:
-        return found
-    assert config.model is not None, "no name means the default model, which is local"
-    return ModelFiles(name=config.model, path=_checked(download(config)), is_default=False)
+    return (locate(config) or fetch(config)).files()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,18 +97,20 @@ def locate(config: EngineConfig) -> Location | None:
             name = path.name if path.is_file() else name
             return Location(name=name_of(name), path=gguf)
         return Location(name=name, path=_checked(path))
-    if not is_hub_id(config.model):
+    if HubName.parse(config.model) is None:
         raise CheckpointError(
             f"no model at {config.model!r}: give a directory with config.json and safetensors, "
-            "a .gguf file, a hub id like `owner/name`, or no model for the default one"
+            "a .gguf file, a hub id like `owner/name` or `owner/name:Q4_K_M`, or no model for the "
+            "default one"
         )
     return None
 
 
-def find_local(config: EngineConfig) -> ModelFiles | None:
-    """The model's files on this machine; None for a hub id. CheckpointError for a wrong path."""
-    location = locate(config)
-    return location.files() if location is not None else None
+def fetch(config: EngineConfig) -> Location:
+    """A model of the hub, after its download. CheckpointError if there is no usable model."""
+    assert config.model is not None, "no name means the default model, which is local"
+    path = download(config)
+    return Location(name=config.model, path=path if path.is_file() else _checked(path))
 
 
 def tokenizer_folder(config: EngineConfig) -> Path | None:
@@ -126,8 +124,10 @@ def tokenizer_folder(config: EngineConfig) -> Path | None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    assert config.model is not None, "no name means the default model, which is local"
-    found = try_to_load_from_cache(config.model, "config.json", revision=config.revision)
+    name = HubName.parse(config.model or "")
+    if name is None or name.is_gguf:
+        return None
+    found = try_to_load_from_cache(name.repo, "config.json", revision=config.revision)
     return Path(found).parent if isinstance(found, str) else None
 
 
@@ -145,7 +145,7 @@ def _gguf_in(path: Path) -> Path | None:
     """The GGUF file at `path`, or in a directory that has no other weights."""
     if path.is_file():
         return path if is_gguf_file(path) else None
-    return None if any(path.glob("*.safetensors")) else first_part(path)
+    return None if _has_weights(path) else first_part(path)
 
 
 def _checked(path: Path) -> Path:
@@ -162,35 +162,47 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def is_hub_id(name: str) -> bool:
-    """Whether it looks like `owner/name` and not like a path."""
-    return _HUB_ID.match(name) is not None and not name.startswith((".", "~", "/"))
-
-
 def download(config: EngineConfig) -> Path:
-    """The model's files in the hub's cache; missing ones are downloaded."""
-    from huggingface_hub import snapshot_download
-
-    assert config.model is not None
-    patterns = [p for p in _PATTERNS if config.load_format != "dummy" or "safetensors" not in p]
-    if config.trust_remote_code:
-        patterns.append("*.py")
+    """The model's directory or GGUF file in the hub's cache; what is missing is downloaded."""
+    name = HubName.parse(config.model or "")
+    assert name is not None, "paths are not downloaded"
     try:
-        path = Path(
-            snapshot_download(
-                config.model,
-                revision=config.revision,
-                allow_patterns=patterns,
-                ignore_patterns=_NOT_DOWNLOADED,
-            )
-        )
-        if dense := _dense_weights(path):
-            snapshot_download(config.model, revision=config.revision, allow_patterns=dense)
-        return path
+        folder = None if name.is_gguf else _download_safetensors(name.repo, config)
+        if folder is not None and (config.load_format == "dummy" or _has_weights(folder)):
+            return folder
+        file = download_gguf(name, config.revision)
+        found = file or folder
+        assert found is not None, "a name that asks for a file has one"
+        return found
+    except CheckpointError:
+        raise
     except Exception as e:  # from the hub, the disk or the HTTP client
         raise CheckpointError(
             f"{config.model!r} is not a local directory and could not be downloaded: {reason_of(e)}"
         ) from e
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
+
+
+def _download_safetensors(repo: str, config: EngineConfig) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = [p for p in _PATTERNS if config.load_format != "dummy" or "safetensors" not in p]
+    if config.trust_remote_code:
+        patterns.append("*.py")
+    path = Path(
+        snapshot_download(
+            repo,
+            revision=config.revision,
+            allow_patterns=patterns,
+            ignore_patterns=_NOT_DOWNLOADED,
+        )
+    )
+    if dense := _dense_weights(path):
+        snapshot_download(repo, revision=config.revision, allow_patterns=dense)
+    return path
 
 
 def _dense_weights(path: Path) -> list[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from llmc.config import EngineConfig
 from llmc.garbage import without_collections
 from llmc.model_info import OnPhase
-from llmc.startup.model_files import Location, locate, resolve_model
+from llmc.startup.model_files import fetch, locate
 from llmc.startup.phase_clock import PhaseClock
 from llmc.startup.resolve import check_paths
 from llmc.weights.weight_files import check_has_weights
@@ -92,8 +92,7 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
     location = locate(config)
     if location is None:
         with clock.phase("download"):
-            downloaded = resolve_model(config)
-            location = Location(name=downloaded.name, path=downloaded.path)
+            location = fetch(config)
     if not location.is_gguf and config.load_format != "dummy":
         check_has_weights(location.path)
     with clock.phase("import torch"):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_hub import FILES, MODEL, Hub, fake_hub
+from fake_hub import FILES, GGUF_FILES, GGUF_MODEL, MODEL, Hub, fake_hub
 
 from llmc.cli.hub import _ago, _size
 
@@ -20,13 +21,16 @@ def hub() -> Iterator[Hub]:
         yield hub
 
 
-def llmc(hub: Hub, home: Path, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def llmc(
+    hub: Hub, home: Path, *words: str, stdin: str = "", offline: bool = False
+) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     env = {
         **kept,
         "HF_ENDPOINT": hub.url,
         "HF_HOME": str(home),
         "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "1" if offline else "0",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "NO_PROXY": "127.0.0.1",
     }
@@ -58,6 +62,53 @@ def test_a_download_that_broke_goes_on(hub: Hub, tmp_path: Path) -> None:
     assert hub.ranges, "it went on from where it was"
     [file] = tmp_path.rglob("snapshots/*/model.safetensors")
     assert file.read_bytes() == FILES["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        (GGUF_MODEL, ["tiny-Q4_K_M.gguf"]),
+        (f"{GGUF_MODEL}:q8_0", ["tiny-Q8_0.gguf"]),
+        (f"hf.co/{GGUF_MODEL}:UD-Q4_K_M", ["tiny-UD-Q4_K_M.gguf"]),
+        (
+            f"{GGUF_MODEL}:BF16",
+            ["BF16/tiny-BF16-00001-of-00002.gguf", "BF16/tiny-BF16-00002-of-00002.gguf"],
+        ),
+        (
+            f"{GGUF_MODEL}/BF16/tiny-BF16-00001-of-00002.gguf",
+            ["BF16/tiny-BF16-00001-of-00002.gguf", "BF16/tiny-BF16-00002-of-00002.gguf"],
+        ),
+    ],
+)
+def test_one_gguf_model_of_a_repository_is_pulled(
+    name: str, files: list[str], hub: Hub, tmp_path: Path
+) -> None:
+    pulled = llmc(hub, tmp_path, "pull", name)
+    assert pulled.returncode == 0, pulled.stderr
+    assert files[0] in pulled.stderr.replace("\n", "")
+    found = {path.relative_to(folder).as_posix(): path for folder in tmp_path.rglob("snapshots/*")
+             for path in folder.rglob("*.gguf")}  # fmt: skip
+    assert sorted(found) == files
+    assert all(found[file].read_bytes() == GGUF_FILES[file] for file in files)
+    again = llmc(hub, tmp_path, "pull", name, offline=True)
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        (f"{GGUF_MODEL}:Q2_K", f"{GGUF_MODEL} has no GGUF model Q2_K; name one as .*tiny-Q8_0"),
+        (f"{GGUF_MODEL}/other.gguf", "has no GGUF model other.gguf"),
+        (f"{GGUF_MODEL}:F32", "has 1 of the 2 parts of tiny-F32-00001-of-00002.gguf"),
+        (f"{MODEL}:Q4_0", f"{MODEL} has no GGUF model"),
+    ],
+)
+def test_a_gguf_model_that_is_not_there_is_told(
+    name: str, why: str, hub: Hub, tmp_path: Path
+) -> None:
+    told = llmc(hub, tmp_path, "pull", name)
+    assert told.returncode == 2
+    assert re.search(why, " ".join(told.stderr.split())), told.stderr
 
 
 def test_what_is_not_there_is_told(hub: Hub, tmp_path: Path) -> None:

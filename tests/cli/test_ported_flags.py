@@ -53,6 +53,7 @@ LINES = {
         '--model m --override-generation-config={"temperature":0.7,"top_k":-1,'
         '"repetition_penalty":1.1}'
     ),
+    "-hf a/b:Q4_K_M --jinja --alias c": ("--model a/b:Q4_K_M --served-model-name c"),
     "m --override-generation-config x": "m --override-generation-config x",
     'm --preferred-sampling-params {"top_p":0.5}': 'm --override-generation-config={"top_p":0.5}',
     "m --default-chat-template-kwargs.enable_thinking false": (
@@ -116,7 +117,6 @@ def test_all_that_is_refused_is_told_at_once() -> None:
 
 
 REFUSED_LINES = [
-    "-hf a/b:Q4_K_M --jinja",
     "--hf-repo a/b --hf-file c.gguf",
     "-m m --cache-type-k q8_0 -ctv q8_0",
     "m -O.cudagraph_mode=FULL",
@@ -135,7 +135,7 @@ def test_lines_of_other_engines_are_refused_with_advice_for_each_flag(line: str)
     assert "has no option" not in told, told
     for flag in (word.partition("=")[0] for word in line.split() if word[0] == "-"):
         named = "-cc" if flag.startswith("-O.") else flag.replace("_", "-")
-        assert flag in ("-m", "--jinja") or re.search(rf"{named}\b.*\(\w+", told), told
+        assert flag in ("-m", "--hf-repo") or re.search(rf"{named}\b.*\(\w+", told), told
 
 
 def test_unknown_short_flags_are_told_too() -> None:

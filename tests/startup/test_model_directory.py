@@ -323,6 +323,7 @@ def test_what_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tru
     def download(name: str, *, revision: Any, **patterns: Any) -> str:
         chosen.extend(huggingface_hub.utils.filter_repo_objects(files, **patterns))
         write_config(tmp_path)
+        (tmp_path / "model.safetensors").touch()
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -366,6 +367,7 @@ def test_weights_of_dense_modules_are_downloaded_too(
             for path, kind in kinds.items()
         ]
         (tmp_path / "modules.json").write_text(json.dumps(listed))
+        (tmp_path / "model.safetensors").touch()
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)

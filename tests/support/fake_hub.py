@@ -1,4 +1,4 @@
-"""A hub on 127.0.0.1 with one model, with what huggingface_hub needs; it can break downloads."""
+"""A hub on 127.0.0.1 with two models, with what huggingface_hub needs; it can break downloads."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 COMMIT = "a" * 40
 MODEL = "owner/tiny"
 FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 100_000}
+GGUF_MODEL = "owner/tiny-GGUF"
+GGUF_FILES = {
+    name: b"GGUF" + name.encode()
+    for name in (
+        *("README.md", "mmproj-tiny-F16.gguf", "tiny-Q4_K_M.gguf", "tiny-UD-Q4_K_M.gguf"),
+        *("tiny-Q8_0.gguf", "BF16/tiny-BF16-00001-of-00002.gguf"),
+        *("BF16/tiny-BF16-00002-of-00002.gguf", "tiny-F32-00001-of-00002.gguf"),
+    )
+}
+REPOSITORIES = {MODEL: FILES, GGUF_MODEL: GGUF_FILES}
 
 
 class Hub(ThreadingHTTPServer):
@@ -38,22 +49,24 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=True)
 
     def _answer(self, *, with_body: bool) -> None:
-        path = self.path.partition("?")[0]
-        if path.startswith(f"/api/models/{MODEL}/tree/"):
-            self._json([_entry(name) | {"type": "file", "path": name} for name in FILES], with_body)
-        elif path.startswith(f"/api/models/{MODEL}"):
-            siblings = [{"rfilename": name} for name in FILES]
-            self._json({"id": MODEL, "sha": COMMIT, "siblings": siblings}, with_body)
-        elif (name := path.rpartition("/")[2]) in FILES and f"/{MODEL}/resolve/" in path:
-            self._file(name, with_body)
-        else:
-            self.send_error(404)
+        path = unquote(self.path.partition("?")[0])
+        for model, files in REPOSITORIES.items():
+            if path.startswith(f"/api/models/{model}/tree/"):
+                tree = [_entry(files[name]) | {"type": "file", "path": name} for name in files]
+                return self._json(tree, with_body)
+            if path.startswith(f"/api/models/{model}/") or path == f"/api/models/{model}":
+                siblings = [{"rfilename": name} for name in files]
+                found = {"id": model, "sha": COMMIT, "siblings": siblings}
+                return self._json(found, with_body)
+            name = path.partition(f"/{model}/resolve/")[2].partition("/")[2]
+            if name in files:
+                return self._file(files[name], with_body)
+        self.send_error(404)
 
     def _json(self, value: Any, with_body: bool) -> None:
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"}, with_body)
 
-    def _file(self, name: str, with_body: bool) -> None:
-        content = FILES[name]
+    def _file(self, content: bytes, with_body: bool) -> None:
         headers = {
             "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
             "X-Repo-Commit": COMMIT,
@@ -83,8 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def _entry(name: str) -> dict[str, Any]:
-    content = FILES[name]
+def _entry(content: bytes) -> dict[str, Any]:
     return {"size": len(content), "oid": hashlib.sha1(content).hexdigest()}
 
 
