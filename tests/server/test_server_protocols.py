@@ -253,7 +253,7 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}]},
         "messages[0].content[0].input",
     ),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice of type tool"),
     ({"tool_choice": {"type": "tool", "name": "nobody"}}, "tool_choice"),
     ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
