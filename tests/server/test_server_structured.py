@@ -46,12 +46,16 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "[A-F]{3}", "guided_decoding_backend": "xgrammar"}, "[A-F]{3}"),
     ({"guided_choice": ["one", "two"]}, "one|two"),
     ({"guided_grammar": GRAMMAR}, "<[a-c]{1,2}>"),
+    # as guidance sends it, for old and new versions of vLLM
+    ({"guided_grammar": GRAMMAR, "structured_outputs": {"grammar": GRAMMAR}}, "<[a-c]{1,2}>"),
 ]
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "(a"}, "guided_regex"),
     ({"guided_grammar": "root ::= missing"}, "guided_grammar"),
     ({"guided_json": {"type": "nothing"}}, "guided_json"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex"),
+    ({"guided_json": False}, "guided_json"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},
         "response_format",
