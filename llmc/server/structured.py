@@ -25,8 +25,8 @@ FORMATS = ("text", "json_object", "json_schema")
 
 
 def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
-    """None for free text. InvalidRequestError for an invalid grammar, or for different ones: clients
-    that do not know a server's version send one grammar under the old and the new name."""
+    """None for free text. InvalidRequestError for an invalid grammar, or for several different ones:
+    clients that do not know the server's version send one under the old and the new name."""
     if body.response_format is not None:
         _check_keys("response_format", body.response_format, ("type", "json_schema"))
     fields = _asking(body)

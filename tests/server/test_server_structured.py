@@ -54,7 +54,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"guided_grammar": "root ::= missing"}, "guided_grammar"),
     ({"guided_json": {"type": "nothing"}}, "guided_json"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
-    ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex"),
     ({"guided_json": False}, "guided_json"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},
@@ -93,6 +92,12 @@ def test_an_answer_follows_its_grammar(fields: dict[str, Any], shape: str, live:
     assert choice["finish_reason"] == "stop" and fits(choice["text"], shape), choice
     [choice] = live.chat("A pass?", **options).json()["choices"]
     assert choice["finish_reason"] == "stop" and fits(choice["message"]["content"], shape), choice
+
+
+def test_different_grammars_are_refused(live: Live) -> None:
+    both = {"structured_outputs": {"regex": "a"}, "guided_regex": "b"}
+    error = live.complete(prompt="x", **both).json()["error"]
+    assert error["param"] == "guided_regex" and "can't be combined" in error["message"]
 
 
 def test_a_stream_of_many_choices(live: Live) -> None:
