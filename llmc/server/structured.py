@@ -25,8 +25,7 @@ FORMATS = ("text", "json_object", "json_schema")
 
 
 def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
-    """None for free text. InvalidRequestError for an invalid grammar, or for several different ones:
-    clients that do not know the server's version send one under the old and the new name."""
+    """None for free text. InvalidRequestError for an invalid grammar, or for different ones."""
     if body.response_format is not None:
         _check_keys("response_format", body.response_format, ("type", "json_schema"))
     fields = _asking(body)
@@ -34,6 +33,7 @@ def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
     for field in fields:
         with grammar_from(field):
             asked = StructuredOutputsParams(**_options(field, getattr(body, field)))
+        # A client that does not know the server's version sends one under its old and new name.
         if made is not None and asked != made:
             raise InvalidRequestError(
                 f"{' and '.join(fields)} can't be combined; send only one of them", param=fields[1]
