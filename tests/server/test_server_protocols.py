@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -598,7 +599,9 @@ def test_what_ollama_clients_ask_of_the_model(live: Live) -> None:
     shown = live.post("/api/show", {"model": "scripted"}).json()
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
     assert shown["model_info"]["llmc.context_length"] == 2048
-    assert live.client.get("/api/version").json().keys() == {"version"}
+    [major, minor, patch] = live.client.get("/api/version").json()["version"].split(".")
+    assert (int(major), int(minor), int(patch)) >= (0, 6, 4), "which VS Code needs"
+    assert re.fullmatch("[0-9a-f]{64}", model["digest"]), "ollama list prints its first 12 digits"
     [running] = live.client.get("/api/ps").json()["models"]
     assert {**running, **model} == running and running["context_length"] == 2048
 
