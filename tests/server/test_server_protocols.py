@@ -431,6 +431,15 @@ def test_a_response_that_is_cut(live: Live) -> None:
     assert named_events(live, RESPONSES, body)[-1]["type"] == "response.incomplete"
 
 
+def test_where_a_response_stops(live: Live) -> None:
+    stopped = live.post(RESPONSES, {"input": "plain", "stop": [" three"]}).json()
+    assert stopped["output"][-1]["content"][0]["text"] == "One two"
+    body = {"input": "plain", "ignore_eos": True, "min_tokens": 9, "max_output_tokens": 40}
+    assert live.post(RESPONSES, body).json()["usage"]["output_tokens"] == 40
+    error = live.post(RESPONSES, {**body, "min_tokens": 41}).json()["error"]
+    assert error["param"] == "min_tokens"
+
+
 CUT = 42  # tokens, up to the middle of the first call's arguments
 
 
