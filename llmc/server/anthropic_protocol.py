@@ -25,10 +25,10 @@ class MessagesTool(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    type: Literal["custom"] | None = None  # first, so that an error about another type names it
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
     input_schema: dict[str, Any]
-    type: Literal["custom"] | None = None
     cache_control: Any = None
     strict: Any = None
     input_examples: Any = None

@@ -219,6 +219,6 @@ def _for_web_pages(origins: Sequence[str]) -> Middleware:
         allow_origins=list(origins),
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["x-request-id"],
+        expose_headers=["x-request-id", "request-id"],
         max_age=600,
     )

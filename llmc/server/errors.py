@@ -101,7 +101,9 @@ def code_of(error: ApiError) -> str:
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
-    shown: dict[str, Any] = {"type": kind, "message": error.shown}
+    # Clients compact their conversation if they find these words.
+    about = "prompt is too long: " if error.code == _IN_TEXT else ""
+    shown: dict[str, Any] = {"type": kind, "message": about + error.shown}
     if error.param == "thread":  # the SDK's tool runner then sends whole conversations
         shown["details"] = {"error_code": "thread_unsupported_request"}
     return {"type": "error", "error": shown}

@@ -18,7 +18,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc.frontend.turns import CALLER
 from llmc.logs import REQUEST_ID
-from llmc.server.errors import ApiError, as_api_error, code_of, error_response
+from llmc.server.errors import (
+    ApiError,
+    as_api_error,
+    code_of,
+    error_response,
+    is_of_anthropic,
+)
 from llmc.server.page import DOCS, FILES, PAGE
 from llmc.server.settings import ServerSettings
 
@@ -82,6 +88,8 @@ class Guard:
             if message["type"] == "http.response.start":
                 outcome.status = message["status"]
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                if is_of_anthropic(scope):
+                    headers.append((b"request-id", request_id))
                 if self._is_draining():
                     headers.append((b"connection", b"close"))
                 message = {**message, "headers": headers}

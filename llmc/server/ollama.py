@@ -5,6 +5,7 @@ Streams are lines of JSON, and times are nanoseconds.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
@@ -13,7 +14,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llmc import __version__
 from llmc.async_llm import AsyncLLM, Stream
 from llmc.frontend.completion import PositionLogprobs
 from llmc.frontend.inputs import Input, Prompt
@@ -49,6 +49,10 @@ from llmc.text.tools.parse import Delta
 def _line(value: dict[str, Any]) -> bytes:
     return dump_json(value) + b"\n"
 
+
+# Clients refuse servers whose version is below the one they need; VS Code needs 0.6.4, for example.
+# This is the first with all of the APIs that this server has (/v1/messages was the last).
+API_VERSION = "0.14.0"
 
 WIRE = Wire(
     event=_line,
@@ -180,7 +184,7 @@ def _capabilities(llm: AsyncLLM) -> list[str]:
 
 
 async def version(request: Request) -> Response:
-    return json_response({"version": __version__})
+    return json_response({"version": API_VERSION})
 
 
 async def _raw_turn(request: Request, body: ChatBody) -> Turn:
@@ -227,7 +231,8 @@ def card(name: str, created: int, info: ModelInfo | None) -> dict[str, Any]:
         "model": name,
         "modified_at": datetime.fromtimestamp(created, UTC).isoformat(),
         "size": 0 if info is None else info.weight_bytes,
-        "digest": "",
+        # Of no file: clients tell models apart by it, and print its first 12 digits.
+        "digest": hashlib.sha256(name.encode()).hexdigest(),
         "details": {
             "parent_model": "",
             "format": "",

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import MAX_LOGPROBS
-from llmc.server.protocol import MAX_TOOLS, Body, ChatBody, Int64, StreamOptions
+from llmc.server.protocol import MAX_TOOLS, Body, ChatBody, Count, Int64, StreamOptions
 from llmc.server.turn import content_part, text_parts
 
 TEXT = ("input_text", "output_text", "text")
@@ -81,7 +81,11 @@ class ResponsesBody(Body):
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     seed: Int64 | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
     text: TextConfig | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -122,7 +126,11 @@ class ResponsesBody(Body):
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "top_k": self.top_k,
             "seed": self.seed,
+            "stop": self.stop,
+            "ignore_eos": self.ignore_eos,
+            "min_tokens": self.min_tokens,
             "tools": self._tools(),
             "tool_choice": self._choice(),
             "parallel_tool_calls": self.parallel_tool_calls,

@@ -25,18 +25,21 @@ FORMATS = ("text", "json_object", "json_schema")
 
 
 def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
-    """None for free text. InvalidRequestError for an invalid grammar, or more than one."""
+    """None for free text. InvalidRequestError for an invalid grammar, or for different ones."""
     if body.response_format is not None:
         _check_keys("response_format", body.response_format, ("type", "json_schema"))
     fields = _asking(body)
-    if len(fields) > 1:
-        raise InvalidRequestError(
-            f"{' and '.join(fields)} can't be combined; send only one of them", param=fields[1]
-        )
-    if not fields:
-        return None
-    with grammar_from(fields[0]):
-        return StructuredOutputsParams(**_options(fields[0], getattr(body, fields[0])))
+    made: StructuredOutputsParams | None = None
+    for field in fields:
+        with grammar_from(field):
+            asked = StructuredOutputsParams(**_options(field, getattr(body, field)))
+        # A client that does not know the server's version sends one under its old and new name.
+        if made is not None and asked != made:
+            raise InvalidRequestError(
+                f"{' and '.join(fields)} can't be combined; send only one of them", param=fields[1]
+            )
+        made = asked
+    return made
 
 
 def grammar_field(body: GenerationBody) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -253,7 +254,7 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}]},
         "messages[0].content[0].input",
     ),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice of type tool"),
     ({"tool_choice": {"type": "tool", "name": "nobody"}}, "tool_choice"),
     ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
@@ -428,6 +429,15 @@ def test_a_response_that_is_cut(live: Live) -> None:
     assert response["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert named_events(live, RESPONSES, body)[-1]["type"] == "response.incomplete"
+
+
+def test_where_a_response_stops(live: Live) -> None:
+    stopped = live.post(RESPONSES, {"input": "plain", "stop": [" three"]}).json()
+    assert stopped["output"][-1]["content"][0]["text"] == "One two"
+    body = {"input": "plain", "ignore_eos": True, "min_tokens": 9, "max_output_tokens": 40}
+    assert live.post(RESPONSES, body).json()["usage"]["output_tokens"] == 40
+    error = live.post(RESPONSES, {**body, "min_tokens": 41}).json()["error"]
+    assert error["param"] == "min_tokens"
 
 
 CUT = 42  # tokens, up to the middle of the first call's arguments
@@ -607,7 +617,9 @@ def test_what_ollama_clients_ask_of_the_model(live: Live) -> None:
     shown = live.post("/api/show", {"model": "scripted"}).json()
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
     assert shown["model_info"]["llmc.context_length"] == 2048
-    assert live.client.get("/api/version").json().keys() == {"version"}
+    [major, minor, patch] = live.client.get("/api/version").json()["version"].split(".")
+    assert (int(major), int(minor), int(patch)) >= (0, 6, 4), "which VS Code needs"
+    assert re.fullmatch("[0-9a-f]{64}", model["digest"]), "ollama list prints its first 12 digits"
     [running] = live.client.get("/api/ps").json()["models"]
     assert {**running, **model} == running and running["context_length"] == 2048
 

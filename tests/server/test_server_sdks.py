@@ -92,8 +92,13 @@ def test_anthropic_messages(live: Live) -> None:
         )
         usage = whole.usage
         assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
-        with pytest.raises(anthropic.NotFoundError, match="not served here"):
+        assert whole._request_id
+        with pytest.raises(anthropic.NotFoundError, match="not served here") as caught:
             client.messages.create(**{**ASK, "model": "other"})
+        assert caught.value.request_id == caught.value.body["request_id"]
+        long = [{"role": "user", "content": "word " * 3000}]
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long: This model's"):
+            client.messages.create(**{**ASK, "messages": long})
     with (
         anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0) as client,
         pytest.raises(anthropic.AuthenticationError),

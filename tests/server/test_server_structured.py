@@ -46,12 +46,15 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "[A-F]{3}", "guided_decoding_backend": "xgrammar"}, "[A-F]{3}"),
     ({"guided_choice": ["one", "two"]}, "one|two"),
     ({"guided_grammar": GRAMMAR}, "<[a-c]{1,2}>"),
+    # as guidance sends it, for old and new versions of vLLM
+    ({"guided_grammar": GRAMMAR, "structured_outputs": {"grammar": GRAMMAR}}, "<[a-c]{1,2}>"),
 ]
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "(a"}, "guided_regex"),
     ({"guided_grammar": "root ::= missing"}, "guided_grammar"),
     ({"guided_json": {"type": "nothing"}}, "guided_json"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+    ({"guided_json": False}, "guided_json"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},
         "response_format",
@@ -89,6 +92,12 @@ def test_an_answer_follows_its_grammar(fields: dict[str, Any], shape: str, live:
     assert choice["finish_reason"] == "stop" and fits(choice["text"], shape), choice
     [choice] = live.chat("A pass?", **options).json()["choices"]
     assert choice["finish_reason"] == "stop" and fits(choice["message"]["content"], shape), choice
+
+
+def test_different_grammars_are_refused(live: Live) -> None:
+    both = {"structured_outputs": {"regex": "a"}, "guided_regex": "b"}
+    error = live.complete(prompt="x", **both).json()["error"]
+    assert error["param"] == "guided_regex" and "can't be combined" in error["message"]
 
 
 def test_a_stream_of_many_choices(live: Live) -> None:
