@@ -518,6 +518,15 @@ def test_older_configs_of_auto_round(
     assert (scheme.layout, scheme.zeros_less_one) == (layout, zeros_less_one)
 
 
+def test_auto_round_need_not_name_the_packing_of_float8() -> None:
+    config = {**PACKINGS["auto-round, fp8"]().config}
+    del config["packing_format"]
+    found = read_quantization({"quantization_config": config})
+    assert found is not None
+    [scheme] = found.schemes
+    assert (scheme.layout, scheme.bits, scheme.is_float) == ("plain", 8, True)
+
+
 def test_torchaos_configs_of_modules() -> None:
     """Names go before patterns, which must match all of a name; null leaves a module plain."""
 

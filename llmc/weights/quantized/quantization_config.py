@@ -226,7 +226,10 @@ def _auto_round(fields: Mapping[str, Any]) -> StoredQuantization:
 
 
 def _format_of_backend(fields: Mapping[str, Any]) -> str:
-    """The packing format of older configs, which only name the kernels, `auto_round:gptq:...`."""
+    """The packing format of configs without one: older ones only name the kernels,
+    `auto_round:gptq:...`, and weights of float8 or FP4 are stored in one way."""
+    if fields.get("data_type", "int") != "int":
+        return "auto_round:fp8"
     backend = str(fields.get("backend") or "")
     if "awq" in backend:
         return "auto_round:auto_awq"
