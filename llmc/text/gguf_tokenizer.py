@@ -2,7 +2,8 @@
 
 There are four kinds of vocabulary: byte-level BPE, SentencePiece BPE, unigram and WordPiece. How
 text is split before BPE is a separate rule, which a file only names (`tokenizer.ggml.pre`).
-gguf_splits.json has the rules and the names of the kinds.
+gguf_splits.json has the rules and the names of the kinds. Under `spaced` it has the rules of
+vocabularies that are named byte-level, but spell spaces as SentencePiece does.
 """
 
 from __future__ import annotations
@@ -104,6 +105,10 @@ class _Vocabulary:
         if not isinstance(kind, str):
             raise CheckpointError("tokenizer.ggml.model is not a string")
         self.kind = _rules()["kinds"].get(kind, kind)
+        spaced = _rules()["spaced"].get(str(self._get("pre"))) if self.kind == "bytes" else None
+        self._spaced: Mapping[str, bool] = spaced or {}
+        if spaced is not None:  # byte-level by name only
+            self.kind = "sentencepiece"
 
     def _get(self, key: str, default: Any = None) -> Any:
         return self._data.get(f"tokenizer.ggml.{key}", default)
@@ -193,7 +198,7 @@ class _Vocabulary:
         return left, right
 
     def _sentencepiece(self) -> tuple[Any, bool]:
-        from tokenizers import Tokenizer, decoders, models, normalizers
+        from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
         tokens = self._respelled()
         vocab = {token: i for i, token in enumerate(tokens)}
@@ -209,15 +214,21 @@ class _Vocabulary:
         )
         blank = normalizers.Replace(" ", _SPACE)
         prefixed = self._is_prefixed()
-        begin = [normalizers.Prepend(_SPACE)] if prefixed else []
-        backend.normalizer = normalizers.Sequence([*begin, blank])
+        if self._spaced.get("by_word"):  # a space before each line, unless it begins with one
+            begin = normalizers.Replace(Regex(f"(?<![^\\n])(?=[^\\n{_SPACE}])"), _SPACE)
+            backend.normalizer = normalizers.Sequence([blank, begin] if prefixed else [blank])
+            word = Regex(f"\\n+|{_SPACE}?[^{_SPACE}\\n]+|{_SPACE}")
+            backend.pre_tokenizer = pre_tokenizers.Split(word, "isolated")
+        else:
+            before = [normalizers.Prepend(_SPACE)] if prefixed else []
+            backend.normalizer = normalizers.Sequence([*before, blank])
         backend.decoder = self._spaces_and_bytes(decoders, prefixed)
-        return backend, True
+        return backend, self._spaced.get("adds_bos", True)
 
     def _is_prefixed(self) -> bool:
         """Whether a space is put before text. Some kinds of files need not say that none is."""
         default = self._get("model") not in _rules()["unprefixed"]
-        return bool(self._get("add_space_prefix", default))
+        return bool(self._get("add_space_prefix", self._spaced.get("by_word", default)))
 
     def _respelled(self) -> list[str]:
         """Replace runs of spaces, as spelled in some vocabularies, by the marker used in text."""

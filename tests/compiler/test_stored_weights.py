@@ -488,6 +488,16 @@ def test_integers_of_4_bits_may_take_a_byte(tmp_path: Path) -> None:
     torch.testing.assert_close(got, q * scale.repeat_interleave(32, 1), rtol=1e-6, atol=0)
 
 
+def rotated(*locations: str) -> dict[str, Any]:
+    applied = [{"location": location, "targets": ["Linear"]} for location in locations]
+    return {**grouped(), "transform_config": {"config_groups": {"R1": {"apply": applied}}}}
+
+
+def test_rotations_may_be_part_of_the_stored_weights() -> None:
+    found = read_quantization({"quantization_config": rotated("weight_output", "weight_input")})
+    assert found == read_quantization({"quantization_config": grouped()})
+
+
 def test_values_beyond_the_stated_bits_are_refused(tmp_path: Path) -> None:
     packing = int_quantized(4)
     tensors, _ = packing.pack(drawn())
@@ -516,6 +526,15 @@ def test_older_configs_of_auto_round(
     assert found is not None
     [scheme] = found.schemes
     assert (scheme.layout, scheme.zeros_less_one) == (layout, zeros_less_one)
+
+
+def test_auto_round_need_not_name_the_packing_of_float8() -> None:
+    config = {**PACKINGS["auto-round, fp8"]().config}
+    del config["packing_format"]
+    found = read_quantization({"quantization_config": config})
+    assert found is not None
+    [scheme] = found.schemes
+    assert (scheme.layout, scheme.bits, scheme.is_float) == ("plain", 8, True)
 
 
 def test_torchaos_configs_of_modules() -> None:
@@ -620,6 +639,7 @@ def test_torchaos_configs_of_modules() -> None:
         ),
         ({**grouped(), "ignore": ["re:("]}, "not a valid regular expression"),
         ({**grouped(), "transform_config": {"a": 1}}, "transform_config rotates the inputs"),
+        (rotated("weight_input", "input"), "transform_config rotates the inputs"),
         ({**grouped(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
         ({**grouped(), "config_groups": {"W4A16": ["Linear"]}}, "config_groups.W4A16 is"),
     ],

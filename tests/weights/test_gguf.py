@@ -552,6 +552,28 @@ def test_text_is_split_by_the_files_rule(
     assert [part.replace(" ", "\u0120") for part in found] == want
 
 
+@pytest.mark.parametrize(
+    ("rule", "want"),
+    [
+        ("sarvam-moe", "a \u2581 \u2581b \n c"),
+        ("granite-embed-multi-311m", "<s> a \u2581 \u2581b \n c"),
+        ("mmbert", "\u2581 a \u2581 \u2581b \n \u2581 c"),
+    ],
+)
+def test_byte_level_vocabularies_may_spell_spaces_as_sentencepiece_does(
+    rule: str, want: str, tmp_path: Path
+) -> None:
+    """The wanted tokens are llama.cpp's, of its version of October 2026."""
+    fields = {
+        "model": "gpt2", "pre": rule, "token_type": [2, 3, 3, *[1] * 6],
+        "tokens": ["<unk>", "<s>", "</s>", "\u2581", "\u2581b", "a", "b", "c", "\n"],
+        "merges": ["\u2581 b"], "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    assert write_tokenizer({f"tokenizer.ggml.{k}": v for k, v in fields.items()}, tmp_path)
+    ids = Tokenizer.load(tmp_path).encode("a  b\nc")
+    assert [fields["tokens"][i] for i in ids] == want.split(" ")
+
+
 @pytest.mark.parametrize("template", ["{% for m in", "{{ a b }}", "{% endif %}"])
 def test_bad_templates(template: str, tmp_path: Path) -> None:
     def change(writer: GGUFWriter) -> None:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -226,7 +226,10 @@ def _auto_round(fields: Mapping[str, Any]) -> StoredQuantization:
 
 
 def _format_of_backend(fields: Mapping[str, Any]) -> str:
-    """The packing format of older configs, which only name the kernels, `auto_round:gptq:...`."""
+    """The packing format of configs without one: older ones only name the kernels,
+    `auto_round:gptq:...`, and weights of float8 or FP4 are stored in one way."""
+    if fields.get("data_type", "int") != "int":
+        return "auto_round:fp8"
     backend = str(fields.get("backend") or "")
     if "awq" in backend:
         return "auto_round:auto_awq"
@@ -433,10 +436,11 @@ _COMPRESSED = (
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
 )
 _FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+_FUSED = ("weight_input", "weight_output")  # the stored weights are rotated already
 
 
 def _compressed(fields: Mapping[str, Any]) -> StoredQuantization:
-    if mapping_in(fields, "transform_config"):
+    if any(location not in _FUSED for location in _rotations(fields)):
         raise bad(f"transform_config rotates the inputs, which is not supported; {WAY_OUT}")
     sparse = mapping_in(fields, "sparsity_config").get("format", "dense")
     if sparse != "dense":
@@ -457,6 +461,19 @@ def _compressed(fields: Mapping[str, Any]) -> StoredQuantization:
         quantizes_activations=activations,
         sorts_patterns=True,
     )
+
+
+def _rotations(fields: Mapping[str, Any]) -> Iterator[Any]:
+    """Where `transform_config` rotates; None where that can't be read."""
+    transforms = mapping_in(fields, "transform_config")
+    groups = transforms.get("config_groups")
+    if not isinstance(groups, Mapping):
+        yield from [None] if transforms else []
+        return
+    for group in groups.values():
+        applied = group.get("apply") if isinstance(group, Mapping) else None
+        for one in applied if isinstance(applied, list) else [None]:
+            yield one.get("location") if isinstance(one, Mapping) else None
 
 
 def _compressed_scheme(name: str, form: Any, group: Mapping[str, Any]) -> WeightScheme:
