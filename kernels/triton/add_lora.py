@@ -14,7 +14,14 @@ from torch import Tensor
 
 from llmc.kernels.add_lora import add_lora, experts_as_slots
 from llmc.kernels.triton.attention_plan import at, locate
-from llmc.kernels.triton.define import define, needs_upcast, on_device, same_dtype, supports_tensors
+from llmc.kernels.triton.define import (
+    define,
+    dot_precision,
+    needs_upcast,
+    on_device,
+    same_dtype,
+    supports_tensors,
+)
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
 _BLOCK_M, _BLOCK_N, _BLOCK_K = 16, 64, 64
@@ -137,7 +144,7 @@ def plan(
         },
         constants={
             "K": k, "LOWS": parts * rank, "BLOCK_K": _BLOCK_K,
-            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+            "PRECISION": dot_precision(x.dtype),
             "UPCAST": needs_upcast(x.dtype), **shared,
         },
         num_warps=4,

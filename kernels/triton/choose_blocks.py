@@ -20,7 +20,7 @@ from llmc.kernels.triton.choose_keys import (
     write_keys,
 )
 from llmc.kernels.triton.configs import rows_capacity
-from llmc.kernels.triton.define import define, needs_upcast
+from llmc.kernels.triton.define import define, dot_precision, needs_upcast
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
 _MAX_KEYS = 64  # per tile
@@ -108,7 +108,7 @@ def plan_ranks(
             "SPARSE_BLOCK": sparse_block_size, "RECENT": recent,
             "BLOCK_N": min(_MAX_KEYS, power_of_2(sparse_block_size, 16)),
             "ROWS": rows_capacity(rows),
-            "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+            "PRECISION": dot_precision(query.dtype),
             "UPCAST": needs_upcast(query.dtype),
         },
     )  # fmt: skip

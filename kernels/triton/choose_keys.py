@@ -18,7 +18,13 @@ from llmc.kernels.choose_keys import choose_keys
 from llmc.kernels.triton import write_kv
 from llmc.kernels.triton.attention_plan import request_of
 from llmc.kernels.triton.configs import rows_capacity
-from llmc.kernels.triton.define import define, needs_upcast, same_dtype, supports_tensors
+from llmc.kernels.triton.define import (
+    define,
+    dot_precision,
+    needs_upcast,
+    same_dtype,
+    supports_tensors,
+)
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
 _MAX_HEAD_DIM = 256
@@ -113,7 +119,7 @@ def plan_ranks(
             "DIM": dim, "DIM_PAD": power_of_2(dim, 16),
             "BLOCK_SIZE": block_size, "BLOCK_N": _BLOCK_N, "ROWS": rows_capacity(rows),
             "RATE": rate,
-            "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+            "PRECISION": dot_precision(query.dtype),
             "UPCAST": needs_upcast(query.dtype),
         },
     )  # fmt: skip

@@ -18,7 +18,7 @@ from llmc.kernels.triton.attention_combine import MINUS_INF
 from llmc.kernels.triton.attention_kernel import LOG2E, load_tile, tanh
 from llmc.kernels.triton.attention_plan import request_of
 from llmc.kernels.triton.configs import attention_config, rows_capacity
-from llmc.kernels.triton.define import needs_upcast, token_stride
+from llmc.kernels.triton.define import dot_precision, needs_upcast, token_stride
 from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.fp8 import as_bytes, converts, format_constants
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
@@ -136,7 +136,7 @@ def plan(
         "DIM": dim, "DIM_PAD": dim_pad, "V_DIM": v_dim, "V_DIM_PAD": v_dim_pad,
         "BLOCK_N": config.block_n, "ROWS": rows_capacity(rows),
         "SOFTCAP": softcap > 0, "SINKS": sinks is not None,
-        "PRECISION": "ieee" if query.element_size() == 4 else "tf32",
+        "PRECISION": dot_precision(query.dtype),
         "UPCAST": needs_upcast(query.dtype), "NATIVE": converts(query.device),
         **format_constants(key_cache, k_scale, v_scale), "PDL": pdl,
     }  # fmt: skip

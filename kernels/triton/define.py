@@ -32,6 +32,15 @@ def needs_upcast(dtype: torch.dtype) -> bool:
     return interpreted() and dtype == torch.bfloat16
 
 
+def dot_precision(dtype: torch.dtype) -> str:
+    """The `input_precision` of products in a kernel for tensors of `dtype`: exact for float32.
+
+    Triton knows "tf32" on NVIDIA's GPUs and, of AMD's, on gfx942 alone. To operands in 16 bits it
+    means nothing.
+    """
+    return "ieee" if dtype == torch.float32 or torch.version.hip is not None else "tf32"
+
+
 def on_device(*tensors: Tensor) -> bool:
     """Whether all are on the device type that Triton runs on."""
     kind = "cpu" if interpreted() else "cuda"

@@ -17,7 +17,7 @@ from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.causal_conv import NO_CONVOLUTION, NO_TAPS, convolved_token, keep_inputs
 from llmc.kernels.triton.configs import DELTA_CHUNK, DELTA_ELEMENTS
 from llmc.kernels.triton.counters import is_last
-from llmc.kernels.triton.define import define
+from llmc.kernels.triton.define import define, dot_precision
 from llmc.kernels.triton.delta_chunks import delta_chunks_kernel, delta_units_kernel
 from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
@@ -141,7 +141,7 @@ def plan(
         (query, key), prepared = _units(query, key, scale, norm_eps)
         dim_pad = power_of_2(dim, 16)
         block_v = min(power_of_2(v_dim, 16), 32)
-        more = {"CHUNK": DELTA_CHUNK, "PRECISION": _precision(value)}
+        more = {"CHUNK": DELTA_CHUNK, "PRECISION": dot_precision(value.dtype)}
     else:
         options = {"scale": scale, "norm_eps": norm_eps or 0.0}
         dim_pad = power_of_2(dim)
@@ -193,11 +193,6 @@ def _units(
         },
     )  # fmt: skip
     return (queries, keys), (launch,)
-
-
-def _precision(x: Tensor) -> str:
-    """Precision of the products for the state: its errors persist for the rest of the sequence."""
-    return "ieee" if x.dtype == torch.float32 or torch.version.hip is not None else "tf32"
 
 
 define(delta_rule, plan=plan, supports=takes_slots)

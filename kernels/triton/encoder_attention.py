@@ -14,7 +14,13 @@ from llmc.kernels.encoder_attention import encoder_attention
 from llmc.kernels.triton.attention_combine import MINUS_INF
 from llmc.kernels.triton.attention_kernel import LOG2E
 from llmc.kernels.triton.attention_plan import locate
-from llmc.kernels.triton.define import define, needs_upcast, same_dtype, supports_tensors
+from llmc.kernels.triton.define import (
+    define,
+    dot_precision,
+    needs_upcast,
+    same_dtype,
+    supports_tensors,
+)
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
 _MAX_CHANNELS = 256  # per head: one tile each of query, key and value is kept at a time
@@ -114,7 +120,7 @@ def plan(
             "V_DIM": v_dim, "V_DIM_PAD": power_of_2(v_dim, 16),
             "WINDOW": window, "BLOCK_M": block_m, "BLOCK_N": block_n,
             "ROWS": power_of_2(rows, 64),
-            "PRECISION": "ieee" if query.dtype.itemsize == 4 else "tf32", "UPCAST": upcast,
+            "PRECISION": dot_precision(query.dtype), "UPCAST": upcast,
         },
         num_warps=4,
     )  # fmt: skip

@@ -30,6 +30,7 @@ from llmc.kernels.triton.configs import GemmConfig, expert_config
 from llmc.kernels.triton.counters import counters, is_last
 from llmc.kernels.triton.define import (
     define,
+    dot_precision,
     needs_upcast,
     on_device,
     same_dtype,
@@ -371,7 +372,7 @@ def plan(
             "weight_n": weight.stride(n_axis), "weight_k": weight.stride(k_axis),
         },
         constants={
-            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+            "PRECISION": dot_precision(x.dtype),
             "UPCAST": needs_upcast(x.dtype),
         },
     )  # fmt: skip

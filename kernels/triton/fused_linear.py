@@ -28,6 +28,7 @@ from llmc.kernels.triton.act_mul import activate
 from llmc.kernels.triton.counters import counters, is_last, sum_of_parts
 from llmc.kernels.triton.define import (
     define,
+    dot_precision,
     interpreted,
     needs_upcast,
     same_dtype,
@@ -288,7 +289,7 @@ def plan_ungated(
             "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
             "NORM": eps is not None, "WEIGHTED": norm_weight is not None,
             "BIAS": bias is not None, "ACT": act, "ADD": more is not None, "DOT": rows > 1,
-            "PRECISION": "ieee" if weight.dtype == torch.float32 else "tf32",
+            "PRECISION": dot_precision(weight.dtype),
             "UPCAST": needs_upcast(weight.dtype), "PDL": pdl,
         },
         num_warps=tiles.num_warps,

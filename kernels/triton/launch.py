@@ -85,7 +85,7 @@ class Launch:
     def _variant(self) -> str:
         """What is the same for launches that share compiled code, and usually nothing else is."""
         dtypes = [value.dtype for value in self.args.values() if isinstance(value, Tensor)]
-        options = self.num_warps, self.num_stages, self.constants, dtypes
+        options = self.num_warps, self.num_stages, self.max_registers, self.constants, dtypes
         return f"{self.kernel.__name__} {options}"
 
 

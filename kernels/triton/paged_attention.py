@@ -21,7 +21,13 @@ from llmc.kernels.triton.attention_rope import Rope, rope_args, rope_constants
 from llmc.kernels.triton.attention_tiles import fits_descriptors, specializes, tiles
 from llmc.kernels.triton.configs import attention_config, rows_capacity
 from llmc.kernels.triton.counters import counters
-from llmc.kernels.triton.define import define, needs_upcast, supports_tensors, token_stride
+from llmc.kernels.triton.define import (
+    define,
+    dot_precision,
+    needs_upcast,
+    supports_tensors,
+    token_stride,
+)
 from llmc.kernels.triton.fp8 import as_bytes, converts, format_constants
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors, power_of_2
 from llmc.kernels.triton.write_kv import cache_strides
@@ -125,7 +131,7 @@ def plan(
             "SOFTCAP": softcap > 0, "SINKS": sinks is not None, "ALIBI": slopes is not None,
             "DISTANCES": 0 if distance_bias is None else distance_bias.shape[2],
             "SHARED": shared, "SPLIT": split,
-            "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+            "PRECISION": dot_precision(query.dtype),
             "UPCAST": needs_upcast(query.dtype), "NATIVE": converts(query.device),
             **format_constants(key_cache, k_scale, v_scale),
             "COMBINE_ROWS": min(config.combine_rows, power_of_2(block_q * group_tile)),

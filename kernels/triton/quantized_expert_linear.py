@@ -17,7 +17,7 @@ from llmc.kernels.quantized_linear import CHANNELS, EXACT_BITS
 from llmc.kernels.sum_expert_linear import sum_quantized_expert_linear
 from llmc.kernels.triton import choose_experts, scaled_expert_linear
 from llmc.kernels.triton.configs import low_bit_expert_config
-from llmc.kernels.triton.define import define, needs_upcast
+from llmc.kernels.triton.define import define, dot_precision, needs_upcast
 from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.expert_linear import (
     Sum,
@@ -158,7 +158,7 @@ def plan(
         constants={
             **weight_constants(weight, scale, minimum, x.shape[1]),
             "ZERO": zero is not None,
-            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+            "PRECISION": dot_precision(x.dtype),
             "UPCAST": needs_upcast(x.dtype),
         },
     )  # fmt: skip

@@ -27,6 +27,7 @@ from llmc.kernels.quantized_linear import (
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.counters import counters, is_last, sum_of_parts
 from llmc.kernels.triton.define import (
+    dot_precision,
     interpreted,
     needs_upcast,
     same_dtype,
@@ -361,7 +362,7 @@ def plan(
         constants={
             "N": channels, "K": depth, **weight_constants(weight, scale, minimum, depth),
             **_tiles(config), "ZERO": zero is not None, "BIAS": bias is not None,
-            "DOT": rows > 1, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+            "DOT": rows > 1, "PRECISION": dot_precision(x.dtype),
             "UPCAST": needs_upcast(x.dtype), "PDL": pdl,
         },
         num_warps=tiles.num_warps,

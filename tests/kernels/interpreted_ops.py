@@ -25,7 +25,7 @@ from state_draws import CONV_OPS, STATE_OPS, state_cases
 from tiers import tiered
 from torch import Tensor
 from triton.runtime import interpreter
-from triton.runtime.errors import InterpreterError, OutOfResources
+from triton.runtime.errors import InterpreterError, OutOfResources, PTXASError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
@@ -36,7 +36,7 @@ from llmc.kernels.registry import OPS, Impl, Op
 from llmc.kernels.rope_attention import make_rope_case
 from llmc.kernels.sample import filter_logits, gumbel
 from llmc.kernels.state_cases import make_step
-from llmc.kernels.triton import define, sample_rows
+from llmc.kernels.triton import act_mul, define, sample_rows
 from llmc.kernels.triton import delta_rule as triton_delta_rule
 from llmc.kernels.triton import launch as launch_module
 from llmc.kernels.triton import paged_attention as triton_attention
@@ -44,7 +44,7 @@ from llmc.kernels.triton import rope_attention as triton_rope
 from llmc.kernels.triton.attention_tiles import TRITON_SPECIALIZES
 from llmc.kernels.triton.configs import AttentionConfig
 from llmc.kernels.triton.define import interpreted
-from llmc.kernels.triton.launch import Launch
+from llmc.kernels.triton.launch import KernelError, Launch
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -204,6 +204,29 @@ def test_an_op_whose_kernel_cannot_be_compiled_runs_its_reference(
     records = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(records) == 1 and name in records[0].getMessage()
     assert "Required: 300000" in records[0].getMessage()
+
+
+def test_too_few_registers_are_no_fault_of_the_same_kernel_with_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A search for launch options goes back to the code's own after those that do not compile."""
+    case = next(OPS["act_mul"].case_makers[0](CPU, torch.float32))
+    (launch,) = act_mul.plan(*case).launches
+    queued: list[int | None] = []
+
+    def queue(launch: Launch) -> None:
+        queued.append(launch.max_registers)
+        if launch.max_registers == 16:
+            raise PTXASError("Insufficient registers (24) to compile instruction")
+
+    monkeypatch.setattr(Launch, "_queue", queue)
+    monkeypatch.setattr(launch_module, "_uncompilable", {})
+    for _ in range(2):
+        with pytest.raises(KernelError, match="Insufficient registers"):
+            replace(launch, max_registers=16).run()
+        replace(launch, max_registers=128).run()
+        launch.run()
+    assert queued == [16, 128, None, 128, None]
 
 
 @pytest.mark.parametrize(

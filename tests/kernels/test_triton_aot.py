@@ -32,6 +32,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is set: there is no compiler", allow_module_level=True)
 
 from triton_aot import (  # noqa: E402
+    OTHERS,
     SHARED_LIMIT,
     TARGETS,
     Use,
@@ -94,6 +95,27 @@ def test_build_is_within_its_budget(
         allowed = Use(**budget[name])
         over = {k: v for k, v in asdict(use).items() if v > getattr(allowed, k)}
         assert not over, f"{name} uses {use}, the budget is {allowed}"
+
+
+@pytest.mark.parametrize("target", tiered(OTHERS, "gfx950"))
+@pytest.mark.parametrize(
+    "build",
+    tiered(
+        (
+            "attention decode", "attention chosen", "choose_keys", "fused_linear few",
+            "quantized_linear int4 few", "expert_linear few", "quantized_expert_linear mxfp4 few",
+            "add_lora few", "delta_rule prompts", "encoder_attention",
+        ),
+        "attention decode", "fused_linear few",
+    ),
+)  # fmt: skip
+def test_products_are_compiled_for_all_gpus_of_amd(
+    build: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton refuses precisions that a GPU has no products for, whatever is multiplied."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for _, launch in named_launches(BUILDS[build]()):
+        assert compile_launch(launch, target).shared <= SHARED_LIMIT[target]
 
 
 SIZES = (1, 2, 3, 15, 16, 17, 31, 32, 64, 100, 256)

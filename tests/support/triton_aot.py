@@ -29,8 +29,22 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+# GPUs of AMD for which kernels must be compiled too, without a budget
+OTHERS = {
+    "gfx90a": GPUTarget("hip", "gfx90a", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+    "gfx1100": GPUTarget("hip", "gfx1100", 32),
+}
 # maximum shared memory per program, in bytes
-SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 65536}
+SHARED_LIMIT = {
+    "sm_80": 163 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "gfx942": 65536,
+    "gfx90a": 65536,
+    "gfx950": 160 * 1024,
+    "gfx1100": 65536,
+}
 DEPENDENT_LAUNCH = ("sm_90", "sm_100")
 COPY_ENGINE = ("sm_90", "sm_100")  # others load tiles by pointers, without descriptors
 WARP_SPECIALIZATION = ("sm_100",)
@@ -128,13 +142,15 @@ def compiled_code(launch: Launch, target: str) -> Any:
     if launch.max_registers:
         options["maxnreg"] = launch.max_registers
 
+    found = (TARGETS | OTHERS)[target]
+
     def current_target() -> GPUTarget:
-        return TARGETS[target]
+        return found
 
     current_target.__triton_builtin__ = True  # type: ignore[attr-defined]
     # kernels may ask what they are compiled for: by default that is the GPU that is present
     with mock.patch.object(target_info, "current_target", current_target):
-        return triton.compile(source, target=TARGETS[target], options=options)
+        return triton.compile(source, target=found, options=options)
 
 
 def compile_launch(launch: Launch, target: str) -> Use:
