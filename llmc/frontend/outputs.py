@@ -108,12 +108,19 @@ class OutputProcessor:
     def add(
         self, request_id: str, source: Input, priority: int = 0
     ) -> tuple[ActiveRequest, list[AddRequest]]:
-        """Register a request. Returns it with the messages for the engine."""
+        """Register a request. Returns it with the messages for the engine.
+
+        Raises InvalidRequestError for an id in use, or a priority that others can't be compared
+        with."""
         if request_id in self.active:
             raise InvalidRequestError(
                 f"request id {request_id!r} is in use; give each request a different one",
                 param="request_id",
                 code="duplicate_request_id",
+            )
+        if type(priority) is not int or not -(2**63) <= priority < 2**63:
+            raise InvalidRequestError(
+                f"priority must be a 64-bit integer, got {priority!r:.80}", param="priority"
             )
         sampling = source.sampling
         num_generated = sampling.best_of or sampling.n

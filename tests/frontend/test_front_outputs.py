@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from llmc.engine.messages import AddRequest, RequestUpdate
@@ -53,6 +55,17 @@ def test_one_sequence_is_one_message() -> None:
             cache_salt="mine",
         )
     ]
+
+
+@pytest.mark.parametrize("priority", [None, "high", 1.5, True, 2**63])
+def test_a_priority_is_an_integer(priority: Any) -> None:
+    """The engine could not sort its queue by anything else."""
+    outputs, _, _ = submit(SamplingParams())
+    source = Input(prompt=None, prompt_token_ids=PROMPT, sampling=SamplingParams())
+    with pytest.raises(InvalidRequestError, match="priority must be a 64-bit integer, got"):
+        outputs.add("other", source, priority)
+    assert list(outputs.active) == ["r"] and outputs.num_sequences == 1
+    outputs.add("other", source, -(2**63))
 
 
 def test_siblings_name_the_first_of_them() -> None:
