@@ -220,6 +220,21 @@ def test_calls_of_other_processes_count_as_waiting(tmp_path: Path) -> None:
     run(body, max_num_seqs=1, max_num_queued=2)
 
 
+@pytest.mark.parametrize("is_used", [True, False], ids=["used", "unused"])
+def test_shutdown_ends_the_ranks(is_used: bool) -> None:
+    scripted, ends = make_scripted(), threading.Event()
+    scripted.end_ranks = ends.set  # type: ignore[method-assign]
+
+    async def main() -> None:
+        llm = AsyncLLM.from_started(scripted, scripted.config, scripted.tokenizer)  # type: ignore[arg-type]
+        if is_used:
+            await collect(llm, "x")
+        await llm.shutdown()
+
+    asyncio.run(main())
+    assert ends.is_set()
+
+
 def test_duplicate_request_id() -> None:
     async def body(llm: AsyncLLM, scripted: Scripted) -> None:
         source = await llm.prepare.prompt("x", LONG)
