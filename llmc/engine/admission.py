@@ -4,7 +4,8 @@
 
 The checks run once, on the way in: token ids against the width of the model's logits, lengths
 against the context and the block pool. A request that passes can always run to completion, so it
-can neither hang the queue nor index out of range. `admit` does not validate its message again.
+can neither hang the queue nor index out of range. `admit` only checks the length of its message
+again, since an engine that was restarted may have less memory than the frontend knew of.
 """
 
 from __future__ import annotations
@@ -88,9 +89,19 @@ def check_pooled(prompt_token_ids: Sequence[int], limits: Limits) -> None:
 
 
 def admit(message: AddRequest, limits: Limits, default_seed: int) -> Request:
-    """The engine's record of a request that has passed `check_request`."""
+    """The engine's record of a request that has passed `check_request`. InvalidRequestError if it
+    does not fit into this engine."""
     sampling = message.sampling
     num_prompt = len(message.prompt_token_ids)
+    total = total_tokens(num_prompt, sampling.max_tokens, limits)
+    # a prompt for pooling can fill the context, and has the token that its end draws
+    if total > min(limits.pool_tokens, limits.max_model_len + 1):
+        raise InvalidRequestError(
+            f"the request can grow to {total} tokens, but this engine has a context of "
+            f"{limits.max_model_len} and a key-value cache of {limits.pool_tokens} tokens; it may "
+            "have been restarted with less memory: shorten the prompt or max_tokens",
+            code="kv_capacity_exceeded",
+        )
     eos = end_tokens(sampling, limits)
     return Request(
         request_id=message.request_id,
@@ -98,7 +109,7 @@ def admit(message: AddRequest, limits: Limits, default_seed: int) -> Request:
         num_prompt_tokens=num_prompt,
         sampling=sampling,
         seed=default_seed if sampling.seed is None else sampling.seed,
-        max_total_tokens=total_tokens(num_prompt, sampling.max_tokens, limits),
+        max_total_tokens=total,
         eos_token_ids=eos,
         stop_token_ids=eos.union(sampling.stop_token_ids or ()),
         priority=message.priority,

@@ -23,6 +23,10 @@ NOT_FINITE = (
     "the model's logits for this request were not finite (NaN or infinity), so there is no token "
     "or vector; the weights, the number format or a logits processor may be at fault"
 )
+NONE_ALLOWED = (
+    "no token was left to sample: all allowed_token_ids are banned by bad_words, min_tokens or "
+    "stop_token_ids, or the model's logits were not finite"
+)
 
 
 class RequestState(Enum):
@@ -111,6 +115,13 @@ class Request:
     def needs_scores(self) -> bool:
         """Whether requested scores of prompt tokens are still missing. They arrive in order."""
         return bool(self.prompt_scores) and self.prompt_scores[-1] is None
+
+    @property
+    def no_token_error(self) -> str:
+        """The error if the runner could not draw a token, or compute a vector."""
+        if self.sampling.allowed_token_ids is not None:
+            return NONE_ALLOWED
+        return NOT_FINITE if self.extension is None else self.extension.no_token_error
 
     @property
     def is_finished(self) -> bool:

@@ -31,7 +31,7 @@ from llmc.engine.parallel_sampling import find_source, share_prompt, stop_sharin
 from llmc.engine.plan import BlockCopy, Score, StepPlan, StepResult, TokenLogprobs
 from llmc.engine.plan_builder import PlanBuilder
 from llmc.engine.queues import Queues
-from llmc.engine.request import NOT_FINITE, Request, RequestState
+from llmc.engine.request import Request, RequestState
 from llmc.engine.spec_decode.speculation import count_accepted
 from llmc.image_input import start_of_cut_span
 
@@ -488,8 +488,7 @@ class Scheduler:
     def _fail(self, request: Request, error: str | None = None) -> RequestUpdate:
         """End a request that made a step fail or, without an `error`, could not draw a token."""
         if error is None:
-            extension = request.extension
-            error = NOT_FINITE if extension is None else extension.no_token_error
+            error = request.no_token_error
         self.rows.forget(request)
         self.finish(request, error)
         return request.ended("error", error)

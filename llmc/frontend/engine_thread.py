@@ -44,7 +44,8 @@ class Stop:
 
 
 class EngineThread:
-    """Runs `engine` and reports each turn. `on_end` is called when it has stopped."""
+    """Runs `engine` and reports each turn. `on_end` is called when it has stopped, also if it was
+    closed without having been opened."""
 
     def __init__(self, engine: Engine, on_end: Callable[[], None] = lambda: None) -> None:
         self._engine = engine
@@ -75,7 +76,9 @@ class EngineThread:
         return Processes(pids={"api-0": os.getpid()}, restarts={})
 
     async def close(self) -> None:
-        if self._loop is not None:
+        if self._loop is None:
+            await asyncio.to_thread(self._on_end)
+        else:
             self._inbox.put(Stop())
             await asyncio.to_thread(self._thread.join, JOIN_S)
 

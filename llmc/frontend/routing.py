@@ -80,7 +80,7 @@ def choose(loads: Mapping[str, EngineLoad], message: AddRequest, digests: Sequen
         load = loads[name]
         num_new = load.num_new(digests)
         return (
-            length > load.info.max_model_len,
+            length > min(load.info.max_model_len, load.info.pool_tokens),
             load.is_quiet(),
             not load.has_room(num_new),
             load.num_blocks + num_new,

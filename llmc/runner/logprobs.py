@@ -17,12 +17,15 @@ def chosen_tokens(
     tokens: Tensor, inputs: dict[str, Tensor], tables: Mapping[str, Tensor]
 ) -> Tensor:
     """[S] int64: the drawn token of each sample or, where it is only scored, the next token."""
-    row, length = inputs["row"], inputs["length"]
-    # the clamp matters only for a drawn sample at the end of a full context
-    position = inputs["positions"].index_select(0, inputs["logits_index"])
-    after = position - tables["position_offset"][row] + 1
+    row, length, index = inputs["row"], inputs["length"], inputs["logits_index"]
+    # A sample's place in its request, counted from the request's end. `positions` differ from it in
+    # long sequences and behind images.
+    start = inputs["query_start"].long()
+    request = torch.searchsorted(start, index, right=True) - 1
+    after = inputs["context_len"][request] - start[request + 1] + index + 1
     history = tables["history"]
-    follows = history[row, after.clamp(max=history.shape[1] - 1)].long()
+    # only drawn samples need the bounds: dummies, and the end of a full context
+    follows = history[row, after.clamp(0, history.shape[1] - 1)].long()
     return torch.where(length == 0, follows, tokens)
 
 

@@ -78,6 +78,30 @@ def add(
     core.add(AddRequest(request_id=request_id, prompt_token_ids=[1, 2, 3], sampling=sampling))
 
 
+@pytest.mark.parametrize(("max_model_len", "num_blocks"), [(32, 4), (16, 32)])
+def test_a_request_for_a_larger_engine_is_refused(max_model_len: int, num_blocks: int) -> None:
+    """As a frontend may send after the engine was restarted with less memory."""
+    core = EngineCore(
+        ScriptedRunner(),
+        EngineLimits(
+            num_blocks=num_blocks,
+            block_size=4,
+            max_num_seqs=2,
+            max_num_batched_tokens=16,
+            max_model_len=max_model_len,
+            vocab_size=10,
+        ),
+        EngineFeatures(),
+    )
+    with pytest.raises(InvalidRequestError, match="can grow to 18 tokens, but this engine has"):
+        add(core, "long", max_tokens=15)
+    add(core, "short", max_tokens=3)
+    while core.has_work:
+        core.step()
+    core.check()
+    assert core.stats().num_finished == 1
+
+
 def drain(core: EngineCore) -> dict[str, list[RequestUpdate]]:
     news: dict[str, list[RequestUpdate]] = {}
     while core.has_work:

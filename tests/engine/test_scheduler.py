@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def request(
     prompt: Sequence[int],
     total: int = 64,
     stop: Sequence[int] = (),
-    **sampling: int,
+    **sampling: Any,
 ) -> Request:
     return Request(
         request_id=request_id,
@@ -269,6 +270,14 @@ def test_a_row_without_a_token_fails_alone_and_its_blocks_are_not_shared() -> No
     plan = planned(engine)
     assert shape(plan)[1] == (0, 0, 5, True)
     engine.check()
+
+
+def test_a_request_that_allows_few_tokens_is_told_that_none_is_left() -> None:
+    engine = scheduler()
+    engine.add(request("a", [1, 2, 3], allowed_token_ids=[5], bad_words_token_ids=[[5]]))
+    [update] = engine.update(planned(engine), StepResult(token_ids=[None]))
+    assert update.error is not None
+    assert update.error.startswith("no token was left to sample: all allowed_token_ids are banned")
 
 
 def test_chunks_published_before_the_failure_are_forgotten() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_engine import REPLY, Scripted, make_scripted
+from scripted_engine import REPLY, SCRIPTS, Scripted, make_scripted
 
 from llmc import async_llm
 from llmc.async_llm import AsyncLLM
@@ -219,6 +220,21 @@ def test_calls_of_other_processes_count_as_waiting(tmp_path: Path) -> None:
     run(body, max_num_seqs=1, max_num_queued=2)
 
 
+@pytest.mark.parametrize("is_used", [True, False], ids=["used", "unused"])
+def test_shutdown_ends_the_ranks(is_used: bool) -> None:
+    scripted, ends = make_scripted(), threading.Event()
+    scripted.end_ranks = ends.set  # type: ignore[method-assign]
+
+    async def main() -> None:
+        llm = AsyncLLM.from_started(scripted, scripted.config, scripted.tokenizer)  # type: ignore[arg-type]
+        if is_used:
+            await collect(llm, "x")
+        await llm.shutdown()
+
+    asyncio.run(main())
+    assert ends.is_set()
+
+
 def test_duplicate_request_id() -> None:
     async def body(llm: AsyncLLM, scripted: Scripted) -> None:
         source = await llm.prepare.prompt("x", LONG)
@@ -229,6 +245,43 @@ def test_duplicate_request_id() -> None:
             while await stream.deltas():
                 pass
             assert stream.requests[0].output().outputs[0].text == REPLY
+
+    run(body)
+
+
+def test_what_is_still_under_way_for_an_id_does_not_reach_its_next_request() -> None:
+    """The engine computes more tokens of a request that a stop string or its caller has ended."""
+
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        scripted.runner.delay_s = 0.001
+        stopped = SamplingParams(max_tokens=200, stop="two")
+        for _ in range(5):
+            texts = []
+            async for output in llm.generate("count", stopped, "again"):
+                texts.append(output.outputs[0].text)
+                time.sleep(0.01)  # the event loop is several steps behind
+            assert texts[-1] == "one "
+            left = llm.generate("x", LONG, "again")
+            assert REPLY.startswith((await anext(left)).outputs[0].text)
+            await left.aclose()
+
+    run(body)
+
+
+def test_an_id_that_looks_like_a_part_of_another_request_is_not_mistaken_for_it() -> None:
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        scripted.runner.delay_s = 0.002
+        two = await llm.prepare.prompt("count", SamplingParams(n=2, max_tokens=200))
+        one = await llm.prepare.prompt("x", LONG)
+        async with (
+            llm.submit(two, request_id="same") as first,
+            llm.submit(one, request_id="same/0") as second,
+        ):
+            for stream in (first, second):
+                while await stream.deltas():
+                    pass
+            assert [c.text for c in first.requests[0].output().outputs] == [SCRIPTS["count"]] * 2
+            assert second.requests[0].output().outputs[0].text == REPLY
 
     run(body)
 

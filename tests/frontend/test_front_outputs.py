@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from llmc.engine.messages import AddRequest, RequestUpdate
@@ -46,7 +48,7 @@ def test_one_sequence_is_one_message() -> None:
     _, _, messages = submit(sampling, cache_salt="mine")
     assert messages == [
         AddRequest(
-            request_id="r",
+            request_id="r-0",
             prompt_token_ids=PROMPT,
             sampling=sampling,
             priority=3,
@@ -55,12 +57,23 @@ def test_one_sequence_is_one_message() -> None:
     ]
 
 
+@pytest.mark.parametrize("priority", [None, "high", 1.5, True, 2**63])
+def test_a_priority_is_an_integer(priority: Any) -> None:
+    """The engine could not sort its queue by anything else."""
+    outputs, _, _ = submit(SamplingParams())
+    source = Input(prompt=None, prompt_token_ids=PROMPT, sampling=SamplingParams())
+    with pytest.raises(InvalidRequestError, match="priority must be a 64-bit integer, got"):
+        outputs.add("other", source, priority)
+    assert list(outputs.active) == ["r"] and outputs.num_sequences == 1
+    outputs.add("other", source, -(2**63))
+
+
 def test_siblings_name_the_first_of_them() -> None:
     _, _, messages = submit(SamplingParams(n=3, seed=5))
     assert [(m.request_id, m.fork_of, m.sampling.seed) for m in messages] == [
-        ("r/0", None, 5),
-        ("r/1", "r/0", 6),
-        ("r/2", "r/0", 7),
+        ("r-0/0", None, 5),
+        ("r-0/1", "r-0/0", 6),
+        ("r-0/2", "r-0/0", 7),
     ]
     assert all(m.sampling.n == 1 and m.sampling.logprobs is None for m in messages)
 
@@ -74,8 +87,8 @@ def test_best_of_shows_the_likeliest_at_the_end(logprobs: int | None) -> None:
     for index, logprob in enumerate((-3.0, -1.0, -4.0, -2.0)):
         assert not request.finished and request.completions[0].delta(cursor) is None
         assert request.output().outputs[0].token_ids == []
-        say(outputs, f"r/{index}", 10 + index, logprob)
-        say(outputs, f"r/{index}", 20 + index, -0.5, "length")
+        say(outputs, f"r-0/{index}", 10 + index, logprob)
+        say(outputs, f"r-0/{index}", 20 + index, -0.5, "length")
     assert request.finished and not outputs.active and outputs.num_sequences == 0
     shown = request.output().outputs
     assert [(c.index, c.token_ids, c.cumulative_logprob) for c in shown] == [
@@ -90,9 +103,9 @@ def test_best_of_shows_the_likeliest_at_the_end(logprobs: int | None) -> None:
 
 def test_what_was_cut_off_is_never_the_best() -> None:
     outputs, request, _ = submit(SamplingParams(n=1, best_of=3))
-    say(outputs, "r/0", 10, -9.0, "stop")
-    say(outputs, "r/1", 11, -0.1)
-    assert outputs.abort("r") == ["r/1", "r/2"]
+    say(outputs, "r-0/0", 10, -9.0, "stop")
+    say(outputs, "r-0/1", 11, -0.1)
+    assert outputs.abort("r") == ["r-0/1", "r-0/2"]
     [shown] = request.output().outputs
     assert (shown.token_ids, shown.finish_reason) == ([10], "stop")
 
@@ -106,7 +119,7 @@ def test_best_of_must_cover_n() -> None:
 def test_best_of_n_is_n() -> None:
     outputs, request, messages = submit(SamplingParams(n=2, best_of=2))
     assert len(messages) == 2 and messages[0].sampling.logprobs is None
-    say(outputs, "r/1", 4, None, "length")
+    say(outputs, "r-0/1", 4, None, "length")
     assert request.completions[1].delta(Cursor()) is not None
 
 
@@ -117,9 +130,9 @@ def test_the_prompt_is_scored_once_for_all_completions() -> None:
         TokenLogprobs(token_id=token, logprob=-2.0, rank=4, top_token_ids=[9], top_logprobs=[-0.5])
         for token in PROMPT[1:]
     ]
-    first = RequestUpdate(request_id="r/0", new_token_ids=(7,), prompt_logprobs=scores)
-    outputs.apply([RequestUpdate(request_id="r/1", new_token_ids=(7,)), first])
-    outputs.apply([RequestUpdate(request_id="r/0", new_token_ids=(8,))])
+    first = RequestUpdate(request_id="r-0/0", new_token_ids=(7,), prompt_logprobs=scores)
+    outputs.apply([RequestUpdate(request_id="r-0/1", new_token_ids=(7,)), first])
+    outputs.apply([RequestUpdate(request_id="r-0/0", new_token_ids=(8,))])
     reported = request.output().prompt_logprobs
     assert reported is not None and reported[0] is None
     assert [list(position or ()) for position in reported[1:]] == [[2, 9], [3, 9]]
@@ -131,5 +144,5 @@ def test_a_prompt_of_one_token_has_no_scores() -> None:
     source = Input(prompt=None, prompt_token_ids=[1], sampling=SamplingParams(prompt_logprobs=0))
     request, _ = outputs.add("r", source)
     assert request.output().prompt_logprobs is None
-    say(outputs, "r", 5, None)
+    say(outputs, "r-0", 5, None)
     assert request.output().prompt_logprobs == [None]

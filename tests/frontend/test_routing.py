@@ -151,6 +151,15 @@ def test_an_engine_without_free_blocks_is_avoided() -> None:
     assert engines.add("any", prompt(90, 4)) == 0  # neither has room: the one with less to do
 
 
+def test_an_engine_that_cannot_hold_a_request_is_avoided() -> None:
+    engines = Engines(2)
+    small = dataclasses.replace(INFO, pool_tokens=40)
+    engines.links[0].publish(EngineStarted(info=small, stats=stats()))
+    for i in range(3):
+        engines.link.send(add(f"r{i}", range(40)))
+    assert engines.links[1].added == ["r0", "r1", "r2"]
+
+
 def test_the_completions_of_a_prompt_stay_together() -> None:
     engines = Engines()
     assert engines.add("r/0", prompt(10, 4)) == 0

@@ -164,6 +164,34 @@ def test_chunks_that_cut_images(subject: Subject) -> None:
     assert _check(subject, subject.running.engine(max_num_batched_tokens=5)).num_steps > 30
 
 
+def test_prompts_are_scored_in_chunks(subject: Subject) -> None:
+    """The tokens behind an image, whose positions differ from their places, among them."""
+    info = subject.running.started.info.images
+    if info is None or info.most_rows:
+        pytest.skip("prompts with images are not scored, as these can't be cut")
+    scores = []
+    for num_tokens in (512, 5):
+        engine = subject.running.engine(max_num_batched_tokens=num_tokens)
+        found = {}
+        for i, source in enumerate(subject.inputs):
+            sampling = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
+            ids, images = source.prompt_token_ids, source.images
+            engine.add(
+                AddRequest(
+                    request_id=str(i), prompt_token_ids=ids, sampling=sampling, images=images
+                )
+            )
+        while engine.has_work:
+            for update in engine.step():
+                found[update.request_id] = list(update.prompt_logprobs)
+        scores.append([found[str(i)] for i in range(len(subject.inputs))])
+    for source, whole, cut in zip(subject.inputs, *scores, strict=True):
+        assert [one.token_id for one in cut] == list(source.prompt_token_ids[1:])
+        assert [one.logprob for one in cut] == pytest.approx(
+            [one.logprob for one in whole], abs=tiny_engine.LOGPROB_TOLERANCE
+        )
+
+
 def test_preemption(subject: Subject) -> None:
     """Prompts that fit into the pool together, and outgrow it."""
     if subject.running.started.engine.scheduler.layout.num_groups > 1:
