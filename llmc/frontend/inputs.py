@@ -153,8 +153,9 @@ class InputProcessor:
             else:
                 token_ids = encode(text)
         most = admission.most_prompt_tokens(sampling, self._limits)
-        is_cut = most is not None and len(token_ids) > most
-        if is_cut:
+        is_cut = False
+        if most is not None and len(token_ids) > most:
+            is_cut = True
             if images:
                 raise InvalidRequestError(
                     f"a prompt with images can't be truncated: it has {len(token_ids)} tokens, and "
