@@ -270,9 +270,11 @@ def plan_ungated(
     out = weight.new_empty(*x.shape[:-1], channels) if out is None else out
     pdl = dependent_launch.applies_to(x.device)
     blocks = cdiv(channels, tiles.block_n)
-    partial = x.new_empty(config.splits, rows, weight.shape[0], dtype=torch.float32)
-    shape = config.splits, blocks, rows
-    squares = None if eps is None else x.new_empty(shape, dtype=torch.float32)
+    partial = squares = None
+    if config.splits > 1:
+        partial = x.new_empty(config.splits, rows, weight.shape[0], dtype=torch.float32)
+        if eps is not None:
+            squares = x.new_empty(config.splits, blocks, rows, dtype=torch.float32)
     launch = Launch(
         kernel=kernel,
         grid=(blocks, config.splits),

@@ -348,7 +348,9 @@ def plan(
     tiles = config.tiles
     out = x.new_empty(*x.shape[:-1], channels)
     pdl = dependent_launch.applies_to(x.device)
-    partial = x.new_empty(config.splits, rows, channels, dtype=torch.float32)
+    partial = None
+    if config.splits > 1:  # of an output head, for many rows, it would be hundreds of megabytes
+        partial = x.new_empty(config.splits, rows, channels, dtype=torch.float32)
     grid = (cdiv(rows, tiles.block_m), cdiv(channels, tiles.block_n), config.splits)
     launch = Launch(
         kernel=low_bit_kernel,

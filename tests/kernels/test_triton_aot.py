@@ -352,6 +352,18 @@ def test_one_row_of_a_deep_weight_is_loaded_two_tiles_ahead(build: str, loads: i
     assert int(first) == loads
 
 
+def test_only_linears_that_are_divided_allocate_memory_for_parts() -> None:
+    """That of an output head would be hundreds of megabytes."""
+    launches = [launch for plan in BUILDS.values() for _, launch in named_launches(plan())]
+    linears = [launch for launch in launches if "SPLITS" in launch.constants]
+    assert {launch.constants["SPLITS"] > 1 for launch in linears} == {True, False}
+    for launch in linears:
+        is_divided = launch.constants["SPLITS"] > 1
+        assert (launch.args["partial"] is not None) == is_divided
+        is_normed = launch.constants.get("NORM", False)
+        assert (launch.args.get("squares") is not None) == (is_divided and is_normed)
+
+
 def test_budgets_list_only_what_is_built(budget: dict[str, dict[str, int]]) -> None:
     expected = {
         f"{build} | {kernel} | {target}"
