@@ -38,7 +38,11 @@ def test_what_can_not_be_used(tmp_path: Path) -> None:
 
 
 def test_a_mistake_is_found_before_the_model_is_read(tmp_path: Path) -> None:
-    for options in ({"chat_template": "/nowhere.jinja"}, {"tool_format": "/nowhere.json"}):
+    mistakes: list[dict[str, Any]] = [
+        {"chat_template": "/nowhere.jinja"},
+        {"tool_format": "/nowhere.json"},
+    ]
+    for options in mistakes:
         with pytest.raises(ConfigError, match="'/nowhere.*' can't be read"):
             check_paths(EngineConfig(model=str(tmp_path / "no model"), **options))
 
