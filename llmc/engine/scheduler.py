@@ -402,12 +402,13 @@ class Scheduler:
                 if work.snapshot is not None:
                     self.rows.publish_state(request, num_computed, work.snapshot)
                 if token is not None:
-                    num_tokens += not request.is_prompt_only
                     update = (
                         request.append(token, logprob)
                         if request.extension is None
                         else request.extension.on_token(request, token, logprob)
                     )
+                    is_output = update is None or update.error is None
+                    num_tokens += is_output and not request.is_prompt_only
                     if update is not None:
                         updates.append(update)
                         if update.finish_reason is not None:
