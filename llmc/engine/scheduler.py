@@ -104,11 +104,11 @@ class Scheduler:
                 f"request {request.request_id!r} can grow to {request.max_total_tokens} tokens; "
                 f"the pool holds {self.pool.num_blocks} blocks of {self.pool.block_size}"
             )
+        if self.speculation is not None and request.extension is None:
+            request.extension = self.speculation.drafter(request)
         request.rank = (request.priority if self._use_priority else 0, self._num_arrivals)
         self._num_arrivals += 1
         self.requests[request.request_id] = request
-        if self.speculation is not None and request.extension is None:
-            request.extension = self.speculation.drafter(request)
         self.waiting.insert_ranked(request)
         if sibling is not None:
             share_prompt(request, sibling)
