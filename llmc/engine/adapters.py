@@ -94,8 +94,13 @@ class AdapterSlots:
             if old is None:
                 return None
             self._free.append(self._slots.pop(old).number)
-        slot = _Slot(self._free.pop(), self._loader.begin(adapter, old))
-        self._slots[adapter] = slot
+        loading: Future[Any]
+        try:
+            loading = self._loader.begin(adapter, old)
+        except Exception as error:  # such as "can't start new thread": ends its requests only
+            loading = Future()
+            loading.set_exception(error)
+        slot = self._slots[adapter] = _Slot(self._free.pop(), loading)
         return slot
 
     def acquire(self, adapter: LoRARequest) -> int:

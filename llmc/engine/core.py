@@ -289,6 +289,8 @@ class EngineCore:
             raise RuntimeError(f"{len(self.scheduler.requests)} requests are using the caches")
         given = self.runner.release_caches()
         self.scheduler.pool.reset_prefix_cache()
+        if self.scheduler.speculation is not None:
+            given += self.scheduler.speculation.release_caches()
         return given
 
     def state(self) -> EngineState:

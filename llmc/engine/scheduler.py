@@ -104,11 +104,11 @@ class Scheduler:
                 f"request {request.request_id!r} can grow to {request.max_total_tokens} tokens; "
                 f"the pool holds {self.pool.num_blocks} blocks of {self.pool.block_size}"
             )
+        if self.speculation is not None and request.extension is None:
+            request.extension = self.speculation.drafter(request)
         request.rank = (request.priority if self._use_priority else 0, self._num_arrivals)
         self._num_arrivals += 1
         self.requests[request.request_id] = request
-        if self.speculation is not None and request.extension is None:
-            request.extension = self.speculation.drafter(request)
         self.waiting.insert_ranked(request)
         if sibling is not None:
             share_prompt(request, sibling)
@@ -402,12 +402,13 @@ class Scheduler:
                 if work.snapshot is not None:
                     self.rows.publish_state(request, num_computed, work.snapshot)
                 if token is not None:
-                    num_tokens += not request.is_prompt_only
                     update = (
                         request.append(token, logprob)
                         if request.extension is None
                         else request.extension.on_token(request, token, logprob)
                     )
+                    is_output = update is None or update.error is None
+                    num_tokens += is_output and not request.is_prompt_only
                     if update is not None:
                         updates.append(update)
                         if update.finish_reason is not None:

@@ -137,11 +137,13 @@ def add_or_refuse(engine: Engine, message: AddRequest) -> Sequence[RequestUpdate
     try:
         engine.add(message)
     except LlmcError as exc:
-        failed = RequestUpdate(
-            request_id=message.request_id,
-            finish_reason="error",
-            error=str(exc),
-            is_refused=isinstance(exc, InvalidRequestError),
-        )
-        return (failed,)
-    return ()
+        error, is_refused = str(exc), isinstance(exc, InvalidRequestError)
+    except Exception as exc:  # such as "can't start new thread": it ends this request only
+        log.exception("request %r could not be added", message.request_id)
+        error, is_refused = f"{type(exc).__name__}: {exc}", False
+    else:
+        return ()
+    failed = RequestUpdate(
+        request_id=message.request_id, finish_reason="error", error=error, is_refused=is_refused
+    )
+    return (failed,)

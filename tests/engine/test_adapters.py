@@ -152,6 +152,27 @@ def test_an_adapter_that_cannot_be_read_ends_its_requests_alone() -> None:
     assert run(core) == {"a": None}
 
 
+def test_an_adapter_that_cannot_begin_to_be_read_ends_its_requests_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, loader = Runner({"a": A, "b": B}), Loader(2)
+    core = engine(runner, loader)
+    begin = loader.begin
+
+    def without_threads(adapter: LoRARequest, instead_of: LoRARequest | None) -> Future[Any]:
+        if adapter == A:
+            raise RuntimeError("can't start new thread")
+        return begin(adapter, instead_of)
+
+    monkeypatch.setattr(loader, "begin", without_threads)
+    core.add(message("a", A))
+    core.add(message("b", B))
+    assert run(core) == {"a": "can't start new thread", "b": None}
+    monkeypatch.undo()
+    core.add(message("a", A))
+    assert run(core) == {"a": None}
+
+
 def test_an_adapter_that_cannot_be_read_ends_requests_whose_grammar_is_compiling() -> None:
     runner, loader = Runner({"a": A, "b": B}), Loader(1, at_once=False)
     core = engine(runner, loader, EndlessGrammars())

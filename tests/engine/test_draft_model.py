@@ -97,6 +97,19 @@ class Pair:
         assert pool.num_free == pool.num_blocks
 
 
+def test_the_caches_of_both_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    monkeypatch.setattr(pair.runner, "release_caches", lambda: 100)
+    monkeypatch.setattr(pair.draft, "release_caches", lambda: 10)
+    pair.run(message("a"))
+    pools = pair.core.scheduler.pool, pair.speculation.model.pool
+    assert all(pool.draw(1).num_cached > 0 for pool in pools)
+    assert pair.core.release_caches() == 110
+    assert all(pool.draw(1).num_cached == 0 for pool in pools)
+    assert pair.run(message("b")) == alone(message("a"), message("b"))
+    pair.check()
+
+
 def message(name: str, prompt: Sequence[int] = (1, 2, 3), **sampling: Any) -> AddRequest:
     fields = {"fork_of": sampling.pop("fork_of", None)}
     params = {"max_tokens": 40, "ignore_eos": True, "seed": 0} | sampling

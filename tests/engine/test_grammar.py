@@ -134,7 +134,9 @@ def test_a_matcher_that_breaks_ends_its_request_alone(
     assert len(outcomes["breaks"].tokens) == 1  # the second one is never shown
     assert outcomes["breaks"].error == "structured_outputs failed: it broke"
     assert outcomes["whole"] == run_alone(message("whole", "4"), 1, CONTEXT)
-    assert engine.stats().num_failed_steps == 0
+    stats = engine.stats()
+    assert stats.num_failed_steps == 0
+    assert stats.num_generated_tokens == sum(len(one.tokens) for one in outcomes.values())
 
 
 def test_a_cached_matcher_that_breaks_at_once_ends_its_request_alone(

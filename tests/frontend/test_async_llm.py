@@ -15,6 +15,7 @@ from scripted_engine import REPLY, SCRIPTS, Scripted, make_scripted
 
 from llmc import async_llm
 from llmc.async_llm import AsyncLLM
+from llmc.engine.messages import AddRequest
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from llmc.frontend import preparation
 from llmc.outputs import RequestOutput
@@ -282,6 +283,28 @@ def test_an_id_that_looks_like_a_part_of_another_request_is_not_mistaken_for_it(
                     pass
             assert [c.text for c in first.requests[0].output().outputs] == [SCRIPTS["count"]] * 2
             assert second.requests[0].output().outputs[0].text == REPLY
+
+    run(body)
+
+
+def test_a_request_that_the_engine_cannot_add_ends_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        add = scripted.engine.add
+
+        def without_threads(message: AddRequest) -> None:
+            if message.sampling.max_tokens == 7:
+                raise RuntimeError("can't start new thread")
+            add(message)
+
+        monkeypatch.setattr(scripted.engine, "add", without_threads)
+        failed, whole = await asyncio.gather(
+            collect(llm, "x", SamplingParams(max_tokens=7)), collect(llm, "x")
+        )
+        assert failed.error == "RuntimeError: can't start new thread"
+        assert whole.outputs[0].text == REPLY
+        assert "could not be added" in caplog.text
 
     run(body)
 

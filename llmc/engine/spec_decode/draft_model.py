@@ -319,6 +319,11 @@ class DraftModelSpeculation(Speculation):
     def use_idle_time(self, *, has_work: bool) -> bool:
         return self.model.runner.use_idle_time(has_work=has_work)
 
+    def release_caches(self) -> int:
+        given = self.model.runner.release_caches()
+        self.model.pool.reset_prefix_cache()
+        return given
+
     def _num_wanted(self, sequence: DraftSequence) -> int:
         """Number of draft tokens for a request: 0 unless it decodes."""
         request = sequence.target

@@ -71,6 +71,10 @@ class Speculation(ABC):
         """As `Runner.use_idle_time`, for the runner of a draft model."""
         return False
 
+    def release_caches(self) -> int:
+        """As `EngineCore.release_caches`, for the caches of a draft model."""
+        return 0
+
     def check(self, request_ids: Collection[str]) -> None:  # noqa: B027 - nothing to check here
         """Raise AssertionError if anything is kept for a request that is not one of these."""
 
