@@ -333,6 +333,14 @@ def test_an_architecture_without_a_map_is_refused_by_name(tmp_path: Path) -> Non
         resolve_model(EngineConfig(model=str(path)))
 
 
+def test_a_decoder_whose_tokens_attend_to_later_ones_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "m.gguf", "llama", edit=lambda w: w.add_bool("llama.attention.causal", False)
+    )
+    with pytest.raises(CheckpointError, match="a llama model whose tokens attend to later ones"):
+        resolve_model(EngineConfig(model=str(path)))
+
+
 def test_a_file_that_is_replaced_is_read_anew(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama")
     first = model_directory(path)
@@ -345,12 +353,20 @@ def test_a_file_that_is_replaced_is_read_anew(tmp_path: Path) -> None:
 
 
 SCALINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    ({"scaling.type": "linear", "scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    ({"scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    ({"scale_linear": 1.0}, {"rope_type": "default"}),
     (
-        {"type": "yarn", "factor": 8.0, "original_context_length": 32},
+        {
+            "scaling.type": "yarn",
+            "scaling.factor": 8.0,
+            "scaling.original_context_length": 32,
+        },
         {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32},
     ),
-    ({"type": "none"}, {"rope_type": "default"}),
+    ({"scaling.type": "none"}, {"rope_type": "default"}),
+    ({"scaling.type": "none", "scaling.factor": 4.0}, {"rope_type": "default"}),
 ]
 
 
@@ -358,7 +374,7 @@ SCALINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_rotary_scaling(stored: dict[str, Any], want: dict[str, Any], tmp_path: Path) -> None:
     def add(writer: GGUFWriter) -> None:
         for key, value in stored.items():
-            name = f"qwen2.rope.scaling.{key}"
+            name = f"qwen2.rope.{key}"
             if isinstance(value, str):
                 writer.add_string(name, value)
             elif isinstance(value, float):
