@@ -491,6 +491,27 @@ def test_sentencepiece_has_its_own_special_tokens_where_a_file_names_none(tmp_pa
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2]
 
 
+@pytest.mark.parametrize("number", [128, 2**32 - 1])
+def test_special_tokens_outside_the_vocabulary_are_ignored(
+    number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in llama.cpp: files of models with an added token that was not converted have them."""
+
+    def change(writer: GGUFWriter) -> None:
+        writer.add_pad_token_id(number)
+        writer.kv_data[0]["tokenizer.ggml.eos_token_id"].value = number
+
+    folder = model_directory(write_gguf(tmp_path / "m.gguf", "llama", edit=change))
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (
+        1,
+        None,
+        None,
+    )
+    assert "eos_token_id" not in json.loads((folder / "generation_config.json").read_text())
+    assert f"'tokenizer.ggml.padding_token_id': {number}" in caplog.text
+
+
 @pytest.mark.parametrize(("rule", "is_composed"), [("qwen2", True), ("llama-bpe", False)])
 def test_letters_and_accents_are_composed_where_the_checkpoints_tokenizer_does(
     rule: str, is_composed: bool, tmp_path: Path
