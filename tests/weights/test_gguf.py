@@ -341,6 +341,21 @@ def test_a_decoder_whose_tokens_attend_to_later_ones_is_refused(tmp_path: Path) 
         resolve_model(EngineConfig(model=str(path)))
 
 
+def test_only_some_projections_of_llama_may_have_biases(tmp_path: Path) -> None:
+    sizes = {"attn_q": 64, "attn_k": 32, "attn_v": 32}
+
+    def add(writer: GGUFWriter) -> None:
+        for name, size in sizes.items():
+            for layer in range(2):
+                writer.add_tensor(f"blk.{layer}.{name}.bias", np.ones(size, np.float32))
+
+    folder = model_directory(write_gguf(tmp_path / "m.gguf", "llama", edit=add))
+    found = open_tensors(folder, None, torch.float32)
+    for name, value in {"q": 1, "k": 1, "v": 1, "o": 0}.items():
+        bias = found[f"model.layers.1.self_attn.{name}_proj.bias"].read()
+        assert bias.tolist() == [value] * (32 if name in "kv" else 64)
+
+
 def test_a_file_that_is_replaced_is_read_anew(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama")
     first = model_directory(path)
