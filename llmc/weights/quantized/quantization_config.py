@@ -577,8 +577,8 @@ def _torchao_scheme(config: Mapping[str, Any], target: str) -> WeightScheme:
         )
     if kind.startswith(("MX", "NVFP4")):  # prototypes; scales are stored in the order of a kernel
         raise bad(
-            f"quant_type is {kind}; of torchao's formats llmc supports int8, fewer bits "
-            f"in bytes, and float8; {WAY_OUT}"
+            f"quant_type is {kind}; of torchao's formats llmc supports int8, integers of "
+            f"fewer bits in bytes, and float8; {WAY_OUT}"
         )
     names = "mapping_type", "weight_mapping_type"
     mappings = [mapping_in(options, name).get("_data") for name in names if name in options]
