@@ -27,6 +27,7 @@ _SPACE = "\u2581"
 _BRACKETED = re.compile(r"\[\w+\]")  # special tokens of WordPiece vocabularies
 # The default, or one of other names, which become those of files.
 _TEMPLATE = re.compile(r"tokenizer\.chat_template(?:\.(\w{1,64}))?", re.ASCII)
+_TOKEN_ID = re.compile(r"tokenizer\.ggml\.\w+_token_id")
 _TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 
 
@@ -74,7 +75,14 @@ def write_tokenizer(
 
 
 def with_special_tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata, with SentencePiece's own special token ids if the file has none."""
+    """The metadata without ids of special tokens that are outside the vocabulary, and with
+    SentencePiece's own if the file has none."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list):
+        ids = ((k, n) for k, n in metadata.items() if _TOKEN_ID.fullmatch(k) and type(n) is int)
+        if outside := {key: number for key, number in ids if not 0 <= number < len(tokens)}:
+            log.warning("ignoring ids beyond the file's %s tokens: %s", len(tokens), outside)
+            metadata = {key: value for key, value in metadata.items() if key not in outside}
     kind, kinds = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "token_type"))
     is_named = isinstance(kind, str) and _rules()["kinds"].get(kind) == "sentencepiece"
     if not is_named or not isinstance(kinds, list) or kinds[:3] != list(_SENTENCEPIECE.values()):

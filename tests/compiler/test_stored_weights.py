@@ -637,6 +637,13 @@ def test_torchaos_configs_of_modules() -> None:
             },
             "layer_type_quant_config is not supported",
         ),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {"default": {"_type": "MXDynamicActivationMXWeightConfig"}},
+            },
+            "quant_type is MXDynamicActivationMXWeightConfig",
+        ),
         ({**grouped(), "ignore": ["re:("]}, "not a valid regular expression"),
         ({**grouped(), "transform_config": {"a": 1}}, "transform_config rotates the inputs"),
         (rotated("weight_input", "input"), "transform_config rotates the inputs"),

@@ -333,6 +333,29 @@ def test_an_architecture_without_a_map_is_refused_by_name(tmp_path: Path) -> Non
         resolve_model(EngineConfig(model=str(path)))
 
 
+def test_a_decoder_whose_tokens_attend_to_later_ones_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "m.gguf", "llama", edit=lambda w: w.add_bool("llama.attention.causal", False)
+    )
+    with pytest.raises(CheckpointError, match="a llama model whose tokens attend to later ones"):
+        resolve_model(EngineConfig(model=str(path)))
+
+
+def test_only_some_projections_of_llama_may_have_biases(tmp_path: Path) -> None:
+    sizes = {"attn_q": 64, "attn_k": 32, "attn_v": 32}
+
+    def add(writer: GGUFWriter) -> None:
+        for name, size in sizes.items():
+            for layer in range(2):
+                writer.add_tensor(f"blk.{layer}.{name}.bias", np.ones(size, np.float32))
+
+    folder = model_directory(write_gguf(tmp_path / "m.gguf", "llama", edit=add))
+    found = open_tensors(folder, None, torch.float32)
+    for name, value in {"q": 1, "k": 1, "v": 1, "o": 0}.items():
+        bias = found[f"model.layers.1.self_attn.{name}_proj.bias"].read()
+        assert bias.tolist() == [value] * (32 if name in "kv" else 64)
+
+
 def test_a_file_that_is_replaced_is_read_anew(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama")
     first = model_directory(path)
@@ -345,12 +368,20 @@ def test_a_file_that_is_replaced_is_read_anew(tmp_path: Path) -> None:
 
 
 SCALINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    ({"scaling.type": "linear", "scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    ({"scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    ({"scale_linear": 1.0}, {"rope_type": "default"}),
     (
-        {"type": "yarn", "factor": 8.0, "original_context_length": 32},
+        {
+            "scaling.type": "yarn",
+            "scaling.factor": 8.0,
+            "scaling.original_context_length": 32,
+        },
         {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32},
     ),
-    ({"type": "none"}, {"rope_type": "default"}),
+    ({"scaling.type": "none"}, {"rope_type": "default"}),
+    ({"scaling.type": "none", "scaling.factor": 4.0}, {"rope_type": "default"}),
 ]
 
 
@@ -358,7 +389,7 @@ SCALINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_rotary_scaling(stored: dict[str, Any], want: dict[str, Any], tmp_path: Path) -> None:
     def add(writer: GGUFWriter) -> None:
         for key, value in stored.items():
-            name = f"qwen2.rope.scaling.{key}"
+            name = f"qwen2.rope.{key}"
             if isinstance(value, str):
                 writer.add_string(name, value)
             elif isinstance(value, float):
@@ -473,6 +504,27 @@ def test_sentencepiece_has_its_own_special_tokens_where_a_file_names_none(tmp_pa
     folder = model_directory(write_gguf(tmp_path / "m.gguf", "llama", edit=change))
     assert Tokenizer.load(folder).encode("ab")[0] == 1
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2]
+
+
+@pytest.mark.parametrize("number", [128, 2**32 - 1])
+def test_special_tokens_outside_the_vocabulary_are_ignored(
+    number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in llama.cpp: files of models with an added token that was not converted have them."""
+
+    def change(writer: GGUFWriter) -> None:
+        writer.add_pad_token_id(number)
+        writer.kv_data[0]["tokenizer.ggml.eos_token_id"].value = number
+
+    folder = model_directory(write_gguf(tmp_path / "m.gguf", "llama", edit=change))
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (
+        1,
+        None,
+        None,
+    )
+    assert "eos_token_id" not in json.loads((folder / "generation_config.json").read_text())
+    assert f"'tokenizer.ggml.padding_token_id': {number}" in caplog.text
 
 
 @pytest.mark.parametrize(("rule", "is_composed"), [("qwen2", True), ("llama-bpe", False)])

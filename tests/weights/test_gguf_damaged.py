@@ -224,7 +224,6 @@ TOKENIZERS: list[tuple[str, Any, str]] = [
     ("token_type", ["a"] * 128, "token_type is not a list of the right type"),
     ("tokens", [7] * 128, "tokens is not a list of the right type"),
     ("tokens", ["a"] * 128, "empty or has duplicates"),
-    ("eos_token_id", 128, "eos_token_id is 128, but there are 128 tokens"),
     ("model", [1], "tokenizer.ggml.model is not a string"),
     ("model", "rwkv", "of kind 'rwkv'; llmc supports"),
     ("model", "bert", "unknown_token_id is missing"),

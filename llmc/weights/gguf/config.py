@@ -89,6 +89,13 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
             continue  # encoders' configs may require one, which is never used
         config[f"{kind.replace('padding', 'pad')}_token_id"] = number
     _add_rotary(config, values, header, known)
+    sees_later = "class" in rule or config.get("use_bidirectional_attention")
+    if values.get("attention.causal") is False and not sees_later:
+        raise CheckpointError(
+            f"{header.files[0].name} is a {header.architecture} model whose tokens attend to later "
+            "ones too (attention.causal is false); llmc serves this architecture only as a causal "
+            "model"
+        )
     return config
 
 
@@ -348,7 +355,9 @@ def _scaling(
     scaling = {field: own[key] for key, field in _SCALING_FIELDS.items() if key in own}
     for key, fields in rule_of(header).get("scaling", {}).items():
         scaling |= dict.fromkeys(fields, own[key]) if key in own else {}
-    kind = own.get("type", "none")
+    if "factor" not in scaling and "rope.scale_linear" in values:  # of files from 2023
+        scaling["factor"] = values["rope.scale_linear"]
+    kind = own.get("type", "linear")  # the format's default
     if "rope_factors_long.weight" in header.tensors:
         scaling.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
         return {

@@ -575,6 +575,11 @@ def _torchao_scheme(config: Mapping[str, Any], target: str) -> WeightScheme:
             f"quant_type is {kind} (int4_packing_format {packing!r}), which packs values for GPU "
             f"kernels; of torchao's formats llmc supports those with a value per byte; {WAY_OUT}"
         )
+    if kind.startswith(("MX", "NVFP4")):  # prototypes; scales are stored in the order of a kernel
+        raise bad(
+            f"quant_type is {kind}; of torchao's formats llmc supports int8, integers of "
+            f"fewer bits in bytes, and float8; {WAY_OUT}"
+        )
     names = "mapping_type", "weight_mapping_type"
     mappings = [mapping_in(options, name).get("_data") for name in names if name in options]
     stored = str(mapping_in(options, "weight_dtype").get("_data"))
