@@ -77,6 +77,16 @@ DAMAGED = [
 ]
 
 
+def test_a_description_that_is_cut_off_inside_a_character_is_read(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "m.gguf", "llama", edit=lambda writer: writer.add_description("a caf\u00e9")
+    )
+    data = path.read_bytes()
+    at = data.index("caf\u00e9".encode())
+    path.write_bytes(data[: at + 3] + b"\xc3 " + data[at + 5 :])
+    assert read_header(path).metadata["general.description"] == "a caf\ufffd "
+
+
 HUGE = 8 << 30  # of files that take no space on the disk
 SPARSE = [
     (header(pairs=1) + text("k") + struct.pack("<IIQ", 9, 0, HUGE - 100), "values of 'k', more"),

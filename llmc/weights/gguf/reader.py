@@ -290,8 +290,10 @@ class _Cursor:
                 f"states {length} bytes for the text of {shown(what)}, more than it can contain"
             )
         self._at += length
+        # Descriptions can be anyone's text, cut off at some byte; everything else is looked up.
+        errors = "replace" if what.startswith("general.") else "strict"
         try:
-            return self._data[self._at - length : self._at].decode("utf-8")
+            return self._data[self._at - length : self._at].decode("utf-8", errors)
         except UnicodeDecodeError as e:
             self._fail(f"has invalid UTF-8 in the text of {shown(what)} ({e.reason})")
 
