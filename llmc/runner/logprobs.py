@@ -21,7 +21,7 @@ def chosen_tokens(
     # A sample's place in its request, counted from the request's end. `positions` differ from it in
     # long sequences and behind images.
     start = inputs["query_start"].long()
-    request = torch.searchsorted(start, index, right=True) - 1
+    request = torch.searchsorted(start[1:-1].contiguous(), index, right=True)  # padding: the last
     after = inputs["context_len"][request] - start[request + 1] + index + 1
     history = tables["history"]
     # only drawn samples need the bounds: dummies, and the end of a full context
