@@ -116,10 +116,11 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
-        kept = self.truncate_prompt_tokens
-        if kept is not None:
-            rule = "a positive integer, or -1 for as many as fit"
-            _integer("truncate_prompt_tokens", kept or -2, -1, 2**31 - 1, rule)
+        if self.truncate_prompt_tokens is not None:
+            name, rule = "truncate_prompt_tokens", "a positive integer, or -1 for as many as fit"
+            _integer(name, self.truncate_prompt_tokens, -1, 2**31 - 1, rule)
+            if self.truncate_prompt_tokens == 0:
+                raise _fail(name, 0, rule)
         self._check_stop()
         self._check_token_ids()
         self._check_extra_args()

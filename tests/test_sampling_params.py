@@ -168,6 +168,12 @@ def test_ranges(name: str) -> None:
         assert caught.value.param == name
 
 
+def test_an_error_repeats_the_value_that_was_given() -> None:
+    for kept in (0, -2):
+        with pytest.raises(InvalidRequestError, match=f"truncate_prompt_tokens .*, got {kept}$"):
+            SamplingParams(truncate_prompt_tokens=kept)
+
+
 def test_all_other_fields_are_switches() -> None:
     for field in fields(SamplingParams):
         if field.init and field.name not in RANGES:
