@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from llmc.errors import CheckpointError
-from llmc.weights.gguf.files import PART, SUFFIX, around_number
+from llmc.weights.gguf.files import PART, SUFFIX, around_number, name_of
 
 _SITES = ("hf.co/", "huggingface.co/")
 _NAME = re.compile(
@@ -126,7 +126,7 @@ def _models(files: Sequence[str]) -> dict[str, list[str]]:
         if path.suffix.lower() != SUFFIX or any(word in path.name.lower() for word in _NO_MODELS):
             continue
         part = PART.fullmatch(path.name)
-        name = path.name[: -len(SUFFIX)] if part is None else around_number(part)[0].rstrip("-")
+        name = name_of(path.name) if part is None else around_number(part)[0].rstrip("-")
         models.setdefault(str(path.with_name(name)), []).append(file)
     return models
 
