@@ -74,13 +74,14 @@ void tile_scores(const typename Rows::Element* const* keys,
                  const typename Rows::Query* query, float (*scores)[kTile],
                  const typename Rows::Tables& tables) {
   constexpr int kKeys = kSums / G;
-  for (int64_t k = 0; k < kTile; k += kKeys) {
+  for (int64_t begin = 0; begin < kTile; begin += kKeys) {
+    const int64_t k = std::min(begin, kTile - kKeys);  // the last ones overlap those before
     vf acc[kSums] = {};
-    const int n = k + kKeys <= kTile ? kKeys : int(kTile - k);
     const typename Rows::Element* row[kKeys];
+#pragma GCC unroll 16
     for (int j = 0; j < kKeys; ++j) {
-      row[j] = keys[k + (j < n ? j : n - 1)];
-      if (next) prefetch_row(next[k + (j < n ? j : n - 1)], dim);
+      row[j] = keys[k + j];
+      if (next) prefetch_row(next[k + j], dim);
     }
     int64_t d = 0;
     for (; d + Rows::kStep <= dim; d += Rows::kStep)
@@ -99,7 +100,9 @@ void tile_scores(const typename Rows::Element* const* keys,
         }
     float sums[kSums];
     sum_each(acc, sums);
-    for (int j = 0; j < n; ++j)
+#pragma GCC unroll 16
+    for (int j = 0; j < kKeys; ++j)
+#pragma GCC unroll 8
       for (int g = 0; g < G; ++g) scores[g][k + j] = sums[j * G + g];
   }
 }

@@ -34,12 +34,14 @@ template <int N, class T>
 LLMC_INLINE void load_values(const T* p, vf out[N]) {
   if constexpr (kSplitsPairs && std::is_same_v<T, bf16>) {
     static_assert(N % 2 == 0, "a line of bf16 fills two vectors");
+#pragma GCC unroll 4
     for (int i = 0; i < N; i += 2) {
       const vu line = load_as<vu>(p + i * kNative);
       out[i] = (vf)(line << 16);
       out[i + 1] = (vf)(line & 0xffff0000u);
     }
   } else {
+#pragma GCC unroll 8
     for (int i = 0; i < N; ++i) out[i] = load_lanes<vf>(p + i * kNative);
   }
 }
@@ -60,18 +62,24 @@ LLMC_INLINE void add_columns(const T* const* values, const T* const* next, int64
                              const Weights& weights, float* acc, int64_t padded) {
   constexpr int kLine = 64 / sizeof(T);
   const bool asks = next && d % kLine == 0;  // prefetch once for all columns of a line
-  vf sum[G][N];
+  vf sum[G][N];  // in registers only if no index of it varies, so every loop is unrolled
+#pragma GCC unroll 8
   for (int g = 0; g < G; ++g)
+#pragma GCC unroll 8
     for (int i = 0; i < N; ++i) sum[g][i] = load_as<vf>(acc + g * padded + d + i * kNative);
   for (int64_t k = begin; k < end; ++k) {
     vf value[N];
     load_values<N>(values[k] + d, value);
     if (asks)
       for (int i = 0; i < N * kNative; i += kLine) __builtin_prefetch(next[k] + d + i, 0, 2);
+#pragma GCC unroll 8
     for (int g = 0; g < G; ++g)
+#pragma GCC unroll 8
       for (int i = 0; i < N; ++i) sum[g][i] += weights(g, k) * value[i];
   }
+#pragma GCC unroll 8
   for (int g = 0; g < G; ++g)
+#pragma GCC unroll 8
     for (int i = 0; i < N; ++i) store_as(acc + g * padded + d + i * kNative, sum[g][i]);
 }
 
@@ -117,13 +125,13 @@ template <class T, class Body>
 void walk_cached_tiles(const AttentionArgs& a, const Item& item, int64_t start, const Body& body) {
   const T* rows[2][2][kTile];  // [this, next][keys, values]
   auto count = [&](int64_t first) { return std::min(kTile, item.last_key - first); };
+  Item of_head = item;
   auto find = [&](int64_t first, int64_t head, const T** keys, const T** values) {
     const int64_t n = count(first);
-    find_rows(a, item, first, n, keys, values);
-    for (int64_t i = 0; i < kTile; ++i) {
-      keys[i] = i < n ? keys[i] + head * a.key_stride[1] : keys[n - 1];
-      values[i] = i < n ? values[i] + head * a.value_stride[1] : values[n - 1];
-    }
+    of_head.kv_head = item.kv_head + head;
+    find_rows(a, of_head, first, n, keys, values);
+    std::fill(keys + n, keys + kTile, keys[n - 1]);
+    std::fill(values + n, values + kTile, values[n - 1]);
   };
   int now = 0;
   find(start, 0, rows[0][0], rows[0][1]);
