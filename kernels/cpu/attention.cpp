@@ -10,9 +10,10 @@ namespace llmc {
 namespace {
 
 constexpr int64_t kTileRows = 256;    // rows per item in the tile kernel
-constexpr int64_t kMinSplit = 256;    // keys: combining a shorter part costs more than it saves
-constexpr int64_t kMinStream = 512;   // keys below which decode is split by heads instead
+// Keys are split at multiples of this: combining shorter parts would cost more than it saves.
+constexpr int64_t kMinTiles = 256, kMinStream = 64;
 constexpr int64_t kItemsPerThread = 4;
+constexpr int64_t kItemCost = 100000;  // a cheaper item would often end before its rows arrive
 
 struct Joined {  // rows whose keys were split into `parts` parts, from `part` on
   Item item;
@@ -38,8 +39,8 @@ void add_items(const AttentionArgs& a, int64_t group, std::vector<Item>& items) 
     for (int64_t t = (queries - 1) / step * step; t >= 0; t -= step) {
       const int64_t n = std::min(step, queries - t), position = length - queries + t;
       const int64_t first = first_visible(a, position), last = position + n;
-      // a row of the tile kernel costs about as much as reading its share of the keys
-      const int64_t cost = (last - first) * (8 + n * group) * (a.head_dim + a.v_dim) / 16;
+      // reading a key from memory costs as much as some rows of the tile kernel
+      const int64_t cost = (last - first) * (24 + n * group) * (a.head_dim + a.v_dim) / 16;
       Item item{r, 0, 1, start + t, n, position, first, last, -1, cost};
       if (is_stream(a, item)) {  // a block has all heads side by side: read them in that order
         item.num_heads = a.kv_heads;
@@ -52,50 +53,34 @@ void add_items(const AttentionArgs& a, int64_t group, std::vector<Item>& items) 
   }
 }
 
-// Splits an item into about `n` by heads, if it has several heads and few keys.
-int64_t split_heads(Item item, int64_t n, std::vector<Item>& out) {
-  const int64_t keys = item.last_key - item.first_key, heads = item.num_heads, first = item.kv_head;
-  const int64_t by_keys = std::max<int64_t>(1, keys / kMinStream);
-  const int64_t pieces = std::max<int64_t>(1, std::min(heads, (n + by_keys - 1) / by_keys));
-  const int64_t cost = item.cost;
-  for (int64_t i = 0; i < pieces; ++i) {
-    item.kv_head = first + heads * i / pieces;
-    item.num_heads = first + heads * (i + 1) / pieces - item.kv_head;
-    item.cost = cost * item.num_heads / heads;
-    out.push_back(item);
-  }
-  return pieces;
-}
-
-// Splits items by heads and keys if they would leave other threads idle.
-std::vector<Item> split_items(const std::vector<Item>& items, int64_t target, int64_t& parts,
-                              std::vector<Joined>& joined) {
-  std::vector<Item> out, pieces;
-  out.reserve(items.size());
-  for (const Item& whole : items) {
-    const int64_t wanted = (whole.cost + target - 1) / target;
-    pieces.clear();
-    split_heads(whole, wanted, pieces);
-    const int64_t keys = whole.last_key - whole.first_key;
-    const int64_t n = std::min((wanted + int64_t(pieces.size()) - 1) / int64_t(pieces.size()),
-                               keys / kMinSplit);
-    for (const Item& piece : pieces) {
-      if (n <= 1) {
-        out.push_back(piece);
-        continue;
+// Cuts an item, which goes through the keys of one head after the other, into about `n` stretches of
+// equal length. Only heads with a cut within their keys have results to be combined.
+void cut(const Item& whole, int64_t n, int64_t min_keys, std::vector<Item>& out, int64_t& parts,
+         std::vector<Joined>& joined) {
+  const int64_t keys = whole.last_key - whole.first_key;
+  const int64_t units = std::max<int64_t>(1, keys / min_keys), total = whole.num_heads * units;
+  n = std::clamp<int64_t>(n, 1, total);
+  auto key_of = [&](int64_t unit) {
+    return unit == units ? whole.last_key : whole.first_key + unit * min_keys;
+  };
+  for (int64_t i = 0, at = 0; i < n; ++i)
+    for (const int64_t end = total * (i + 1) / n; at < end;) {
+      const int64_t unit = at % units, heads = unit == 0 ? (end - at) / units : 0;
+      Item piece = whole;
+      piece.kv_head = whole.kv_head + at / units;
+      piece.num_heads = std::max<int64_t>(1, heads);
+      const int64_t length = heads > 0 ? heads * units : std::min(end - at, units - unit);
+      if (heads == 0) {  // some keys of one head
+        if (unit == 0) joined.push_back({piece, parts, 0});
+        ++joined.back().parts;
+        piece.first_key = key_of(unit);
+        piece.last_key = key_of(unit + length);
+        piece.part = parts++;
       }
-      joined.push_back({piece, parts, n});
-      for (int64_t i = 0; i < n; ++i) {
-        Item part = piece;
-        part.first_key = piece.first_key + keys * i / n;
-        part.last_key = piece.first_key + keys * (i + 1) / n;
-        part.cost = piece.cost / n;
-        part.part = parts++;
-        out.push_back(part);
-      }
+      piece.cost = whole.cost * length / total;
+      out.push_back(piece);
+      at += length;
     }
-  }
-  return out;
 }
 
 template <class T>
@@ -136,7 +121,14 @@ void attend(const AttentionArgs& a) {
   static thread_local std::vector<float> partials;
   int64_t parts = 0;
   if (threads > 1) {
-    items = split_items(items, total / (threads * kItemsPerThread) + 1, parts, joined);
+    const int64_t target =
+        total / std::clamp<int64_t>(total / kItemCost, threads, threads * kItemsPerThread) + 1;
+    std::vector<Item> pieces;
+    pieces.reserve(2 * items.size());
+    for (const Item& item : items)
+      cut(item, (item.cost + target - 1) / target, is_stream(a, item) ? kMinStream : kMinTiles,
+          pieces, parts, joined);
+    items.swap(pieces);
     std::stable_sort(items.begin(), items.end(),
                      [](const Item& x, const Item& y) { return x.cost > y.cost; });
   }

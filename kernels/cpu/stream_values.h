@@ -135,6 +135,8 @@ void walk_cached_tiles(const AttentionArgs& a, const Item& item, int64_t start, 
   };
   int now = 0;
   find(start, 0, rows[0][0], rows[0][1]);
+  for (int64_t i = 0; i < count(start); ++i) prefetch_row(rows[0][0][i], a.head_dim);
+  for (int64_t i = 0; i < count(start); ++i) prefetch_row(rows[0][1][i], a.v_dim);
   for (int64_t first = start; first < item.last_key; first += kTile)
     for (int64_t head = 0; head < item.num_heads; ++head, now ^= 1) {
       const bool same = head + 1 < item.num_heads;

@@ -213,6 +213,18 @@ def test_attention_splits_long_contexts(
     assert_attention(case)
 
 
+@pytest.mark.parametrize("count", [2, 3, 5, 8])
+@pytest.mark.parametrize("heads", [(9, 3), (5, 5), (8, 1)], ids=str)
+@pytest.mark.parametrize("length", [63, 64, 129, 600, 3001])
+def test_a_decode_is_cut_within_and_between_heads(
+    count: int, heads: tuple[int, int], length: int
+) -> None:
+    """Into as many parts as there are threads, whichever of them take them."""
+    case = make_case([(1, length)], *heads, 64, 64, 16, CPU, torch.float32, sinks=True, seed=count)
+    with torch_threads(count):
+        assert_attention(case)
+
+
 @pytest.mark.parametrize("cache", FP8, ids=str)
 @pytest.mark.parametrize("dtype", op_cases.DTYPES)
 def test_every_code_of_a_float8_cache_is_written_and_read(
