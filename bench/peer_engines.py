@@ -18,16 +18,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-MAX_MODEL_LEN = 2048
+MAX_MODEL_LEN = 4608
 MAX_REQUESTS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Requests that arrive at once: prompts as token ids, and how many tokens each gets."""
+    """Requests that arrive at once: prompts as token ids, and how many tokens each gets.
+
+    With `reuses_prompt`, the engine can keep the prompt's KV cache from the run before.
+    """
 
     prompts: Sequence[Sequence[int]]
     num_tokens: Sequence[int]
+    reuses_prompt: bool = False
 
 
 class Engine(ABC):
@@ -57,7 +61,6 @@ class Llmc(Engine):
             device="cpu",
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=MAX_REQUESTS,
-            enable_prefix_caching=False,
             activation_bits=self.activation_bits,
         )
 
@@ -68,6 +71,8 @@ class Llmc(Engine):
             SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
             for n in job.num_tokens
         ]
+        if not job.reuses_prompt:
+            self._llm.reset_prefix_cache()
         self._llm.generate([list(p) for p in job.prompts], params, progress=False)
 
     def settings(self) -> str:
@@ -106,7 +111,7 @@ class LlamaCpp(Engine):
                 "max_tokens": num_tokens,
                 "temperature": 0,
                 "ignore_eos": True,
-                "cache_prompt": False,
+                "cache_prompt": job.reuses_prompt,
             }
             answer: Any = self._server.handle_completions(asked)
             made = answer["usage"]["completion_tokens"]
@@ -144,8 +149,12 @@ class NativeLlamaCpp(Engine):
 
     def run(self, job: Job) -> None:
         [prompt], [num_tokens] = job.prompts, job.num_tokens
-        self._llama.reset()
         tokens = list(prompt)
+        if job.reuses_prompt and list(self._llama.eval_tokens)[: len(prompt)] == tokens:
+            self._llama.n_tokens = len(prompt) - 1
+            tokens = tokens[-1:]
+        else:
+            self._llama.reset()
         for _ in range(num_tokens):
             self._llama.eval(tokens)
             tokens = [self._llama.sample(temp=0)]

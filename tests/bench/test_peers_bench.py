@@ -13,9 +13,11 @@ def test_all_engines_get_the_same_ids() -> None:
     todo = jobs(vocab_size=1000)
     assert todo == jobs(vocab_size=1000)
     assert {"llmc", "llama.cpp", "transformers"} <= {*ENGINES}
-    assert KINDS == ("decode", "prefill-128", "prefill-1024", "mixed")
-    assert todo["one token"].prompts == todo["answer"].prompts
-    assert todo["answer"].num_tokens == [todo["one token"].num_tokens[0] + DECODE_TOKENS]
+    assert KINDS == ("decode", "decode-4096", "prefill-128", "prefill-1024", "mixed")
+    for kind, length in (("decode", 16), ("decode-4096", 4096)):
+        one, answer = todo[f"{kind}: one token"], todo[f"{kind}: answer"]
+        assert one.prompts == answer.prompts and [*map(len, one.prompts)] == [length]
+        assert answer.num_tokens == [one.num_tokens[0] + DECODE_TOKENS]
     for length in (128, 1024):
         job = todo[f"prefill-{length}"]
         assert [len(prompt) for prompt in job.prompts] == [length] and job.num_tokens == [1]
