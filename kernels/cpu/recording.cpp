@@ -1,6 +1,9 @@
 // The C functions with which Python records ops and replays them (recording.py).
 #include "recording.h"
 
+#include <cstring>
+#include <stdexcept>
+#include <string>
 #include <tuple>
 
 namespace llmc {
@@ -90,15 +93,36 @@ void llmc_stop_recording() {
   delete std::exchange(recorder, nullptr);
 }
 
-// Returns false if memory ran out.
-bool llmc_replay(const llmc::Recording* recording) {
+// Records a lookup of rows that torch has just done: row index[i] of `table` [rows] is row i of
+// `out` [count], `bytes` bytes each. The index is int64 or int32. The caller keeps the memory alive.
+void llmc_record_rows(const char* table, int64_t rows, const void* index, bool is_long,
+                      int64_t count, char* out, int64_t bytes) {
+  recorder->done->calls.push_back([=] {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t row = is_long ? static_cast<const int64_t*>(index)[i]
+                                  : static_cast<const int32_t*>(index)[i];
+      if (row < 0 || row >= rows)
+        throw std::out_of_range("row " + std::to_string(row) + " of a table of " +
+                                std::to_string(rows));
+      std::memcpy(out + i * bytes, table + row * bytes, bytes);
+    }
+  });
+}
+
+// Returns null, or an error's message, which is valid until this thread replays again.
+const char* llmc_replay(const llmc::Recording* recording) {
+  static thread_local std::string message;
   const llmc::FlushSubnormals flush;
   try {
     for (const auto& call : recording->calls) call();
-  } catch (const std::exception&) {
-    return false;
+  } catch (const std::bad_alloc&) {
+    message = "out of memory";
+    return message.c_str();
+  } catch (const std::exception& error) {
+    message = error.what();
+    return message.c_str();
   }
-  return true;
+  return nullptr;
 }
 
 void llmc_free_recording(llmc::Recording* recording) {

@@ -1,8 +1,8 @@
 """Records a sequence of ops on fixed tensors while it runs, to replay it without torch.
 
 This is the counterpart of a CUDA graph: torch's dispatcher takes a large part of a one-token step.
-Our own kernels are replayed in C++ (recording.h). Other ops that compute something are called again
-through torch, into the same results; views need no replay.
+Our own kernels and lookups of rows are replayed in C++ (recording.h). Other ops that compute
+something are called again through torch, into the same results; views need no replay.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from llmc.kernels.cpu.build import c_functions
 
+_ops = torch.ops.aten
 _READ_BY_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -55,8 +56,9 @@ class _Kernels:
         weakref.finalize(self, _library().llmc_free_recording, handle)
 
     def replay(self) -> None:
-        if not self._run(self._handle):
-            raise MemoryError("a kernel of a recorded step ran out of memory")
+        error = self._run(self._handle)
+        if error is not None:
+            raise RuntimeError(f"a kernel of a recorded step failed: {error.decode()}")
 
 
 class Recorded:
@@ -66,6 +68,7 @@ class Recorded:
         self._parts = mode.parts
         self._num_ours = mode.num_ours
         self._reason = mode.reason
+        self._kept = mode.kept
         self.results = results
 
     @property
@@ -113,7 +116,8 @@ class _Mode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.parts: list[_TorchCall | _Kernels] = []
-        self.num_ours = 0  # ops whose kernels were recorded
+        self.num_ours = 0  # ops that C++ replays
+        self.kept: list[Tensor] = []  # whose memory it reads and writes
         self.reason: str | None = None
 
     def __torch_dispatch__(
@@ -125,7 +129,7 @@ class _Mode(TorchDispatchMode):
             self.reason = f"{func} reads values on the host"
         is_ours = func.namespace == "llmc_cpu"
         is_whole = _library().llmc_record_op()
-        if is_ours and is_whole:
+        if (is_ours and is_whole) or self._records_rows(func, args, result):
             self.num_ours += 1
             return result
         given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
@@ -133,6 +137,28 @@ class _Mode(TorchDispatchMode):
         if func._schema.is_mutable or any(t is not None for t in made):
             self._call_again(_call(func, args, kwargs, made))
         return result
+
+    def _records_rows(self, func: Any, args: tuple[Any, ...], out: Any) -> bool:
+        """Record a lookup of whole rows of a dense table, if `func` is one."""
+        if func is _ops.embedding.default:
+            table, index, dim = args[0], args[1], 0
+        elif func is _ops.index_select.default:
+            table, dim, index = args
+            dim %= max(1, table.dim())
+        else:
+            return False
+        is_one_table = all(size == 1 for size in table.shape[:dim])
+        tensors = (table, index, out)
+        if not is_one_table or not table.dim() or not all(t.is_contiguous() for t in tensors):
+            return False
+        rows = table.shape[dim]
+        row_bytes = table.nbytes // rows if rows else 0
+        _library().llmc_record_rows(
+            table.data_ptr(), rows, index.data_ptr(), index.dtype == torch.int64, index.numel(),
+            out.data_ptr(), row_bytes,
+        )  # fmt: skip
+        self.kept += tensors
+        return True
 
     def _call_again(self, call: _TorchCall) -> None:
         self.take_kernels()
@@ -174,6 +200,11 @@ def _library() -> ctypes.CDLL:
     library = c_functions()
     library.llmc_record_op.restype = ctypes.c_bool
     library.llmc_take_recording.restype = ctypes.c_void_p
-    library.llmc_replay.argtypes, library.llmc_replay.restype = [ctypes.c_void_p], ctypes.c_bool
+    library.llmc_replay.argtypes, library.llmc_replay.restype = [ctypes.c_void_p], ctypes.c_char_p
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    library.llmc_record_rows.argtypes = [
+        address, number, address, ctypes.c_bool, number, address, number,
+    ]  # fmt: skip
+    library.llmc_record_rows.restype = None
     library.llmc_free_recording.argtypes = [ctypes.c_void_p]
     return library

@@ -42,7 +42,7 @@ def test_ours_torchs_views_and_writes_are_done_again() -> None:
     def run() -> tuple[Tensor, Tensor]:
         y = ours("linear", x, weight, None)
         y = ours("rms_norm", y.view(3, 2, 32).view(3, 64), None, 1e-5, 0.0)
-        y = y.index_select(0, picked) + 1  # two of torch's in a row
+        y = y.index_select(0, picked).neg() + 1  # two of torch's in a row
         sum_of_all.add_(y)
         return ours("rms_norm", y, None, 1e-5, 0.0), sum_of_all
 
@@ -56,6 +56,37 @@ def test_ours_torchs_views_and_writes_are_done_again() -> None:
         sum_of_all.copy_(before)
         for left, right in zip(again, run(), strict=True):
             assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@torch.inference_mode()
+def test_lookups_of_rows_are_replayed_without_torch(dtype: torch.dtype) -> None:
+    table, hidden = torch.randn(9, 5), torch.randn(1, 4, 6).half()
+    ids, rows = torch.tensor([[8, 0, 3]], dtype=dtype), torch.tensor([3, 1], dtype=dtype)
+
+    def run() -> tuple[Tensor, Tensor]:
+        return torch.nn.functional.embedding(ids, table), hidden.index_select(-2, rows)
+
+    recorded = record(run)
+    assert recorded.num_torch_calls == 0
+    fill(table, hidden)
+    ids.copy_(torch.tensor([[2, 2, 7]]))
+    for left, right in zip(recorded.replay(), run(), strict=True):
+        assert torch.equal(left, right)
+    for wrong in (-1, 9):
+        ids[0, 1] = wrong
+        with pytest.raises(RuntimeError, match=f"row {wrong} of a table of 9"):
+            recorded.replay()
+
+
+@torch.inference_mode()
+def test_lookups_of_what_is_no_dense_row_are_called_by_torch() -> None:
+    x, picked = torch.randn(4, 6), torch.tensor([2, 0])
+    for run in (lambda: x.index_select(1, picked), lambda: x.T.index_select(0, picked)):
+        recorded = record(run)
+        assert recorded.num_torch_calls == 1
+        fill(x)
+        assert torch.equal(recorded.replay(), run())
 
 
 @torch.inference_mode()
