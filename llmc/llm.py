@@ -351,24 +351,27 @@ class LLM(PoolingMethods):
         num_done = num_tokens = 0
         while engine.use_idle_time():  # the caller's thread is idle only before the first step
             pass
-        with GenerationProgress(num_requests, enabled=progress) as bar:
+        with (
+            GenerationProgress(num_requests, enabled=progress) as bar,
+            uninterrupted() as check_interrupts,
+        ):
             while self._outputs.active:
                 if not engine.has_work:
                     raise LlmcError(
                         f"the engine has no work left but {len(self._outputs.active)} requests "
                         "are unanswered; this is a bug in llmc"
                     )
-                with uninterrupted():
-                    updates = engine.step()
+                updates = engine.step()
                 changed, aborts = self._outputs.apply(updates)
                 for request_id in aborts:
                     engine.abort(request_id)
                 num_tokens += sum(len(update.new_token_ids) for update in updates)
                 num_done += sum(request.finished for request in changed)
                 bar.update(num_done, num_tokens)
-        while engine.has_work:  # steps already submitted for finished requests
-            with uninterrupted():
+                check_interrupts()
+            while engine.has_work:  # steps already submitted for finished requests
                 engine.step()
+                check_interrupts()
 
     def _refused(self, error: InvalidRequestError, prompt: Any) -> RequestOutput:
         return RequestOutput(

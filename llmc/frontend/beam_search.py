@@ -76,15 +76,18 @@ def run_searches(
 
 def _drive(engine: Engine, searches: Sequence[BeamSearch], progress: bool) -> None:
     num_before = engine.stats().num_generated_tokens
-    with GenerationProgress(len(searches), enabled=progress) as bar:
+    with (
+        GenerationProgress(len(searches), enabled=progress) as bar,
+        uninterrupted() as check_interrupts,
+    ):
         while not all(search.is_over for search in searches):
-            with uninterrupted():
-                engine.step()
+            engine.step()
             num_tokens = engine.stats().num_generated_tokens - num_before
             bar.update(sum(search.is_over for search in searches), num_tokens)
-    while engine.has_work:  # steps that were submitted ahead
-        with uninterrupted():
+            check_interrupts()
+        while engine.has_work:  # steps that were submitted ahead
             engine.step()
+            check_interrupts()
 
 
 def _output(source: Input, search: BeamSearch, tokenizer: Tokenizer | None) -> BeamSearchOutput:

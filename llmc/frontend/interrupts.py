@@ -8,23 +8,35 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 
+def _nothing() -> None: ...
+
+
 @contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Defer Ctrl-C until the end of the block. Python raises it in the main thread only."""
+def uninterrupted() -> Iterator[Callable[[], None]]:
+    """Defer Ctrl-C until the end of the block, or until the block calls the function it is given.
+
+    Python raises it in the main thread only.
+    """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
+        yield _nothing
         return
     waiting: list[tuple[int, FrameType | None]] = []
+
+    def check() -> None:
+        if waiting:
+            number, frame = waiting[0]
+            waiting.clear()
+            before(number, frame)
+
     signal.signal(signal.SIGINT, lambda number, frame: waiting.append((number, frame)))
     try:
-        yield
+        yield check
     finally:
         signal.signal(signal.SIGINT, before)
-        if waiting:
-            before(*waiting[0])
+        check()
