@@ -100,13 +100,13 @@ def encode(
     states += [row for row, _ in saves] + [first_snapshot + snapshot for _, snapshot in saves]
     at_payload = at_states + len(states)
     words = np.empty(at_payload + segments.num_words, np.int32)
-    words[:HEADER_WORDS] = count, at_segments, 0, 0
-    words[HEADER_WORDS:at_segments] = lines
-    words[at_picks : at_picks + len(picks)] = picks
-    words[at_copies : at_copies + len(copies)] = copies
-    words[at_swaps : at_swaps + len(swaps)] = swaps
-    words[at_states : at_states + len(states)] = states
-    _write_segments(words, segments, at_segments, at_payload)
+    parts = (at_picks, picks), (at_copies, copies), (at_swaps, swaps), (at_states, states)
+    words[:at_segments] = [count, at_segments, 0, 0, *lines]
+    for at, part in parts:
+        if part:
+            words[at : at + len(part)] = part
+    if count:
+        _write_segments(words, segments, at_segments, at_payload)
     return Delta(
         words=words,
         num_segments=count,
