@@ -34,7 +34,8 @@ _QUANTIZATION_FILES: dict[str, tuple[str, str | None]] = {
 _NOT_DOWNLOADED = ["*/*.safetensors", "consolidated*.safetensors"]
 # A model is built before its weights are read; each layer takes memory then.
 _MOST = {"vocab_size": 10**8, "num_hidden_layers": 4096, "hidden_size": 10**8}
-_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*"]
+_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja", "LICENSE*"]
+_PICKLED_WEIGHTS = ["pytorch_model*.bin"]  # of repositories without any other weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,9 +172,11 @@ def download(config: EngineConfig) -> Path:
         if folder is not None and (config.load_format == "dummy" or _has_weights(folder)):
             return folder
         file = download_gguf(name, config.revision)
-        found = file or folder
-        assert found is not None, "a name that asks for a file has one"
-        return found
+        if file is not None:
+            return file
+        assert folder is not None, "a name that asks for a file has one"
+        _download(name.repo, config, _PICKLED_WEIGHTS)
+        return folder
     except CheckpointError:
         raise
     except Exception as e:  # from the hub, the disk or the HTTP client
@@ -186,22 +189,26 @@ def _has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
-def _download_safetensors(repo: str, config: EngineConfig) -> Path:
+def _download(
+    repo: str, config: EngineConfig, patterns: list[str], ignored: list[str] | None = None
+) -> Path:
+    """The repository's folder in the hub's cache, with the files of these patterns."""
     from huggingface_hub import snapshot_download
 
+    return Path(
+        snapshot_download(
+            repo, revision=config.revision, allow_patterns=patterns, ignore_patterns=ignored
+        )
+    )
+
+
+def _download_safetensors(repo: str, config: EngineConfig) -> Path:
     patterns = [p for p in _PATTERNS if config.load_format != "dummy" or "safetensors" not in p]
     if config.trust_remote_code:
         patterns.append("*.py")
-    path = Path(
-        snapshot_download(
-            repo,
-            revision=config.revision,
-            allow_patterns=patterns,
-            ignore_patterns=_NOT_DOWNLOADED,
-        )
-    )
+    path = _download(repo, config, patterns, _NOT_DOWNLOADED)
     if dense := _dense_weights(path):
-        snapshot_download(repo, revision=config.revision, allow_patterns=dense)
+        _download(repo, config, dense)
     return path
 
 

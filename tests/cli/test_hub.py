@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_hub import FILES, GGUF_FILES, GGUF_MODEL, MODEL, Hub, fake_hub
+from fake_hub import FILES, GGUF_FILES, GGUF_MODEL, MODEL, PICKLED_MODEL, Hub, fake_hub
 
 from llmc.cli.hub import _ago, _size
 
@@ -34,7 +34,7 @@ def llmc(
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "NO_PROXY": "127.0.0.1",
     }
-    command = [sys.executable, "-P", "-m", "llmc.cli", *words]
+    command = [sys.executable, "-P", "-m", "llmc", *words]
     return subprocess.run(command, env=env, input=stdin, capture_output=True, text=True, timeout=60)
 
 
@@ -92,6 +92,19 @@ def test_one_gguf_model_of_a_repository_is_pulled(
     assert all(found[file].read_bytes() == GGUF_FILES[file] for file in files)
     again = llmc(hub, tmp_path, "pull", name, offline=True)
     assert again.returncode == 0, again.stderr
+
+
+def test_pickled_weights_are_pulled_where_there_are_no_others(hub: Hub, tmp_path: Path) -> None:
+    for offline in (False, True):
+        pulled = llmc(hub, tmp_path, "pull", PICKLED_MODEL, offline=offline)
+        assert pulled.returncode == 0, pulled.stderr
+    [folder] = tmp_path.rglob("snapshots/*")
+    assert sorted(file.name for file in folder.glob("*.*")) == [
+        "config.json",
+        "pytorch_model-00001-of-00002.bin",
+        "pytorch_model-00002-of-00002.bin",
+        "pytorch_model.bin.index.json",
+    ]
 
 
 @pytest.mark.parametrize(

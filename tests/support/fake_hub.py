@@ -1,4 +1,4 @@
-"""A hub on 127.0.0.1 with two models, with what huggingface_hub needs; it can break downloads."""
+"""A hub on 127.0.0.1 with three models, with what huggingface_hub needs; it can break downloads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ GGUF_FILES = {
         *("BF16/tiny-BF16-00002-of-00002.gguf", "tiny-F32-00001-of-00002.gguf"),
     )
 }
-REPOSITORIES = {MODEL: FILES, GGUF_MODEL: GGUF_FILES}
+PICKLED_MODEL = "owner/tiny-old"
+PICKLED_FILES = {
+    name: name.encode()
+    for name in (
+        *("config.json", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin"),
+        *("pytorch_model-00002-of-00002.bin", "training_args.bin", "tf_model.h5"),
+    )
+}
+REPOSITORIES = {MODEL: FILES, GGUF_MODEL: GGUF_FILES, PICKLED_MODEL: PICKLED_FILES}
 
 
 class Hub(ThreadingHTTPServer):
