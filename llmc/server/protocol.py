@@ -132,7 +132,9 @@ class GenerationBody(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = Field(
+        default=None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
     seed: Int64 | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
@@ -151,6 +153,10 @@ class GenerationBody(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_decoding_backend: Any = None  # there is one
+    json_schema: dict[str, Any] | str | bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
     priority: Int64 = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
@@ -171,6 +177,7 @@ class GenerationBody(Body):
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     prompt_cache_options: Any = None
+    cache_prompt: Any = None
     service_tier: Any = None
     parallel_tool_calls: Any = None
 
@@ -252,6 +259,7 @@ class ChatBody(GenerationBody):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
     include_reasoning: bool = True
     thinking_token_budget: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None

@@ -274,6 +274,9 @@ FIELDS: Mapping[str, Schema] = {
     "guided_regex": NAME,
     "guided_choice": CHOICE,
     "guided_grammar": NAME,
+    "regex": NAME,
+    "ebnf": NAME,
+    "grammar": NAME,
     "tool_choice": TOOL_CHOICE,
     "chat_template_kwargs": TEMPLATE_KWARGS,
 }

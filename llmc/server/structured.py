@@ -1,6 +1,7 @@
 """The fields of a body that request structured outputs -> one StructuredOutputsParams.
 
-response_format | structured_outputs | guided_json, guided_regex, guided_choice, guided_grammar
+response_format | structured_outputs | guided_json, guided_regex, guided_choice, guided_grammar |
+json_schema, regex, ebnf, grammar
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from llmc.structured_outputs import StructuredOutputsParams
 if TYPE_CHECKING:
     from llmc.server.protocol import GenerationBody
 
-GUIDED = {
+GUIDED = {  # as vLLM named them before structured_outputs, and as SGLang and llama.cpp do
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
 }
 FORMATS = ("text", "json_object", "json_schema")
 

@@ -241,6 +241,8 @@ async def _prepared(llm: AsyncLLM, body: ChatBody) -> tuple[Input, ToolUse | Non
         logprobs=body.num_logprobs,
     )
     extra = dict(body.chat_template_kwargs or {})
+    if body.enable_thinking is not None:
+        extra.setdefault("enable_thinking", body.enable_thinking)
     if body.reasoning_effort is not None:
         extra["reasoning_effort"] = body.reasoning_effort
     use = await tool_use(llm, body, sampling.structured_outputs)

@@ -62,3 +62,23 @@ def test_an_answer_that_ends_inside_it(live: Live) -> None:
     [choice] = live.post(CHAT, {**SAY, "max_tokens": 4}).json()["choices"]
     assert choice["finish_reason"] == "length" and choice["message"]["content"] == ""
     assert choice["message"]["reasoning_content"] == "Hm,"
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({}, True),
+        ({"enable_thinking": False}, False),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, True),
+    ],
+)
+def test_the_template_is_told_whether_to_think(
+    fields: dict[str, Any], thinks: bool, live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = live.scripted.tokenizer
+    told = "{{ messages[0].content }}{% if enable_thinking is false %} at once{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", told)
+    body = {**SAY, **fields, "return_token_ids": True}
+    prompt = tokenizer.decode(live.post(CHAT, body).json()["prompt_token_ids"])
+    assert ("at once" not in prompt) is thinks

@@ -46,6 +46,10 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "[A-F]{3}", "guided_decoding_backend": "xgrammar"}, "[A-F]{3}"),
     ({"guided_choice": ["one", "two"]}, "one|two"),
     ({"guided_grammar": GRAMMAR}, "<[a-c]{1,2}>"),
+    ({"json_schema": SCHEMA}, "json"),
+    ({"regex": "[A-F]{3}"}, "[A-F]{3}"),
+    ({"ebnf": GRAMMAR}, "<[a-c]{1,2}>"),
+    ({"grammar": GRAMMAR, "cache_prompt": True, "repeat_penalty": 1.5}, "<[a-c]{1,2}>"),
     # as guidance sends it, for old and new versions of vLLM
     ({"guided_grammar": GRAMMAR, "structured_outputs": {"grammar": GRAMMAR}}, "<[a-c]{1,2}>"),
 ]
@@ -53,6 +57,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "(a"}, "guided_regex"),
     ({"guided_grammar": "root ::= missing"}, "guided_grammar"),
     ({"guided_json": {"type": "nothing"}}, "guided_json"),
+    ({"regex": "(a"}, "regex"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
     ({"guided_json": False}, "guided_json"),
     (
