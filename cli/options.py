@@ -75,21 +75,6 @@ def parse_buckets(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
-def parse_limits(text: str) -> dict[str, int]:
-    """Counts from `{"image": 4}`, or from `image=4`, the form that older servers accept."""
-    try:
-        if "=" in text and "{" not in text:
-            return {k: int(v) for k, _, v in (one.partition("=") for one in text.split(","))}
-        found = json.loads(text)
-    except ValueError as exc:
-        raise ConfigError(
-            f'--limit-mm-per-prompt must look like {{"image": 4}}, got {text!r}'
-        ) from exc
-    if not isinstance(found, dict):
-        raise ConfigError(f'--limit-mm-per-prompt must look like {{"image": 4}}, got {text!r}')
-    return found
-
-
 def object_parser(flag: str, example: str) -> Callable[[str], dict[str, Any]]:
     """Reads a JSON object, of which `example` is one."""
 
@@ -103,6 +88,16 @@ def object_parser(flag: str, example: str) -> Callable[[str], dict[str, Any]]:
         return found
 
     return parse
+
+
+def parse_limits(text: str) -> dict[str, int]:
+    """Counts from `{"image": 4}`, or from `image=4`, the form that older servers accept."""
+    if "=" not in text or "{" in text:
+        return object_parser("--limit-mm-per-prompt", '{"image": 4}')(text)
+    try:
+        return {k: int(v) for k, _, v in (one.partition("=") for one in text.split(","))}
+    except ValueError as exc:
+        raise ConfigError(f"--limit-mm-per-prompt must look like image=4, got {text!r}") from exc
 
 
 def option(*flags: str, help: str, panel: str | None = None, **settings: Any) -> Any:
