@@ -195,6 +195,14 @@ ENGINE_OPTIONS = (
         "frequency_penalty.",
     ),
     EngineOption(
+        field="hf_overrides",
+        panel=MODEL_PANEL,
+        metavar="JSON",
+        read=object_parser("--hf-overrides", '{"max_position_embeddings": 65536}'),
+        help='Other values for fields of config.json, such as {"max_position_embeddings": 65536}; '
+        "those of an object are replaced one by one.",
+    ),
+    EngineOption(
         field="tool_format",
         panel=MODEL_PANEL,
         metavar="FORMAT",

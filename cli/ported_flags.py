@@ -22,6 +22,7 @@ from llmc.frontend.ported_options import (
     NOT_NEEDED_WITH_VALUE,
     REFUSED,
     RENAMED,
+    ROTARY,
     RUNNERS,
     SAMPLED,
     STORED,
@@ -94,14 +95,19 @@ _TRANSLATED: Mapping[str, Callable[[str, dict[str, str]], list[str]]] = {
     "--convert": _task("--convert"),
 }
 _SAMPLING = "--override-generation-config"
-_WITH_VALUE = frozenset((*RENAMED, *_TRANSLATED, *NOT_NEEDED_WITH_VALUE, *VALUES, _SAMPLING))
+_CONFIG = "--hf-overrides"
+_MERGED = (_SAMPLING, _CONFIG)  # with what other flags add to them
+_ROTARY = "--rope-scaling"
+_WITH_VALUE = frozenset(
+    (*RENAMED, *_TRANSLATED, *NOT_NEEDED_WITH_VALUE, *VALUES, *_MERGED, _ROTARY)
+)
 _MODEL = frozenset(("--model", "--model-path", "-m", "-hf", "-hfr", "--hf-repo"))
 _IN_JSON = (
-    *("--speculative-config", "--limit-mm-per-prompt", _SAMPLING),
+    *("--speculative-config", "--limit-mm-per-prompt", *_MERGED),
     *("--chat-template-kwargs", "--default-chat-template-kwargs"),
 )
 TYPO = 0.75  # how alike two options must be for one to be a misspelling of the other
-_KNOWN = _WITH_VALUE.union(WRITTEN, NOT_NEEDED, REFUSED, SAMPLED)
+_KNOWN = _WITH_VALUE.union(WRITTEN, NOT_NEEDED, REFUSED, SAMPLED, ROTARY)
 _ADAPTERS = "--lora-modules"
 # These accept several values in a row if the first word is MODEL. Values of _ADAPTERS differ from
 # models, and may always stand in a row.
@@ -146,6 +152,8 @@ def port(words: Sequence[str], options: Mapping[str, bool] | None = None) -> Por
             _set(objects, name, rest)
         elif name in SAMPLED:
             _set(objects, f"{_SAMPLING}.{SAMPLED[name]}", rest, flag=name)
+        elif name in ROTARY:
+            _set(objects, f"{_CONFIG}.{ROTARY[name]}", rest, flag=name)
         elif name not in _WITH_VALUE:
             option = name.partition("=")[0]
             is_short = not option.startswith("--") and option[:2] in (options or ())  # -O3, -qint8
@@ -165,8 +173,10 @@ def port(words: Sequence[str], options: Mapping[str, bool] | None = None) -> Por
             raise ConfigError(f"{name} needs a value")
         else:
             value = rest.pop(0)
-            if RENAMED.get(name, name) == _SAMPLING:
-                out += _merged(objects, value)
+            if (option := RENAMED.get(name, name)) in _MERGED:
+                out += _merged(objects, option, value)
+            elif name == _ROTARY:
+                _set_rotary(objects, value)
             elif name == "--generation-config" and value == "vllm":
                 objects[_SAMPLING] = {**NEUTRAL_SAMPLING, **objects.get(_SAMPLING, {})}
             elif name in RENAMED:
@@ -181,6 +191,9 @@ def port(words: Sequence[str], options: Mapping[str, bool] | None = None) -> Por
         raise UnknownOptionsError(_say_unknown(unknown, options, refused))
     if refused:
         raise ConfigError(f"llmc serve does not support {listed(refused)}")
+    rope = objects.get(_CONFIG, {}).get("rope_parameters")
+    if isinstance(rope, dict) and "factor" in rope and not {"type", "rope_type"} & {*rope}:
+        raise ConfigError(f"a factor for rotary embeddings needs {_ROTARY} linear or yarn, too")
     out += [f"{name}={json.dumps(value)}" for name, value in objects.items()]
     return Ported(words=out, left_out=left_out)
 
@@ -216,16 +229,30 @@ def _drop_values(rest: list[str]) -> None:
         rest.pop(0)
 
 
-def _merged(objects: dict[str, dict[str, Any]], value: str) -> list[str]:
-    """Sampling parameters, added to those of other flags; -> what is no JSON object, as it is."""
+def _merged(objects: dict[str, dict[str, Any]], option: str, value: str) -> list[str]:
+    """A JSON object, added to what other flags set; -> what is no JSON object, as it is."""
     try:
         given = json.loads(value)
     except ValueError:
         given = None
     if not isinstance(given, dict):
-        return [_SAMPLING, value]
-    objects.setdefault(_SAMPLING, {}).update(given)
+        return [option, value]
+    objects.setdefault(option, {}).update(given)
     return []
+
+
+def _set_rotary(objects: dict[str, dict[str, Any]], value: str) -> None:
+    """A kind of scaling, or a JSON object with all of its fields."""
+    kinds = {"none": "default", "linear": "linear", "yarn": "yarn"}
+    try:
+        given = json.loads(value)
+    except ValueError:
+        given = {"rope_type": kinds.get(value)}
+    if not isinstance(given, dict) or None in given.values():
+        raise ConfigError(
+            f"{_ROTARY} must be {', '.join(kinds)} or a JSON object, got {value!r:.80}"
+        )
+    objects.setdefault(_CONFIG, {}).setdefault("rope_parameters", {}).update(given)
 
 
 def _set(
@@ -301,6 +328,8 @@ def hint(name: str) -> str | None:
         return f"write {' '.join(WRITTEN[name])}"
     if name in RUNNERS:
         return "the option is called --task"
+    if name in ROTARY or name == _ROTARY:
+        return f"give {_CONFIG} JSON with fields of config.json"
     if name in SAMPLED:
         return f"give {_SAMPLING} '{{\"{SAMPLED[name]}\": ...}}'"
     if name in VALUES:

@@ -152,6 +152,11 @@ def ported_flags() -> str:
     ]
     key = "--override-generation-config"
     rows += [(f"`{old} X`", f"`{key} '{{\"{new}\": X}}'`") for old, new in flags.SAMPLED.items()]
+    changed = "--hf-overrides"
+    rows += [(f"`{old} X`", f"`{changed}.{new} X`") for old, new in flags.ROTARY.items()]
+    rope = f"{changed}.rope_parameters"
+    rows.append(("`--rope-scaling KIND` (`none`, `linear`, `yarn`)", f"`{rope}.rope_type KIND`"))
+    rows.append(("`--rope-scaling JSON`", f"`{rope} JSON`"))
     neutral = json.dumps(dict(flags.NEUTRAL_SAMPLING))
     rows.append(("`--generation-config vllm`", f"`{key} '{neutral}'`"))
     for old, (values, why) in flags.VALUES.items():

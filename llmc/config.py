@@ -53,6 +53,7 @@ class EngineConfig:
     chat_template: str | None = None  # a Jinja file or the template itself; None: the model's own
     chat_template_kwargs: Mapping[str, Any] | None = None  # variables of all chats
     override_generation_config: Mapping[str, Any] | None = None  # of the model's sampling defaults
+    hf_overrides: Mapping[str, Any] | None = None  # fields of config.json with other values
     tool_format: str = "auto"  # inferred from the chat template; or generic, JSON or a JSON file
     revision: str | None = None
     trust_remote_code: bool = False

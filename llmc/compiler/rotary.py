@@ -44,6 +44,17 @@ def long_context_from(text_config: Any) -> int | None:
     return found.pop() if found else None
 
 
+def extended_context(text_config: Any, stated: int) -> int:
+    """The tokens for which YaRN (arXiv 2309.00071) extends a model: those that it was trained on,
+    times the factor. Many configs have it without a new `stated` maximum. 0 without YaRN."""
+    found = []
+    for rope in _parameters(text_config):
+        trained = rope.get("original_max_position_embeddings") or stated
+        if rope.get("rope_type") == "yarn":
+            found.append(int(trained * float(rope.get("factor") or 1)))
+    return min(found, default=0)
+
+
 def use_tables(module: nn.Module, buffers: dict[str, Tensor], context: int) -> bool:
     """Replace `module`'s rotary embeddings that distinguish long and short sequences with tables.
 

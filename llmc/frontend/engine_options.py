@@ -36,6 +36,7 @@ class EngineOptions(TypedDict, total=False):
     chat_template: str | None
     chat_template_kwargs: Mapping[str, Any] | None
     override_generation_config: Mapping[str, Any] | None
+    hf_overrides: Mapping[str, Any] | None
     tool_format: str
     revision: str | None
     trust_remote_code: bool

@@ -21,7 +21,7 @@ _PAGES = "weights are read once, into separate memory"
 _ONE_DEVICE = "all layers are on one device: --device"
 _STEP = "--max-num-batched-tokens limits a step"
 _EXPERTS = "experts are split by width, with --tensor-parallel-size"
-_CONFIG = "change config.json in a copy of the model's directory"
+_CONFIG = "give --hf-overrides JSON with fields of config.json"
 _THREADS = "set OMP_NUM_THREADS; by default all cores are used"
 _GRAPHS = "give --cuda-graph-buckets 1,2,4"
 _HUB = "give MODEL as owner/name:FORMAT or owner/name/FILE.gguf"
@@ -38,6 +38,7 @@ RENAMED: Mapping[str, str] = {
     "--api-server-count": "--api-workers",
     "--uvicorn-log-level": "--log-level",
     "--max-seq-len": "--max-model-len",
+    "--json-model-override-args": "--hf-overrides",
     "--context-length": "--max-model-len",
     "--ctx-size": "--max-model-len",
     "--model-path": "--model",
@@ -104,6 +105,14 @@ SAMPLED: Mapping[str, str] = {
     "--presence-penalty": "presence_penalty",
     "--frequency-penalty": "frequency_penalty",
 }
+# Fields of config.json that other servers make flags.
+ROTARY: Mapping[str, str] = {
+    "--rope-scale": "rope_parameters.factor",
+    "--yarn-orig-ctx": "rope_parameters.original_max_position_embeddings",
+    "--rope-theta": "rope_parameters.rope_theta",
+    "--rope-freq-base": "rope_parameters.rope_theta",
+}
+_ROTARY = ("rope_scaling", "rope_theta")  # the same as keywords
 # What `--generation-config vllm` puts in place of the model's sampling parameters.
 NEUTRAL_SAMPLING: Mapping[str, Any] = {
     "temperature": 1.0,
@@ -281,13 +290,8 @@ REFUSED: Mapping[str, str] = {
     "--master-port": _NODES,
     "--dist-init-addr": _NODES,
     "--tool-parser-plugin": _TEMPLATE + "; --tool-format overrides it",
-    "--hf-overrides": _CONFIG,
     "--hf-config-path": _CONFIG,
-    "--json-model-override-args": _CONFIG,
-    "--rope-scaling": _CONFIG,
-    "--rope-scale": _CONFIG,
-    "--yarn-orig-ctx": _CONFIG,
-    "--rope-theta": _CONFIG,
+    "--rope-freq-scale": "give --rope-scale, its inverse",
     "--tokenizer-revision": "--revision is for the tokenizer too; or give --tokenizer DIR",
     "--extra-llm-api-options": "write flags of llmc serve into a file and give --config FILE",
     "--hf-file": _HUB,
@@ -433,7 +437,7 @@ def port_keywords(options: Mapping[str, Any], known: frozenset[str]) -> dict[str
             out |= {} if (task := task_of(flag, value)) is None else {"task": task}
         elif name in known:
             out[name] = value
-        elif name == "generation_config" and value == "vllm":
+        elif (name == "generation_config" and value == "vllm") or name in _ROTARY:
             pass  # below
         elif name == "enforce_eager":
             out |= {"opt_level": 0} if value else {}
@@ -449,6 +453,9 @@ def port_keywords(options: Mapping[str, Any], known: frozenset[str]) -> dict[str
             refused[name] = REFUSED[flag]
         else:
             out[name] = value  # make_config suggests the closest name
+    rotary = {name: options[name] for name in _ROTARY if options.get(name) is not None}
+    if rotary:
+        out["hf_overrides"] = {**rotary, **(options.get("hf_overrides") or {})}
     if options.get("generation_config") == "vllm":
         name = "override_generation_config"
         out[name] = {**NEUTRAL_SAMPLING, **(options.get(name) or {})}

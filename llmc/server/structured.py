@@ -16,7 +16,7 @@ from llmc.structured_outputs import StructuredOutputsParams
 if TYPE_CHECKING:
     from llmc.server.protocol import GenerationBody
 
-GUIDED = {  # as vLLM named them before structured_outputs, and as SGLang and llama.cpp do
+GUIDED = {  # under the names that other servers have, or had
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",

@@ -138,10 +138,13 @@ def model_context(hf_config: Any) -> int | None:
     """Longest context that config.json allows. None if it does not say, as for recurrent models and
     models with attention slopes (ALiBi)."""
     from llmc.compiler.heads import first_position
+    from llmc.compiler.rotary import extended_context
 
     stated, dense = _first_positive(hf_config, _CONTEXT), dense_context(hf_config)
     if stated is not None and is_encoder(hf_config):
         stated = max(1, stated - first_position(hf_config))
+    elif stated is not None:
+        stated = max(stated, extended_context(_text_part(hf_config), stated))
     return min((n for n in (stated, dense) if n is not None), default=None)
 
 

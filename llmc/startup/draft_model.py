@@ -43,6 +43,7 @@ def resolve_draft(target: ModelSource, facts_cache: FactsCache | None = None) ->
         revision=drafting.revision,
         quantization=drafting.quantization,
         tokenizer=None,
+        hf_overrides=None,
         max_model_len=None,
         swap_space=0,
         speculative_config=None,
@@ -54,7 +55,8 @@ def resolve_draft(target: ModelSource, facts_cache: FactsCache | None = None) ->
     if drafting.method in ("eagle3", "mtp"):
         config = dataclasses.replace(config, max_model_len=target.model_len, kv_cache_dtype="auto")
         if drafting.method == "mtp":
-            own = {name: getattr(target.config, name) for name in ("model", "quantization")}
+            names = ("model", "quantization", "hf_overrides")
+            own = {name: getattr(target.config, name) for name in names}
             return resolve_mtp(target, dataclasses.replace(config, **own))
         return resolve_head(target, dataclasses.replace(config, load_format="auto"), facts_cache)
     source = resolve(config, target.device, facts_cache=facts_cache)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, ConfigError, reason_of
+from llmc.startup.config_overrides import with_overrides
 from llmc.startup.default_model import default_model, default_model_path
 from llmc.startup.gguf_files import is_new, model_directory
 from llmc.startup.hub import HubName, download_gguf
@@ -59,12 +60,13 @@ def resolve_model(config: EngineConfig) -> ModelFiles:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
     """A model on this machine: a directory, or a GGUF file, which is converted to a directory at
-    its first start (`sampling`: parameters to write there)."""
+    its first start (`sampling`: parameters to write there). `overrides`: see config_overrides."""
 
     name: str
     path: Path
     is_default: bool = False
     sampling: Mapping[str, float] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_gguf(self) -> bool:
@@ -76,13 +78,21 @@ class Location:
         return self.is_gguf and is_new(self.path, self.sampling)
 
     def files(self) -> ModelFiles:
-        """Raises CheckpointError for a GGUF file that can't be read or served."""
+        """Raises CheckpointError for a GGUF file that can't be read or served, and for overrides
+        of a config that can't be read."""
         path = model_directory(self.path, self.sampling) if self.is_gguf else self.path
+        if self.overrides:
+            path = with_overrides(path, self.overrides)
         return ModelFiles(name=self.name, path=path, is_default=self.is_default)
 
 
 def locate(config: EngineConfig) -> Location | None:
     """Find a local model without reading it. None for a hub id, CheckpointError for a bad path."""
+    found = _locate(config)
+    return None if found is None else replace(found, overrides=config.hf_overrides or {})
+
+
+def _locate(config: EngineConfig) -> Location | None:
     if config.model in (None, default_model().name):
         chosen = default_model()
         return Location(
@@ -111,7 +121,11 @@ def fetch(config: EngineConfig) -> Location:
     """A model of the hub, after its download. CheckpointError if there is no usable model."""
     assert config.model is not None, "no name means the default model, which is local"
     path = download(config)
-    return Location(name=config.model, path=path if path.is_file() else _checked(path))
+    return Location(
+        name=config.model,
+        path=path if path.is_file() else _checked(path),
+        overrides=config.hf_overrides or {},
+    )
 
 
 def tokenizer_folder(config: EngineConfig) -> Path | None:

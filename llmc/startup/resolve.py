@@ -17,6 +17,7 @@ from llmc.errors import CheckpointError, ConfigError
 from llmc.passes.user_names import check_user_code
 from llmc.pooling import LM, DraftHead, Head
 from llmc.startup.config_facts import ConfigFacts, FactsCache, describe, token_ids
+from llmc.startup.config_overrides import check_config_overrides
 from llmc.startup.model_files import (
     ModelFiles,
     generation_defaults,
@@ -131,16 +132,18 @@ def check_paths(config: EngineConfig) -> None:
         read_template(config.chat_template)
     check_template_kwargs(config.chat_template_kwargs)
     check_override(config.override_generation_config)
+    check_config_overrides(config.hf_overrides)
     read_tool_format(config.tool_format)
-    models = [(config.model, config.revision)]
+    models = [replace(config, speculative_config=None)]
     if (drafting := config.speculative_config) is not None and drafting.model is not None:
-        models.append((drafting.model, drafting.revision))
-    for name, revision in models:
-        location = locate(replace(config, model=name, speculative_config=None))
-        if location is not None and revision is not None:
+        draft = replace(models[0], model=drafting.model, revision=drafting.revision)
+        models.append(replace(draft, hf_overrides=None))
+    for model in models:
+        location = locate(model)
+        if location is not None and model.revision is not None:
             raise ConfigError(
-                f"revision {revision!r} is for models from the hub, but {location.name} is read "
-                f"from {str(location.path)!r}; leave it out"
+                f"revision {model.revision!r} is for models from the hub, but {location.name} is "
+                f"read from {str(location.path)!r}; leave it out"
             )
         if location is not None and not location.is_gguf:
             load_quantization(location.files())  # reads config.json

@@ -348,6 +348,7 @@ def _plain_config(source: ModelSource) -> dict[str, Any]:
         chat_template=None,
         chat_template_kwargs=None,
         override_generation_config=None,
+        hf_overrides=None,  # the path has them
         speculative_config=None,
     )
     return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}

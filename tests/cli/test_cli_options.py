@@ -55,6 +55,10 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "max_loras": (["--max-loras", "3"], 3),
     "max_lora_rank": (["--max-lora-rank", "64"], 64),
     "max_lora_expert_rank": (["--max-lora-expert-rank", "8"], 8),
+    "hf_overrides": (
+        ["--hf-overrides", '{"max_position_embeddings": 512}'],
+        {"max_position_embeddings": 512},
+    ),
     "override_generation_config": (
         ["--override-generation-config", '{"top_p": 0.9}'],
         {"top_p": 0.9},

@@ -54,6 +54,15 @@ LINES = {
         '"repetition_penalty":1.1}'
     ),
     "-hf a/b:Q4_K_M --jinja --alias c": ("--model a/b:Q4_K_M --served-model-name c"),
+    "m --rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 32768": (
+        'm --hf-overrides={"rope_parameters":{"rope_type":"yarn","factor":4,'
+        '"original_max_position_embeddings":32768}}'
+    ),
+    'm --rope-scaling {"rope_type":"yarn","factor":4.0} --rope-theta=5e5 --hf-overrides {"a":1}': (
+        'm --hf-overrides={"rope_parameters":{"rope_type":"yarn","factor":4.0,'
+        '"rope_theta":500000.0},"a":1}'
+    ),
+    "m --hf-overrides.text_config.a 2": 'm --hf-overrides={"text_config":{"a":2}}',
     "m --override-generation-config x": "m --override-generation-config x",
     'm --preferred-sampling-params {"top_p":0.5}': 'm --override-generation-config={"top_p":0.5}',
     "m --default-chat-template-kwargs.enable_thinking false": (
@@ -100,7 +109,7 @@ def test_all_that_is_refused_is_told_at_once() -> None:
             [
                 "m",
                 "--enable-expert-parallel",
-                "--hf-overrides",
+                "--hf-config-path",
                 "a",
                 "b",
                 "-pp",
@@ -111,7 +120,7 @@ def test_all_that_is_refused_is_told_at_once() -> None:
                 "9",
             ]
         )
-    names = ("--enable-expert-parallel", "--hf-overrides", "-pp 4", "--download-dir")
+    names = ("--enable-expert-parallel", "--hf-config-path", "-pp 4", "--download-dir")
     for name in (f"{name} (" for name in names):
         assert name in str(caught.value)
 
@@ -146,13 +155,21 @@ def test_unknown_short_flags_are_told_too() -> None:
 
 def test_flags_that_nobody_knows_are_told_with_those_that_are_refused() -> None:
     options = {"--port": True, "--max-num-seqs": True, "--enable-lora": False}
-    line = "m --foo 1 --max_num_seqs=3 --bar=2 --port --x --max-num-sqs 4 --hf-overrides.a 1"
+    line = "m --foo 1 --max_num_seqs=3 --bar=2 --port --x --max-num-sqs 4 --hf-config-path a"
     with pytest.raises(ConfigError) as caught:
         port(line.split(), options)
     told = "--foo, --bar, --max-num-sqs (did you mean --max-num-seqs?)"
-    assert f"no option {told}; and it does not support --hf-overrides (" in str(caught.value)
+    assert f"no option {told}; and it does not support --hf-config-path (" in str(caught.value)
     known = "m --max_num_seqs=3 --enable_lora --port 9"
     assert port(known.split(), options).words == known.replace("_", "-").split()
+
+
+def test_a_factor_for_rotary_embeddings_needs_a_kind() -> None:
+    with pytest.raises(ConfigError, match="needs --rope-scaling linear or yarn"):
+        port(["m", "--rope-scale", "4"])
+    for wrong in ("dynamic", "[1]"):
+        with pytest.raises(ConfigError, match="must be none, linear, yarn or a JSON object"):
+            port(["m", "--rope-scaling", wrong])
 
 
 def test_adapters_may_stand_in_a_row() -> None:
@@ -259,7 +276,11 @@ def test_keywords_are_written_as_ours(caplog: pytest.LogCaptureFixture) -> None:
     assert config.tensor_parallel_size == 2
     assert "pipeline_parallel_size (llmc always does 1)" in caplog.text
     assert "quantization" in caplog.text and "disable_custom_all_reduce" in caplog.text
-    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2 \(.*rope_theta \("):
-        make_config("m", {"pipeline_parallel_size": 2, "rope_theta": 1.0})
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2 \(.*hf_config_path \("):
+        make_config("m", {"pipeline_parallel_size": 2, "hf_config_path": "a"})
+    rope = {"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1.0}
+    given = {**rope, "hf_overrides": {"rope_theta": 2.0}}
+    assert make_config("m", rope).hf_overrides == rope
+    assert make_config("m", given).hf_overrides == {**rope, "rope_theta": 2.0}
     with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
         make_config("m", {"max_num_seq": 2})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import transformers as tf
 
 from llmc.startup.config_facts import describe, unused_parts
@@ -35,3 +37,18 @@ def test_the_context_is_what_the_config_states() -> None:
     assert describe(tf.LlamaConfig(max_position_embeddings=4096)).context == 4096
     assert describe(tf.MptConfig(max_seq_len=8192)).context == 8192
     assert describe(tf.Mamba2Config()).context is None
+
+
+def test_yarn_extends_the_context_that_the_model_was_trained_on() -> None:
+    def context(most: int, **rope: Any) -> int | None:
+        fields: Any = {"rope_theta": 1e4, **rope}
+        return describe(
+            tf.Qwen2Config(max_position_embeddings=most, rope_parameters=fields)
+        ).context
+
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    assert context(32768, **yarn, original_max_position_embeddings=32768) == 131072
+    assert context(40960, **yarn, original_max_position_embeddings=32768) == 131072
+    assert context(163840, **yarn, original_max_position_embeddings=4096) == 163840
+    assert context(1000, **yarn) == 4000
+    assert context(32768, rope_type="linear", factor=4.0) == 32768

@@ -26,7 +26,7 @@ from llmc.sampling_params import SamplingParams
 # Options that change answers. A run with other changed options can continue from a checkpoint.
 _OF_ANSWERS = (
     *("revision", "tokenizer", "chat_template", "chat_template_kwargs", "dtype", "quantization"),
-    *("seed", "override_generation_config"),
+    *("seed", "override_generation_config", "hf_overrides"),
 )
 
 

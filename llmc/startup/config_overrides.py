@@ -1,0 +1,82 @@
+"""`hf_overrides`: fields of config.json with other values, without a change to the model's files.
+
+The model is then read from a folder in the cache that has a config.json of its own, and links to
+the model's other files. So everything that reads config.json, transformers included, sees the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmc.cache_dir import cache_dir, new_folder
+from llmc.errors import CheckpointError, ConfigError
+
+_CONFIG = "config.json"
+# Two names of one field, of which transformers would prefer the second.
+_ROPE = ("rope_parameters", "rope_scaling")
+_THETA = "rope_theta"  # inside of it or, in older files, beside it
+
+
+def check_config_overrides(given: object) -> None:
+    """Raises ConfigError unless it is None or a mapping that JSON can express."""
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            'hf_overrides must be a mapping such as {"max_position_embeddings": 65536}, '
+            f"got {given!r:.80}"
+        )
+    try:
+        json.dumps(given, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"hf_overrides can't be written as JSON: {error}") from error
+
+
+def overridden(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config with those of `given`; an object's fields are replaced one by one."""
+    made = dict(config)
+    rope = next((name for name in _ROPE if isinstance(made.get(name), dict)), None)
+    for name, value in given.items():
+        if name in _ROPE:
+            name = rope or name
+        stated = made.get(name)
+        if isinstance(stated, dict) and isinstance(value, Mapping):
+            value = overridden(stated, value)
+        made[name] = value
+        if name == _THETA and rope is not None and _THETA in made[rope]:
+            made[rope] = {**made[rope], _THETA: value}
+    return made
+
+
+def with_overrides(model: Path, given: Mapping[str, Any]) -> Path:
+    """The folder of a model whose config.json has the fields of `given`, created if necessary.
+
+    Raises CheckpointError if config.json can't be read, or if the folder can't be written.
+    """
+    from llmc.startup.model_files import parse_json
+
+    model = model.resolve()
+    text = json.dumps(overridden(parse_json(model / _CONFIG), given), indent=2, allow_nan=False)
+    names = sorted(file.name for file in model.iterdir() if file.name != _CONFIG)
+    key = hashlib.sha256(json.dumps([str(model), names, text]).encode()).hexdigest()[:32]
+    made = cache_dir() / "overridden" / key
+    if made.is_dir():
+        return made
+    try:
+        with new_folder(made.parent) as folder:
+            (folder / _CONFIG).write_text(text, encoding="utf-8")
+            for name in names:
+                (folder / name).symlink_to(model / name)
+            try:
+                os.rename(folder, made)
+            except OSError:  # another process was faster
+                if not made.is_dir():
+                    raise
+    except OSError as error:
+        raise CheckpointError(f"hf_overrides need a folder in llmc's cache: {error}") from error
+    return made
