@@ -84,6 +84,15 @@ def new_folder(parent: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def publish_folder(folder: Path, made: Path) -> None:
+    """Rename a complete folder to `made`, unless another process was faster. Raises OSError."""
+    try:
+        os.rename(folder, made)
+    except OSError:
+        if not made.is_dir():
+            raise
+
+
 def _remove_left(parent: Path) -> None:
     import shutil
 

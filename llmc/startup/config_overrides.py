@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmc.cache_dir import cache_dir, new_folder
+from llmc.cache_dir import cache_dir, new_folder, publish_folder
 from llmc.errors import CheckpointError, ConfigError
 
 _CONFIG = "config.json"
@@ -72,11 +71,7 @@ def with_overrides(model: Path, given: Mapping[str, Any]) -> Path:
             (folder / _CONFIG).write_text(text, encoding="utf-8")
             for name in names:
                 (folder / name).symlink_to(model / name)
-            try:
-                os.rename(folder, made)
-            except OSError:  # another process was faster
-                if not made.is_dir():
-                    raise
+            publish_folder(folder, made)
     except OSError as error:
         raise CheckpointError(f"hf_overrides need a folder in llmc's cache: {error}") from error
     return made

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llmc.cache_dir import new_folder
+from llmc.cache_dir import new_folder, publish_folder
 from llmc.errors import CheckpointError, reason_of
 from llmc.resource_limits import limit_resources
 
@@ -46,11 +46,7 @@ def converted(files: list[Path], cache: Path) -> Path:
             names.update(dict.fromkeys(found, out))
         index = {"metadata": {}, "weight_map": names}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-        try:
-            os.rename(folder, made)
-        except OSError:  # another process was faster
-            if not made.is_dir():
-                raise
+        publish_folder(folder, made)
     return made
 
 
