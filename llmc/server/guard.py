@@ -79,6 +79,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"].startswith("/v1/"):  # clients that join a base URL with a slash too many
+            scope["path"] = scope["path"].rstrip("/")
         request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id.decode()
         token = REQUEST_ID.set(request_id.decode())

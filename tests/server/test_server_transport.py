@@ -120,7 +120,8 @@ def test_body_at_the_limit_is_taken(small: Live) -> None:
         ([head("/nothing", method="GET")], 404, "not_found"),
         ([head("//v1/../health", method="GET")], 404, "not_found"),
         ([head("/%2e%2e/health", method="GET")], 404, "not_found"),
-        ([head("/v1/models/", method="GET")], 404, "model_not_found"),
+        ([head("/v1/models/other/", method="GET")], 404, "model_not_found"),
+        ([head("/v1/", method="GET")], 404, "not_found"),
         ([head("/health/", method="GET")], 404, "not_found"),
     ],
 )
@@ -136,7 +137,7 @@ def test_paths(live: Live, parts: list[bytes], status: int, code: str) -> None:
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1/v1/messages", "/v1/messages"),
         ("/v1/api/chat", "/api/chat"),
-        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/chat/completions/", "/v1/chat/completions"),
         ("/nothing", None),
     ],
 )
@@ -144,6 +145,12 @@ def test_a_wrong_base_url_is_told_the_path(live: Live, path: str, meant: str | N
     error = live.post(path, {}).json()["error"]
     hint = f"; did you mean {meant}?" if meant else ""
     assert error["message"] == f"no such path: POST {path!r}{hint}"
+
+
+def test_a_slash_at_the_end_of_a_path_of_the_api_is_ignored(live: Live) -> None:
+    assert live.client.get("/v1/models/").json() == live.client.get("/v1/models").json()
+    answer = live.post("/v1/completions/", {"prompt": "Hello", "max_tokens": 1})
+    assert answer.status_code == 200
 
 
 # ---- row 38: broken HTTP ----
