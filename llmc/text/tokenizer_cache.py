@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.background_thread import Interruptible
-from llmc.cache_dir import new_folder
+from llmc.cache_dir import new_folder, publish_folder
 from llmc.text.known_tokenizer import (
     ChatTemplates,
     KnownTokenizer,
@@ -125,11 +125,7 @@ class TokenizerCache:
             if _read(aside, folder).facts != facts:
                 log.info("this tokenizer is not cached: its facts are not plain data")
                 return
-            try:
-                os.rename(aside, entry)
-            except OSError:  # another process may have been first
-                if not entry.exists():
-                    raise
+            publish_folder(aside, entry)
         # Not every class can load what it has saved.
         except Exception as e:
             log.info("this tokenizer is not cached: %s", e)
