@@ -8,19 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
 
 from llmc.kernels.registry import Fn, Impl, Op
-from llmc.kernels.triton.launch import KernelError, Plan
+from llmc.kernels.triton.launch import KernelError, Plan, interpreted
 
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def interpreted() -> bool:
-    """TRITON_INTERPRET=1: kernels run as Python on CPU tensors (tests)."""
-    return bool(knobs.runtime.interpret)
 
 
 def available() -> bool:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from llmc.kernels.triton.define import interpreted
+from llmc.kernels.triton.launch import interpreted
 
 
 def supported() -> bool:

@@ -29,7 +29,6 @@ from llmc.kernels.triton.counters import counters, is_last, sum_of_parts
 from llmc.kernels.triton.define import (
     define,
     dot_precision,
-    interpreted,
     needs_upcast,
     same_dtype,
     supports_tensors,
@@ -304,7 +303,7 @@ def plan_ungated(
 def _config(rows: int, weight: Tensor, act: str | None, group: int) -> LinearConfig | None:
     """`group`: of a gated norm, otherwise 0."""
     channels, depth = weight.shape[0] // (1 if act is None else 2), weight.shape[1]
-    processors = 3 if interpreted() else multiprocessors(weight.device)
+    processors = multiprocessors(weight.device)
     itemsize, gated = weight.element_size(), act is not None
     if group:
         size = 2 * itemsize if gated else itemsize

@@ -20,11 +20,14 @@ import torch
 import triton
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from triton import knobs
 from triton.errors import TritonError
 from triton.runtime.errors import InterpreterError
 
 T = TypeVar("T")
 _COMPILERS = 8  # threads; most of their time they are outside of Python
+_H100_MULTIPROCESSORS = 132
+_INTERPRETED_MULTIPROCESSORS = 3  # few: programs run one after the other, in Python
 _only_compiles = ContextVar("_only_compiles", default=False)
 
 _REFUSED = (  # by Triton's passes, and by the driver before it launches anything
@@ -32,6 +35,11 @@ _REFUSED = (  # by Triton's passes, and by the driver before it launches anythin
     "too many resources requested for launch",
 )
 _uncompilable: dict[str, KernelError] = {}  # by variant, so that the compiler is asked only once
+
+
+def interpreted() -> bool:
+    """TRITON_INTERPRET=1: kernels run as Python on CPU tensors (tests)."""
+    return bool(knobs.runtime.interpret)
 
 
 class KernelError(RuntimeError):
@@ -143,7 +151,9 @@ def _cuda_multiprocessors(index: int | None) -> int:
 
 def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors of the GPU; an H100's if there is no GPU."""
-    return _cuda_multiprocessors(device.index) if device.type == "cuda" else 132
+    if device.type == "cuda":
+        return _cuda_multiprocessors(device.index)
+    return _INTERPRETED_MULTIPROCESSORS if interpreted() else _H100_MULTIPROCESSORS
 
 
 def power_of_2(n: int, at_least: int = 1) -> int:

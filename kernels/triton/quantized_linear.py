@@ -28,7 +28,6 @@ from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.counters import counters, is_last, sum_of_parts
 from llmc.kernels.triton.define import (
     dot_precision,
-    interpreted,
     needs_upcast,
     same_dtype,
     supports_tensors,
@@ -341,7 +340,7 @@ def plan(
     depth, channels = inputs_of(weight), weight.shape[0] * CHANNELS
     flat = x.reshape(-1, depth)
     rows = flat.shape[0]
-    processors = 3 if interpreted() else multiprocessors(x.device)
+    processors = multiprocessors(x.device)
     config = low_bit_config(
         rows, channels, depth, per_word(format_of(weight, scale)), processors, x.element_size()
     )

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from llmc.kernels.quantized_linear import CHANNELS
 from llmc.kernels.triton.configs import row_warps
-from llmc.kernels.triton.define import interpreted
 from llmc.kernels.triton.dequantize import slab, slabs
 from llmc.kernels.triton.fp8 import E4M3, converts, narrow, widen
-from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+from llmc.kernels.triton.launch import Launch, Plan, cdiv, interpreted, power_of_2
 from llmc.kernels.triton.linear_configs import WIDE_BLOCK, scaled_tiles
 
 _ROUND_ELEMENTS = 2048  # of groups that are shorter than a row

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.triton.define import DTYPES, interpreted
+from llmc.kernels.triton.define import DTYPES
+from llmc.kernels.triton.launch import interpreted
 
 
 @triton.jit

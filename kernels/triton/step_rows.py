@@ -14,8 +14,8 @@ from torch import Tensor
 from llmc.kernels.ban_words import ban_words
 from llmc.kernels.prepare_step import WORK_WORDS, prepare_step
 from llmc.kernels.record_tokens import record_tokens
-from llmc.kernels.triton.define import define, interpreted
-from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+from llmc.kernels.triton.define import define
+from llmc.kernels.triton.launch import Launch, Plan, cdiv, interpreted, power_of_2
 from llmc.kernels.triton.process_logits_kernels import banned_words
 from llmc.kernels.write_segments import write_segments
 

@@ -19,7 +19,7 @@ from tiers import tiered
 from tiny_configs import save_random, tiny_config
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
-from llmc.kernels.triton import latent_attention, paged_attention
+from llmc.kernels.triton import latent_attention
 from llmc.kernels.triton.launch import Launch
 from llmc.kernels.triton.linear_configs import FUSED_ROWS
 from llmc.passes import pipeline, split_prompts
@@ -60,7 +60,6 @@ def test_greedy_tokens_with_every_op_in_triton(
         run(launch)
 
     monkeypatch.setattr(Launch, "run", recorded)
-    monkeypatch.setattr(paged_attention, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(compile_module, "PipelineOptions", for_gpus)
     name, _, form = family.partition(" in ")
     if name in tiny_models.FAMILIES:
@@ -94,7 +93,6 @@ def test_long_prompts_expand_latents(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return expand(step, contexts)
 
     monkeypatch.setattr(latent_attention, "_expanded", kept)
-    monkeypatch.setattr(paged_attention, "multiprocessors", lambda device: 2)
     monkeypatch.setitem(LEAST_TOKENS, "long_prompts", 33)
     monkeypatch.setattr(pipeline, "split_prompts", lambda **_: split_prompts.split_prompts())
     path = save_random(tiny_config("deepseek_v3"), tmp_path)

@@ -41,7 +41,7 @@ from llmc.kernels.triton import (
     paged_attention,
     quantized_linear,
 )
-from llmc.kernels.triton.launch import Launch, multiprocessors
+from llmc.kernels.triton.launch import Launch
 from llmc.passes.options import PipelineOptions
 from llmc.runner.graphs import StepShape
 from llmc.runner.model_runner import ModelRunner
@@ -51,6 +51,7 @@ from llmc.startup import profile
 DEEP = 1100  # inputs of a linear that is split along its depth
 DIVISIBLE = {"intermediate_size": 64, "moe_intermediate_size": 32}  # for all formats
 BLOCKS = 1024  # of a context that is long enough for attention to divide it
+MULTIPROCESSORS = 132  # of an H100
 FEW, FUSED, MANY = 3, 9, 17  # up to FEW_ROWS, up to FUSED_ROWS, and more
 SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -187,7 +188,6 @@ def start(path: Path, **options: Any) -> ModelRunner:
             "PipelineOptions",
             lambda **given: PipelineOptions(**{**given, "device_type": "cuda"}),
         )
-        patch.setattr(paged_attention, "multiprocessors", lambda device: 2)
         # Before it serves, an engine runs steps, which take the interpreter seconds.
         patch.setattr(profile, "_PROFILE_TOKENS_CPU", 16)
         patch.setattr(profile, "verify_packing", lambda *given, **named: None)
@@ -215,9 +215,8 @@ def run_without_kernels(
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         inputs = runner._dummies(shape)
         inputs = {**inputs, "block_table": inputs["block_table"].new_zeros(shape.requests, BLOCKS)}
-        for module in (fused_linear, quantized_linear):
-            patch.setattr(module, "interpreted", lambda: False)  # as many multiprocessors as a GPU
-        patch.setattr(paged_attention, "multiprocessors", multiprocessors)
+        for module in (fused_linear, quantized_linear, paged_attention):
+            patch.setattr(module, "multiprocessors", lambda device: MULTIPROCESSORS)
         patch.setattr(Launch, "run", lambda launch: record(launch))
         with within:
             runner._run(runner.step, inputs)

@@ -76,12 +76,6 @@ def no_kernel_is_replaced(
         assert not replaced
 
 
-@pytest.fixture(autouse=True)
-def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few multiprocessors: the interpreter runs the grid's programs one after the other."""
-    monkeypatch.setattr(triton_attention, "multiprocessors", lambda device: 3)
-
-
 @pytest.fixture
 def cut_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny tiles and ranges, so that short contexts are divided as long ones are."""

@@ -18,16 +18,10 @@ from llmc.kernels.paged_attention import make_case
 from llmc.kernels.prompts import Prompts
 from llmc.kernels.registry import OPS
 from llmc.kernels.triton import latent_attention, prompt_attention
-from llmc.kernels.triton import paged_attention as triton_attention
 
 CPU = torch.device("cpu")
 ATTENTION = OPS["paged_attention"]
 OVERLOAD = next(impl for impl in ATTENTION.impls if impl.name == "triton").op
-
-
-@pytest.fixture(autouse=True)
-def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_attention, "multiprocessors", lambda device: 3)
 
 
 @pytest.fixture

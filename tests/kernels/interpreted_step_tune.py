@@ -29,7 +29,7 @@ from bench.option_search import Found
 from bench.step_options import Step, compared, tune_steps
 from bench.tuned_table import Asked, using
 from llmc.kernels import tuned
-from llmc.kernels.triton import launch, paged_attention
+from llmc.kernels.triton import launch
 from llmc.kernels.triton.linear_configs import few_rows_tiles
 from llmc.kernels.tuned import Key, read_table
 from llmc.runner.device import HostDevice
@@ -83,7 +83,6 @@ def started() -> Iterator[tuple[Subject, TableGraphs]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("LLMC_TUNED", raising=False)
         patch.setattr(bind, "open_device", opened)
-        patch.setattr(paged_attention, "multiprocessors", lambda device: 2)
         tuned.load_table.cache_clear()
         with running(settings, settings.smallest) as subject:
             yield subject, backends[-1]
@@ -92,7 +91,6 @@ def started() -> Iterator[tuple[Subject, TableGraphs]]:
 @pytest.fixture(autouse=True)
 def compilable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_uncompilable", {})
-    monkeypatch.setattr(paged_attention, "multiprocessors", lambda device: 2)
 
 
 @pytest.fixture

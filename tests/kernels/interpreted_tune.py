@@ -34,7 +34,7 @@ from llmc.kernels import tuned
 from llmc.kernels.prompts import PromptConfig, prompt_config
 from llmc.kernels.quantized_linear import Format
 from llmc.kernels.registry import OPS
-from llmc.kernels.triton import launch, paged_attention
+from llmc.kernels.triton import launch
 from llmc.kernels.triton.linear_configs import LinearTiles, few_rows_config, few_rows_tiles
 from llmc.kernels.tuned import FUNCTIONS, Key
 
@@ -45,9 +45,8 @@ Cost = Callable[[LinearTiles], float]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One weight per call, few multiprocessors, and no kernel known not to compile."""
+    """One weight per call, and no kernel known not to compile."""
     monkeypatch.setattr(linear_work, "_COLD_BYTES", 0)
-    monkeypatch.setattr(paged_attention, "multiprocessors", lambda device: 3)
     monkeypatch.setattr(launch, "_uncompilable", {})
     monkeypatch.delenv("LLMC_TUNED", raising=False)
     tuned.load_table.cache_clear()
