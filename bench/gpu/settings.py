@@ -105,7 +105,7 @@ def tiny() -> Settings:
         peer_decode=6,
         tuned_batches=(1,),
         tuned_contexts=(12,),
-        tune_seconds=45,
+        tune_seconds=20,
         ablation_batches=(1, 2),
         levels=(0, 1),
         buffer_bytes=2**22,

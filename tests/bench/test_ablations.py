@@ -38,9 +38,10 @@ def row(better: str = "lower") -> Row:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_every_row_works_in_miniature(tmp_path: Path) -> None:
-    # Two servers are half a minute on a busy machine; tests/e2e/test_soak.py starts one. The rows
-    # of single passes differ in a name only, and references take seconds a token.
-    left_out = {"processes", "kernels", *(f"pass-{name}" for name in PASSES[1:])}
+    # Two servers are half a minute on a busy machine; tests/e2e/test_soak.py starts one. So is
+    # Inductor, which tests/parity/test_compiled_parity.py runs. The rows of single passes differ in
+    # a name only, and references take seconds a token.
+    left_out = {"processes", "opt-level", "kernels", *(f"pass-{name}" for name in PASSES[1:])}
     names = [row.name for row in ROWS if row.name not in left_out]
     output, text = tmp_path / "table.json", tmp_path / "table.md"
     command = [sys.executable, "-m", "bench.ablations", "--tiny", "--row", ",".join(names)]
