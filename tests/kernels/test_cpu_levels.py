@@ -107,11 +107,12 @@ def test_this_machine_has_what_its_levels_need() -> None:
 
 def compilers() -> list[tuple[str, Level]]:
     """Each level that no other test compiles, with a compiler for it: this machine's, or Debian's
-    for the other kind."""
+    for the other kind. test_wheel.py compiles the first ones, and test_cpu_targets.py those that
+    this machine supports."""
     kinds = {"x86_64": X86_64, "aarch64": AARCH64}
     mine = kinds.pop(platform.machine(), ())
     if supported():
-        mine = mine[WHEEL_LEVELS:]
+        mine = tuple(level for level in mine[WHEEL_LEVELS:] if level not in supported())
     other = [(f"{kind}-linux-gnu-g++", level) for kind, all in kinds.items() for level in all]
     return [("", level) for level in mine] + other
 
