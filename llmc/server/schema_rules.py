@@ -146,6 +146,7 @@ def _anthropic_messages(images: bool) -> Schema:
         ("type", "media_type", "data"), type=_const("base64"), media_type=TEXT, data=BASE64
     )
     image = _object(("type", "source"), type=_const("image"), source=source)
+    no_citations = _any(_object(enabled=_const(False, None)), NULL)
     document = _object(
         ("type", "source"),
         type=_const("document"),
@@ -159,13 +160,21 @@ def _anthropic_messages(images: bool) -> Schema:
         ),
         title=_any(TEXT, NULL),
         context=_any(TEXT, NULL),
-        citations=_any(_object(enabled=_const(False, None)), NULL),
+        citations=no_citations,
+    )
+    found = _object(
+        ("type", "source", "title", "content"),
+        type=_const("search_result"),
+        source=TEXT,
+        title=TEXT,
+        content=_list(text),
+        citations=no_citations,
     )
     result = _object(
         ("type", "tool_use_id"),
         type=_const("tool_result"),
         tool_use_id=TEXT,
-        content=_any(TEXT, _list(_any(text, document)), NULL),
+        content=_any(TEXT, _list(_any(text, document, found)), NULL),
     )
     call = _object(
         ("type", "id", "name", "input"), type=_const("tool_use"), id=TEXT, name=NAME, input=OBJECT
@@ -179,7 +188,7 @@ def _anthropic_messages(images: bool) -> Schema:
 
     system = _content(*anthropic_protocol.TEXT)
     return _any(
-        said_by("user", result, document, *([image] if images else ())),
+        said_by("user", result, document, found, *([image] if images else ())),
         said_by("assistant", call, thought, hidden),
         _object(("role", "content"), role=_const("system"), content=system),
     )
@@ -303,7 +312,7 @@ def _of_bodies(served: Served) -> Mapping[str, Mapping[str, Schema]]:
             "stop_sequences": _list(STOP, maxItems=MAX_STOP_STRINGS),
         },
         # may be more than fits
-        "MessagesBody": {"max_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}},
+        "MessagesBody": {"max_tokens": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}},
         "ResponsesBody": {
             "input": _any(TEXT, _list(_responses_items(images), minItems=1)),
             "include": _list(_const(*responses_protocol.INCLUDABLE)),

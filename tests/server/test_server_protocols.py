@@ -195,6 +195,52 @@ def test_documents_of_text_are_text(live: Live) -> None:
     assert counts[0].json() == counts[1].json()
 
 
+def search_result(**fields: Any) -> dict[str, Any]:
+    texts = [{"type": "text", "text": part} for part in "ab"]
+    return {
+        "type": "search_result",
+        "title": "Report",
+        "source": "snow.md",
+        "content": texts,
+        **fields,
+    }
+
+
+def test_search_results_are_text(live: Live) -> None:
+    use = {"type": "tool_use", "id": "call_1", "name": "weather", "input": ARGUMENTS}
+    off = search_result(citations={"enabled": False}, cache_control={"type": "ephemeral"})
+
+    def counted(block: dict[str, Any]) -> int:
+        result = {"type": "tool_result", "tool_use_id": "call_1", "content": [block]}
+        messages = [
+            {"role": "user", "content": [block, {"type": "text", "text": "And?"}]},
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result]},
+        ]
+        body = {"messages": messages, "tools": ANTHROPIC_TOOLS}
+        response = live.post("/v1/messages/count_tokens", body)
+        assert response.status_code == 200, response.text
+        return int(response.json()["input_tokens"])
+
+    assert counted(off) == counted({"type": "text", "text": "Report\n\nsnow.md\n\na\nb"})
+
+
+def test_no_tokens_only_cache_the_prompt(live: Live) -> None:
+    """max_tokens 0, by which Anthropic's clients warm the cache."""
+    text = "plain and long enough for a block of the cache"
+    messages = [{"role": "user", "content": text}]
+    body = {"max_tokens": 0, "messages": messages}
+    answer = live.post(MESSAGES, body).json()
+    assert (answer["content"], answer["stop_reason"]) == ([], "max_tokens")
+    usage = answer["usage"]
+    assert (usage["output_tokens"], usage["cache_read_input_tokens"]) == (0, 0)
+    assert usage["input_tokens"] == prompt_of(live, messages)
+    again = live.post(MESSAGES, {**body, "max_tokens": 1}).json()["usage"]
+    assert again["cache_read_input_tokens"] > 0
+    kinds = [event["type"] for event in named_events(live, MESSAGES, body)]
+    assert kinds == ["message_start", "message_delta", "message_stop"]
+
+
 @pytest.mark.parametrize(
     ("fields", "reason", "sequence"),
     [
@@ -240,8 +286,20 @@ def asks_with(source: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [document]}]}
 
 
+def found(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [search_result(**fields)]}]}
+
+
 WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": "9"}, "max_tokens"),
+    ({"max_tokens": 0.5}, "max_tokens"),
+    (found(title=None), "messages[0].content[0].title"),
+    (found(source={"url": "x"}), "messages[0].content[0].source"),
+    (found(content="x"), "messages[0].content[0].content must be a list"),
+    (found(content=[IMAGE]), "messages[0].content[0].content[0]"),
+    (found(citations={"enabled": True}), "citations"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),

@@ -137,6 +137,8 @@ def run_schema(live: Live, key: str, paths: Sequence[str] = ()) -> tuple[set[str
 
 
 USER = {"role": "user", "content": "count"}
+FOUND = {"type": "search_result", "title": "", "source": "count", "content": []}
+UNTITLED = {**FOUND, "title": None}
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 OLLAMA, GENERATE, MESSAGES = "/api/chat", "/api/generate", "/v1/messages"
 # What was answered otherwise than the schema said, one request of each cause.
@@ -151,6 +153,9 @@ CORPUS: list[tuple[str, dict[str, Any], int]] = [
     (COMPLETIONS, {"prompt": "count", "guided_choice": []}, 400),
     (MESSAGES, {"max_tokens": 9, "messages": [{}]}, 400),
     (MESSAGES, {"max_tokens": 10**9, "messages": [USER]}, 200),
+    (MESSAGES, {"max_tokens": 0, "messages": [USER]}, 200),
+    (MESSAGES, {"max_tokens": 9, "messages": [{"role": "user", "content": [FOUND]}]}, 200),
+    (MESSAGES, {"max_tokens": 9, "messages": [{"role": "user", "content": [UNTITLED]}]}, 400),
     (MESSAGES, {"max_tokens": 9, "messages": [USER], "stop_sequences": [""]}, 400),
     (RESPONSES, {"input": [{"type": "reasoning", "summary": {}}]}, 400),
     (RESPONSES, {"input": [{"type": "reasoning", "content": [], "summary": []}, USER]}, 200),
