@@ -2,7 +2,7 @@
 
 OpenAI      {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 Anthropic   {"type": "error", "error": {"type": ..., "message": ...}}             /v1/messages;
-                                         /v1/models with the header anthropic-version
+                                             any path, with the header anthropic-version
 Ollama      {"error": ...}                                                        /api
 """
 
@@ -124,12 +124,12 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 def is_of_anthropic(scope: Mapping[str, Any]) -> bool:
-    """Whether Anthropic's protocol applies to an ASGI scope. /v1/models is a route of OpenAI's too:
-    only Anthropic's clients send their header."""
+    """Whether Anthropic's protocol applies to an ASGI scope: its clients name its version on every
+    path, also on one that is OpenAI's too (/v1/models) or that does not exist."""
     path: str = scope["path"]
-    if path == "/v1/models" or path.startswith("/v1/models/"):
-        return any(name == b"anthropic-version" for name, _ in scope["headers"])
-    return path == "/v1/messages" or path.startswith("/v1/messages/")
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return True
+    return any(name == b"anthropic-version" for name, _ in scope["headers"])
 
 
 def error_response(

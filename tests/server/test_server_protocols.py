@@ -360,6 +360,31 @@ def test_unknown_paths_answer_in_the_shape_of_their_protocol(
     assert path in (error if path.startswith("/api") else error["message"])
 
 
+KEY, JSON = "x-api-key: a-key", "content-type: application/json"
+NAMED = [  # a request line, further headers, and the answer to it
+    ("GET /v1/nothing", [KEY], 404, "not_found_error"),
+    ("GET /v1/complete", [KEY], 404, "not_found_error"),
+    ("DELETE /v1/models", [KEY], 405, "invalid_request_error"),
+    ("GET /v1/models", [], 401, "authentication_error"),
+    ("GET /load", [KEY], 404, "not_found_error"),
+    (f"POST {RESPONSES}", [KEY, JSON, "content-length: 99999999999"], 413, "request_too_large"),
+    (f"POST {RESPONSES}", [KEY, "content-length: 2"], 415, "invalid_request_error"),
+    (f"GET {RESPONSES}", [KEY, *(f"x-{i}: x" for i in range(200))], 431, "invalid_request_error"),
+]
+
+
+@pytest.mark.parametrize(("line", "headers", "status", "kind"), NAMED, ids=lambda v: str(v)[:30])
+def test_who_names_anthropics_version_gets_its_errors_everywhere(
+    line: str, headers: list[str], status: int, kind: str, live: Live
+) -> None:
+    sent = [f"{line} HTTP/1.1", "host: localhost", "anthropic-version: 2023-06-01", *headers]
+    head, _, body = live.raw("\r\n".join([*sent, "", "{}"]).encode()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), head
+    answer = json.loads(body)
+    assert (answer["type"], answer["error"]["type"]) == ("error", kind)
+    assert f"request-id: {answer['request_id']}".encode() in head.lower()
+
+
 # ---- Responses ----
 
 RESPONSES_TOOLS = [{"type": "function", **one} for one in FUNCTIONS]
