@@ -20,7 +20,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from llmc.errors import EngineAsleepError, EngineDeadError, InvalidRequestError, QueueFullError
+from llmc.errors import (
+    EngineAsleepError,
+    EngineDeadError,
+    EngineShutDownError,
+    InvalidRequestError,
+    QueueFullError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -169,6 +175,8 @@ def as_api_error(exc: Exception, *, logs: bool = True) -> ApiError:
             return ApiError(429, str(exc))
         case EngineAsleepError():
             return ApiError(503, str(exc), code="engine_asleep")
+        case EngineShutDownError():
+            return ApiError(503, str(exc), code="shutting_down")
         case EngineDeadError():
             return ApiError(503, str(exc), code="engine_dead")
         case ValidationError():
