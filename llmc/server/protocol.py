@@ -20,6 +20,10 @@ Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 MAX_TOOLS = 128
+MAX_DOCUMENTS = 1024
+
+# Texts that the chat template shows the model, such as {"title": ..., "text": ...}.
+Documents = Annotated[list[dict[str, str]], Field(max_length=MAX_DOCUMENTS)]
 
 # Known fields that llmc does not support, with the values that have no effect.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -40,7 +44,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "documents": (None,),
     "thinking_token_budget": (None,),
     "logprob_token_ids": (None,),
-    "return_tokens_as_token_ids": (None, False),
     "echo": (None, False),
     "add_special_tokens": (None, False),
     "mm_processor_kwargs": (None, {}),
@@ -168,6 +171,7 @@ class GenerationBody(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
 
     # These do not change what is generated, so they are accepted and ignored.
     user: Any = None
@@ -258,6 +262,7 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Documents | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     include_reasoning: bool = True
@@ -289,6 +294,7 @@ class TokenizeBody(Body):
     continue_final_message: bool = False
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Documents | None = None
     return_token_strs: bool = False
 
 

@@ -20,7 +20,7 @@ from llmc.pooling import PoolingInfo
 from llmc.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS
 from llmc.server import anthropic_protocol, ollama_protocol, responses_protocol, turn
 from llmc.server.pooling_protocol import MAX_INPUTS
-from llmc.server.protocol import Body
+from llmc.server.protocol import MAX_DOCUMENTS, Body
 from llmc.server.settings import MAX_PROMPTS
 from llmc.server.structured import FORMATS
 from llmc.server.tools import CHOICES
@@ -44,6 +44,7 @@ class Served:
     reads_nothing: bool = False  # an empty text has tokens: the special ones of every text
     infills: bool = False  # the tokenizer has fill-in-the-middle tokens
     reads_images: bool = False
+    reads_documents: bool = False  # the chat template has a place for them
     has_batches: bool = False
     extra_args: Sequence[str] = ()
 
@@ -295,6 +296,10 @@ def _of_bodies(served: Served) -> Mapping[str, Mapping[str, Schema]]:
     """Rules by body and field."""
     images = served.reads_images
     chat = _list(_chat_messages(images), minItems=1)
+    document: Schema = {"type": "object", "additionalProperties": TEXT}
+    documents = (
+        _list(document, maxItems=MAX_DOCUMENTS) if served.reads_documents else _const(None, [])
+    )
     allowed_tools = _object(
         ("type", "mode", "tools"),
         type=_const("allowed_tools"),
@@ -302,8 +307,11 @@ def _of_bodies(served: Served) -> Mapping[str, Mapping[str, Schema]]:
         tools=_list(_NAMED, minItems=1),
     )
     return {
-        "ChatBody": {"messages": chat},
-        "TokenizeBody": {"messages": chat if served.pooling is None else NULL},
+        "ChatBody": {"messages": chat, "documents": documents},
+        "TokenizeBody": {
+            "messages": chat if served.pooling is None else NULL,
+            "documents": documents,
+        },
         "OllamaChatBody": {"messages": _list(_ollama_messages(images))},
         "GenerateBody": {"images": _list(BASE64) if images else NONE_GIVEN},
         "CountTokensBody": {

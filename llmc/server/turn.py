@@ -283,6 +283,7 @@ async def prepare_messages(
             messages,
             sampling,
             tools=tools,
+            documents=body.documents,
             # A new turn can't begin inside the one that is continued, whatever was requested.
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,

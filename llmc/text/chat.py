@@ -30,6 +30,7 @@ from llmc.text.tools.tool_format import ToolFormat
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
+Document = Mapping[str, str]  # such as {"title": ..., "text": ...}
 
 IMAGE_PART = {"type": "image"}  # a part of a message, as templates know it
 # Errors raised by a template's arithmetic, lookups, filters and macros. SyntaxError: Python can't
@@ -45,6 +46,7 @@ def render_chat(
     messages: Sequence[Message],
     *,
     tools: Sequence[Tool] | None = None,
+    documents: Sequence[Document] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
@@ -54,13 +56,13 @@ def render_chat(
         tokenizer,
         messages,
         tools,
+        documents,
         add_generation_prompt,
         continue_final_message,
         template_kwargs,
     )
-    if _spells_control_token(tokenizer, [conversation, extra["tools"]]) and can_sanitize(
-        tokenizer.hf
-    ):
+    given = [conversation, extra["tools"], extra["documents"]]
+    if _spells_control_token(tokenizer, given) and can_sanitize(tokenizer.hf):
         # Transformers marks the text while rendering, so it must tokenize too.
         with tokenizer.isolated() as hf, _as_request_errors():
             ids = hf.apply_chat_template(
@@ -80,6 +82,7 @@ def render_text(
     messages: Sequence[Message],
     *,
     tools: Sequence[Tool] | None = None,
+    documents: Sequence[Document] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
@@ -90,11 +93,12 @@ def render_text(
         tokenizer,
         messages,
         tools,
+        documents,
         add_generation_prompt,
         continue_final_message,
         template_kwargs,
     )
-    if _spells_control_token(tokenizer, [conversation, extra["tools"]]):
+    if _spells_control_token(tokenizer, [conversation, extra["tools"], extra["documents"]]):
         raise InvalidRequestError(
             "a message spells a control token of the model, which can't be distinguished from a "
             "real one if there are images; leave it out",
@@ -107,6 +111,7 @@ def _conversation(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     tools: Sequence[Tool] | None,
+    documents: Sequence[Document] | None,
     add_generation_prompt: bool,
     continue_final_message: bool,
     template_kwargs: Mapping[str, Any] | None,
@@ -154,7 +159,40 @@ def _conversation(
     extra["add_generation_prompt"] = add_generation_prompt
     extra["continue_final_message"] = continue_final_message
     extra["tools"] = list(tools) if tools else None
+    extra["documents"] = _documents(tokenizer, template, documents) if documents else None
     return plain(conversation), plain(extra)
+
+
+def reads_documents(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template has a place for documents."""
+    return _reads_documents(tokenizer.chat_template or "")
+
+
+def _reads_documents(template: str) -> bool:
+    return "documents" in template
+
+
+def _documents(
+    tokenizer: Tokenizer, template: str, documents: Sequence[Document]
+) -> list[Document]:
+    if not _reads_documents(template):
+        raise InvalidRequestError(
+            "the model's chat template has no place for documents; send their text in a message, "
+            "or give another template with --chat-template",
+            param="documents",
+            code="unsupported_parameter",
+        )
+    for index, document in enumerate(documents):
+        for name, text in document.items():
+            check_text(name, f"documents[{index}]")
+            check_text(text, f"documents[{index}].{name}")
+            if _spells_control_token(tokenizer, name):  # only values are encoded as plain text
+                raise InvalidRequestError(
+                    f"documents[{index}] has a field named {name!r:.80}, which spells a control "
+                    "token of the model; rename it",
+                    param=f"documents[{index}]",
+                )
+    return list(documents)
 
 
 def _template(tokenizer: Tokenizer, tools: Sequence[Tool] | None) -> str:
