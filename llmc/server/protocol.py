@@ -19,6 +19,9 @@ Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
+# Of an answer. -1: until the context is full, as with llama.cpp's server.
+MaxTokens = Annotated[int, Field(ge=1, le=2**31 - 1)] | Literal[-1]
+
 MAX_TOOLS = 128
 MAX_DOCUMENTS = 1024
 
@@ -162,7 +165,7 @@ class GenerationBody(Body):
     grammar: str | None = None
     priority: Int64 = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_tokens: MaxTokens | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -236,7 +239,7 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: str | list[Any]
-    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    max_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     suffix: str | None = None
     add_special_tokens: bool = True
     echo: bool = False
@@ -256,7 +259,7 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool = True

@@ -26,7 +26,7 @@ def sampling_params(
 ) -> SamplingParams:
     """The sampling parameters of a request.
 
-    `max_tokens` None: until the context is full. `rest`: fields that only one kind of body has.
+    `max_tokens` None or -1: until the context is full. `rest`: fields of one kind of body only.
     """
     options: dict[str, Any] = inputs.generation_defaults()
     for name in body.SAMPLING_FIELDS:
@@ -35,7 +35,7 @@ def sampling_params(
             options[name] = value
     if body.logit_bias is not None:
         options["logit_bias"] = _by_token(body.logit_bias)
-    options["max_tokens"] = max_tokens
+    options["max_tokens"] = None if max_tokens == -1 else max_tokens
     options["logprobs"] = logprobs
     options["structured_outputs"] = structured_outputs(body)
     options.update(rest)

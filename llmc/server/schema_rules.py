@@ -361,7 +361,7 @@ def _rules(
     own = dict(of_body)
     if body.__name__ == "CompletionBody":
         own["prompt"] = limits["prompt"]
-        own["max_tokens"] = {**limits["max_tokens"], "minimum": 0}  # with echo
+        own["max_tokens"] = {**limits["max_output_tokens"], "minimum": -1}  # 0: with echo
     if body.__module__ == ollama_protocol.__name__:
         own["model"] = _any(*(limits[key] for key in ("model", "latest")))
         own["prompt"] = TEXT
@@ -387,8 +387,8 @@ def _limits(served: Served) -> dict[str, Schema]:
         "stop_token_ids": _list(token, maxItems=1024),
         "allowed_token_ids": _list(token, minItems=1, maxItems=65536),
         "bad_words": _list(text, maxItems=64),
-        "max_tokens": length,
-        "max_completion_tokens": length,
+        "max_tokens": _any(length, _const(-1)),
+        "max_completion_tokens": _any(length, _const(-1)),
         "max_output_tokens": length,
         "prompt": _any(text, ids, _list(text, **several), _list(ids, **several)),
         "suffix": TEXT if served.infills else _const(None, ""),

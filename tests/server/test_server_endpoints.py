@@ -127,7 +127,10 @@ def test_chat(live: Live) -> None:
 
 
 def test_chat_may_fill_the_context(live: Live) -> None:
-    usage = live.chat("x", ignore_eos=True).json()["usage"]
+    for fields in ({}, {"max_tokens": -1}, {"max_completion_tokens": -1, "max_tokens": 1}):
+        usage = live.chat("x", ignore_eos=True, **fields).json()["usage"]
+        assert usage["total_tokens"] == live.scripted.info.max_model_len
+    usage = live.complete(prompt="x", ignore_eos=True, max_tokens=-1).json()["usage"]
     assert usage["total_tokens"] == live.scripted.info.max_model_len
 
 

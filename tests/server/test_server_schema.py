@@ -144,6 +144,9 @@ OLLAMA, GENERATE, MESSAGES = "/api/chat", "/api/generate", "/v1/messages"
 # What was answered otherwise than the schema said, one request of each cause.
 CORPUS: list[tuple[str, dict[str, Any], int]] = [
     (CHAT, {"messages": [{}]}, 400),
+    (CHAT, {"messages": [USER], "max_tokens": -1}, 200),
+    (CHAT, {"messages": [USER], "max_tokens": 0}, 400),
+    (COMPLETIONS, {"prompt": "count", "max_tokens": -1}, 200),
     (CHAT, {"messages": [USER], "response_format": {"type": "text", "x": 1}}, 400),
     (CHAT, {"messages": [{**USER, "tool_calls": {}}]}, 400),
     (CHAT, {"messages": [{**USER, "tool_calls": []}]}, 200),
