@@ -156,7 +156,7 @@ class MessagesBody(CountTokensBody):
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)]  # 0: only caches the prompt
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     stream: bool = False
 

@@ -44,7 +44,7 @@ class OllamaOptions(BaseModel):
         Annotated[int, Field(ge=-2, le=2**31 - 1, json_schema_extra={"not": {"const": 0}})] | None
     ) = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Int64 | None = None

@@ -33,6 +33,8 @@ def sampling_params(
         value = getattr(body, name)
         if value is not None:
             options[name] = value
+    if options.get("top_p") == 0:  # allowed by OpenAI: only the likeliest token
+        options |= {"temperature": 0.0, "top_p": 1.0}
     if body.logit_bias is not None:
         options["logit_bias"] = _by_token(body.logit_bias)
     options["max_tokens"] = None if max_tokens == -1 else max_tokens

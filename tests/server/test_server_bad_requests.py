@@ -138,7 +138,7 @@ BAD: list[tuple[str, str, bytes, int, str | None, str | None]] = [
     ("19 max -3", COMPLETIONS, prompt(max_tokens=-3), 400, None, "max_tokens"),
     ("19 max 2^31", COMPLETIONS, prompt(max_tokens=2**31), 400, None, "max_tokens"),
     ("19 min over max", COMPLETIONS, prompt(max_tokens=3, min_tokens=4), 400, None, "min_tokens"),
-    ("20 top_p 0", COMPLETIONS, prompt(top_p=0), 400, None, "top_p"),
+    ("20 top_p -0.1", COMPLETIONS, prompt(top_p=-0.1), 400, None, "top_p"),
     ("20 top_p 1.1", COMPLETIONS, prompt(top_p=1.1), 400, None, "top_p"),
     ("20 top_k -2", COMPLETIONS, prompt(top_k=-2), 400, None, "top_k"),
     ("20 min_p 2", COMPLETIONS, prompt(min_p=2), 400, None, "min_p"),

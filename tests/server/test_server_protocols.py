@@ -385,6 +385,19 @@ def test_who_names_anthropics_version_gets_its_errors_everywhere(
     assert f"request-id: {answer['request_id']}".encode() in head.lower()
 
 
+def test_a_top_p_of_0_leaves_the_likeliest_token(live: Live) -> None:
+    asked = {"top_p": 0, "temperature": 1}
+    answer = live.post(RESPONSES, {"input": "call", **asked}).json()
+    assert (answer["temperature"], answer["top_p"]) == (0, 1), "greedy"
+    for path, body in (
+        (MESSAGES, {"messages": [USER], "max_tokens": 1, **asked}),
+        (OLLAMA, {"messages": [USER], "options": {"num_predict": 1, **asked}}),
+        ("/v1/chat/completions", {"messages": [USER], "max_tokens": 1, **asked}),
+        ("/v1/completions", {"prompt": "call", "max_tokens": 1, **asked}),
+    ):
+        assert live.post(path, body).status_code == 200, path
+
+
 # ---- Responses ----
 
 RESPONSES_TOOLS = [{"type": "function", **one} for one in FUNCTIONS]
