@@ -238,6 +238,15 @@ JSON_SCHEMA = {
 JSON_SCHEMA["properties"]["strict"] = {}
 RESPONSE_FORMAT = _any(
     {
+        **_object(
+            ("type", "schema"),
+            type=_const(*FORMATS[1:]),
+            schema=_any(OBJECT, {"type": "boolean"}),
+            json_schema=NULL,
+        ),
+        "additionalProperties": False,
+    },
+    {
         **_object(("type",), type=_const(*FORMATS[:2]), json_schema={}),
         "additionalProperties": False,
     },

@@ -186,6 +186,19 @@ BAD: list[tuple[str, str, bytes, int, str | None, str | None]] = [
         *(400, None, "structured_outputs.ebnf"),
     ),
     (
+        *("24 two schemas", CHAT),
+        messages(response_format={"type": "json_schema", "json_schema": {}, "schema": {}}),
+        *(400, None, "response_format.schema"),
+    ),
+    (
+        *("24 schema text", CHAT, messages(response_format={"type": "json_object", "schema": "x"})),
+        *(400, None, "response_format.schema"),
+    ),
+    (
+        *("24 schema of text", CHAT, messages(response_format={"type": "text", "schema": {}})),
+        *(400, None, "response_format.schema"),
+    ),
+    (
         *("24 structural", CHAT, messages(response_format={"type": "structural_tag"})),
         *(400, None, "response_format.type"),
     ),

@@ -33,6 +33,8 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, 
 GRAMMAR = 'root ::= "<" [a-c] [a-c]? ">"'
 FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": FORMAT}, "json"),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json"),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, "json"),
     ({"guided_json": SCHEMA}, "json"),
     ({"guided_json": json.dumps(SCHEMA)}, "json"),
     ({"structured_outputs": {"json": SCHEMA}}, "json"),
