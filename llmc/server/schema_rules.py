@@ -78,6 +78,7 @@ ARGUMENTS: Schema = {"type": "string", "contentMediaType": "application/json"}
 # A schema can't require that the bytes are an image in a supported format.
 DATA_URL: Schema = {"type": "string", "pattern": "^data:[^,]*;base64,[A-Za-z0-9+/]+={0,2}$"}
 BASE64: Schema = {"type": "string", "contentEncoding": "base64"}
+REFUSAL = _object(("type", "refusal"), type=_const("refusal"), refusal=TEXT)
 REASONING = {name: _any(TEXT, NULL) for name in ("reasoning_content", "reasoning", "thinking")}
 
 
@@ -88,6 +89,7 @@ def _call(arguments: Schema) -> Schema:
 
 def _chat_message(roles: Sequence[str], content: Schema, calls: Schema, tool: Schema) -> Schema:
     plain = [role for role in roles if role not in ("assistant", "tool")]
+    text = _object(("type", "text"), type=_const("text"), text=TEXT)
     return _any(
         _object(
             ("role", "content"),
@@ -99,7 +101,7 @@ def _chat_message(roles: Sequence[str], content: Schema, calls: Schema, tool: Sc
         _object(
             ("role",),
             role=_const("assistant"),
-            content=_any(content, NULL),
+            content=_any(content, _list(_any(text, REFUSAL)), NULL),
             tool_calls=_any(_list(calls), NULL),
             **REASONING,
         ),
@@ -197,7 +199,6 @@ def _anthropic_messages(images: bool) -> Schema:
 
 def _responses_items(images: bool) -> Schema:
     text = _object(("type", "text"), type=_const(*responses_protocol.TEXT), text=TEXT)
-    refusal = _object(("type", "refusal"), type=_const("refusal"), refusal=TEXT)
     image = _object(("type", "image_url"), type=_const("input_image"), image_url=DATA_URL)
     summary = _any(_content("reasoning_text", "summary_text"), NULL)
 
@@ -206,7 +207,7 @@ def _responses_items(images: bool) -> Schema:
             ("role", "content"),
             type=_const("message"),
             role=_const(*roles),
-            content=_any(TEXT, _list(_any(text, refusal, *parts))),
+            content=_any(TEXT, _list(_any(text, REFUSAL, *parts))),
         )
 
     return _any(

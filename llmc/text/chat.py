@@ -375,6 +375,8 @@ def _flat(index: int, message: Message, parts: bool) -> dict[str, Any]:
         if key == "content" or not (value is None or (key == "tool_calls" and value == []))
     }
     content = message.get("content")
+    if content is None and role == "assistant" and isinstance(message.get("refusal"), str):
+        content = message["refusal"]
     if content is None:
         if "tool_calls" in flat or role == "assistant":
             flat["content"] = [] if parts else ""
@@ -391,7 +393,8 @@ def _flat(index: int, message: Message, parts: bool) -> dict[str, Any]:
         check_text("".join(part.get("text", "") for part in kept), f"{where}.content")
         return {**flat, "content": kept}
     elif isinstance(content, list | tuple):
-        texts = [_part(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
+        refuses = role == "assistant"
+        texts = [_part(f"{where}.content[{i}]", part, refuses) for i, part in enumerate(content)]
     else:
         raise InvalidRequestError(
             f"{where}.content must be text, got {content!r:.80}", param=f"{where}.content"
@@ -405,13 +408,14 @@ def _flat(index: int, message: Message, parts: bool) -> dict[str, Any]:
     return flat
 
 
-def _part(where: str, part: Any) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text":
-        text = part.get("text")
+def _part(where: str, part: Any, refuses: bool = False) -> str:
+    """The text of a part. `refuses`: it can be a refusal, as those of the assistant's answers."""
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    if isinstance(part, Mapping) and (kind == "text" or (refuses and kind == "refusal")):
+        text = part.get(kind)
         if isinstance(text, str):
             return text
-        raise InvalidRequestError(f"{where}.text must be text, got {text!r:.80}", param=where)
-    kind = part.get("type") if isinstance(part, Mapping) else part
+        raise InvalidRequestError(f"{where}.{kind} must be text, got {text!r:.80}", param=where)
     raise InvalidRequestError(
         f"{where} has type {kind!r:.80}; this model takes text parts only", param=where
     )

@@ -104,6 +104,22 @@ def test_documents_that_a_template_would_drop_are_refused() -> None:
     assert caught.value.param == "documents"
 
 
+@pytest.mark.parametrize(
+    "refused",
+    [{"content": [{"type": "refusal", "refusal": "No."}]}, {"content": None, "refusal": "No."}],
+)
+def test_a_refusal_of_the_assistant_is_text(refused: dict[str, Any]) -> None:
+    """As of a conversation that was begun with OpenAI's models."""
+    tokenizer = Tokenizer(
+        make_hf_tokenizer("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    )
+    messages = [{"role": "assistant", **refused}, {"role": "user", "content": "hi"}]
+    ids = render_chat(tokenizer, messages, add_generation_prompt=False)
+    assert tokenizer.decode(ids) == "[assistant]No.[user]hi"
+    with pytest.raises(InvalidRequestError, match="has type 'refusal'"):
+        render_chat(tokenizer, [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}])
+
+
 def test_a_template_that_takes_both_gets_one_string() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert rendered(EITHER, parts) == "one\ntwo"
