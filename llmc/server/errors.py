@@ -63,6 +63,30 @@ ANTHROPIC_TYPES: dict[int, str] = {
 }
 
 
+# Paths of other servers -> the path for the same purpose.
+FOREIGN_PATHS: Mapping[str, str] = {
+    # llama.cpp
+    "/completion": "/v1/completions",
+    "/infill": "/v1/completions",
+    "/embedding": "/v1/embeddings",
+    "/apply-template": "/tokenize",
+    "/props": "/v1/models",
+    "/slots": "/metrics",
+    "/lora-adapters": "/v1/models",
+    # SGLang, and TGI
+    "/generate": "/v1/completions",
+    "/generate_stream": "/v1/completions",
+    "/encode": "/v1/embeddings",
+    "/get_model_info": "/v1/models",
+    "/model_info": "/v1/models",
+    "/info": "/v1/models",
+    "/get_server_info": "/server_info",
+    "/health_generate": "/ready",
+    "/flush_cache": "/reset_prefix_cache",
+    # older ones of Anthropic and OpenAI
+    "/v1/complete": "/v1/messages",
+    "/v1/edits": "/v1/chat/completions",
+}
 _IN_TEXT = "context_length_exceeded"
 INVALID_HTTP = "invalid_http"
 CALL_ABORTED = "call_aborted"
@@ -209,8 +233,11 @@ async def unknown_route(request: Request, exc: Exception) -> Response:
 
 
 def _meant(request: Request) -> str | None:
-    """The path of a client whose base URL has one part too many or too few."""
+    """The path of a client whose base URL has one part too many or too few, or that knows another
+    server's path."""
     path = request.scope["path"].rstrip("/")
+    if path in FOREIGN_PATHS:
+        return FOREIGN_PATHS[path]
     paths = [route.path for route in request.app.routes if len(route.path) > 1]
     near = (one for one in paths if path.endswith(one) or one == f"/v1{path}")
     return max(near, key=len, default=None)

@@ -51,6 +51,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (None, False),
     "mm_processor_kwargs": (None, {}),
     "length_penalty": (None, 1, 1.0),
+    "separate_reasoning": (None, True),
+    "stream_reasoning": (None, True),
 }
 
 

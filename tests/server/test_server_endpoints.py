@@ -383,6 +383,7 @@ def test_null_and_no_op_fields_are_accepted(live: Live) -> None:
         "seed": None,
         "best_of": 1,
         "suffix": None,
+        "separate_reasoning": True,  # SGLang's examples set it
     }
     assert live.complete(**extra).json()["choices"][0]["text"] == COUNT
 

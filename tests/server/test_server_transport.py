@@ -23,6 +23,8 @@ from live_server import Live, live_server, read_answer
 
 from llmc.errors import ConfigError
 from llmc.server import run
+from llmc.server.app import ROUTES
+from llmc.server.errors import FOREIGN_PATHS
 from llmc.server.run import bind_socket
 from llmc.server.settings import ServerSettings
 
@@ -138,6 +140,8 @@ def test_paths(live: Live, parts: list[bytes], status: int, code: str) -> None:
         ("/v1/v1/messages", "/v1/messages"),
         ("/v1/api/chat", "/api/chat"),
         ("/chat/completions/", "/v1/chat/completions"),
+        ("/completion", "/v1/completions"),  # llama.cpp's server
+        ("/flush_cache/", "/reset_prefix_cache"),  # SGLang's
         ("/nothing", None),
     ],
 )
@@ -145,6 +149,11 @@ def test_a_wrong_base_url_is_told_the_path(live: Live, path: str, meant: str | N
     error = live.post(path, {}).json()["error"]
     hint = f"; did you mean {meant}?" if meant else ""
     assert error["message"] == f"no such path: POST {path!r}{hint}"
+
+
+def test_paths_of_other_servers_lead_to_ours() -> None:
+    ours = {path for _, path, _ in ROUTES}
+    assert set(FOREIGN_PATHS.values()) <= ours and ours.isdisjoint(FOREIGN_PATHS)
 
 
 def test_a_slash_at_the_end_of_a_path_of_the_api_is_ignored(live: Live) -> None:
