@@ -7,6 +7,7 @@ answer's text -> Turn.reader() or Turn.read() -> reasoning, content, calls -> pr
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -208,7 +209,8 @@ def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
         given = exc.param or ""
         for ours, theirs in names.items():
             if given == ours or given.startswith((f"{ours}.", f"{ours}[")):
-                text = str(exc).replace(ours, theirs, 1)
+                # as a word: other names may contain it
+                text = re.sub(rf"\b{re.escape(ours)}\b", theirs, str(exc), count=1)
                 param = theirs + given.removeprefix(ours)
                 raise InvalidRequestError(text, param=param, code=exc.code) from exc
         raise
