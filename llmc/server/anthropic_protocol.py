@@ -201,7 +201,9 @@ def _messages(where: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         here = f"{where}.content[{index}]"
         kind = block.get("type") if isinstance(block, dict) else block
         if kind == "tool_result" and role == "user":
-            made.append(_tool_result(here, block))
+            result, images = _tool_result(here, block)
+            made.append(result)
+            parts += images
         elif kind == "tool_use" and role == "assistant":
             calls.append(_tool_use(here, block))
         elif kind == "thinking" and role == "assistant":
@@ -293,17 +295,23 @@ def _tool_use(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": _field(where, block, "id", str), "type": "function", "function": function}
 
 
-def _tool_result(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+def _tool_result(
+    where: str, block: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The result as a chat message, and its images, which chats have in the user's messages."""
     content = block.get("content")
     if isinstance(content, list):
         content = [
             _as_text(f"{where}.content[{index}]", part) for index, part in enumerate(content)
         ]
-    return {
+    given = text_parts(f"{where}.content", "" if content is None else content, TEXT, _image)
+    images = [part for part in given if isinstance(part, dict) and part["type"] != "text"]
+    result = {
         "role": "tool",
         "tool_call_id": _field(where, block, "tool_use_id", str),
-        "content": text_parts(f"{where}.content", "" if content is None else content, TEXT),
+        "content": [part for part in given if part not in images] if images else given,
     }
+    return result, images
 
 
 def _field(where: str, block: Mapping[str, Any], name: str, kind: type) -> Any:

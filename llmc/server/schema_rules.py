@@ -173,11 +173,12 @@ def _anthropic_messages(images: bool) -> Schema:
         content=_list(text),
         citations=no_citations,
     )
+    seen = [image] if images else []
     result = _object(
         ("type", "tool_use_id"),
         type=_const("tool_result"),
         tool_use_id=TEXT,
-        content=_any(TEXT, _list(_any(text, document, found)), NULL),
+        content=_any(TEXT, _list(_any(text, document, found, *seen)), NULL),
     )
     call = _object(
         ("type", "id", "name", "input"), type=_const("tool_use"), id=TEXT, name=NAME, input=OBJECT
@@ -191,7 +192,7 @@ def _anthropic_messages(images: bool) -> Schema:
 
     system = _content(*anthropic_protocol.TEXT)
     return _any(
-        said_by("user", result, document, found, *([image] if images else ())),
+        said_by("user", result, document, found, *seen),
         said_by("assistant", call, thought, hidden),
         _object(("role", "content"), role=_const("system"), content=system),
     )
