@@ -112,6 +112,8 @@ class CountTokensBody(Body):
         messages = [{"role": "system", "content": self._system()}] if self.system else []
         for index, message in enumerate(self.messages):
             messages += _messages(f"messages[{index}]", message)
+        if self.tool_choice is not None and self.tool_choice.type == "any" and not self.tools:
+            raise InvalidRequestError("tool_choice of type any needs tools", param="tool_choice")
         last = messages[-1]
         is_prefill = last["role"] == "assistant" and not last.get("tool_calls")
         choice = self.tool_choice

@@ -314,6 +314,7 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice of type tool"),
+    ({"tool_choice": {"type": "any"}, "tools": []}, "tool_choice of type any needs tools"),
     ({"tool_choice": {"type": "tool", "name": "nobody"}}, "tool_choice"),
     ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
     ({"stop_sequences": [""]}, "stop_sequences"),
