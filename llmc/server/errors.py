@@ -77,6 +77,7 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/generate": "/v1/completions",
     "/generate_stream": "/v1/completions",
     "/encode": "/v1/embeddings",
+    "/embed": "/v1/embeddings",
     "/get_model_info": "/v1/models",
     "/model_info": "/v1/models",
     "/info": "/v1/models",
