@@ -105,7 +105,7 @@ class SamplingParams:
             raise _fail("repetition_penalty", 0, "a number in (0, 10]")
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1, "a 64-bit integer")
-        if self.seed == -1:  # no seed, for vLLM, llama.cpp and Ollama
+        if self.seed == -1:  # no seed, for clients of other engines
             object.__setattr__(self, "seed", None)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 0, 2**31 - 1, "an integer of at least 0")

@@ -65,7 +65,6 @@ ANTHROPIC_TYPES: dict[int, str] = {
 
 # Paths of other servers -> the path for the same purpose.
 FOREIGN_PATHS: Mapping[str, str] = {
-    # llama.cpp
     "/completion": "/v1/completions",
     "/infill": "/v1/completions",
     "/embedding": "/v1/embeddings",
@@ -73,7 +72,6 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/props": "/v1/models",
     "/slots": "/metrics",
     "/lora-adapters": "/v1/models",
-    # SGLang, and TGI
     "/generate": "/v1/completions",
     "/generate_stream": "/v1/completions",
     "/encode": "/v1/embeddings",
@@ -84,7 +82,6 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/get_server_info": "/server_info",
     "/health_generate": "/ready",
     "/flush_cache": "/reset_prefix_cache",
-    # older ones of Anthropic and OpenAI
     "/v1/complete": "/v1/messages",
     "/v1/edits": "/v1/chat/completions",
 }

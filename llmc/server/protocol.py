@@ -19,7 +19,7 @@ Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
-# Of an answer. -1: until the context is full, as with llama.cpp's server.
+# Of an answer. -1: until the context is full, as some other servers have it.
 MaxTokens = Annotated[int, Field(ge=1, le=2**31 - 1)] | Literal[-1]
 
 MAX_TOOLS = 128

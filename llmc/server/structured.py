@@ -91,7 +91,7 @@ def _of_response_format(given: dict[str, Any]) -> dict[str, Any]:
             f"response_format.type must be one of {', '.join(FORMATS)}, got {kind!r:.80}",
             param="response_format.type",
         )
-    beside = given.get("schema")  # as llama.cpp's server has it, for both kinds
+    beside = given.get("schema")  # another form of both kinds
     if beside is not None:
         if given.get("json_schema") is not None or not isinstance(beside, dict | bool):
             raise InvalidRequestError(
