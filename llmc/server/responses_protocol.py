@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from llmc.engine.admission import MAX_CACHE_SALT
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import MAX_LOGPROBS
 from llmc.server.protocol import MAX_TOOLS, Body, ChatBody, Count, Int64, StreamOptions
@@ -99,6 +100,8 @@ class ResponsesBody(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    priority: Int64 = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)] | None = None
 
     # These do not change what is generated, so they are accepted and ignored.
     user: Any = None
@@ -137,6 +140,8 @@ class ResponsesBody(Body):
             "response_format": self._format(),
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,
+            "priority": self.priority,
+            "cache_salt": self.cache_salt,
             "stream": self.stream,
             "logprobs": self.num_logprobs is not None,
             "top_logprobs": self.num_logprobs,
