@@ -199,9 +199,14 @@ def class_fields(hf_config: Any) -> Iterator[str]:
     """The fields that the class of a config has, whatever a config.json says, under all their
     names."""
     kind = type(hf_config)
-    yield from inspect.signature(kind.__init__).parameters
+    for base in kind.__mro__[:-1]:  # without object
+        if (init := vars(base).get("__init__")) is not None:
+            _, *parameters = inspect.signature(init).parameters.values()  # without self
+            named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+            yield from (one.name for one in parameters if one.kind in named)
+        properties = {name: one for name, one in vars(base).items() if isinstance(one, property)}
+        yield from (name for name, one in properties.items() if one.fset is not None)
     yield from getattr(kind, "attribute_map", {})
-    yield from (name for name in dir(kind) if not callable(getattr(kind, name, None)))
     for part in getattr(kind, "sub_configs", ()):
         if (config := getattr(hf_config, part, None)) is not None:
             yield from (f"{part}.{name}" for name in class_fields(config))

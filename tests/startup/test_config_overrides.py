@@ -99,6 +99,10 @@ def test_a_field_of_a_part_is_not_one_of_the_whole(caplog: pytest.LogCaptureFixt
     right = {"text_config": {"max_position_embeddings": 9, "vocab_size": 8}, "dtype": "float16"}
     warn_of_unknown(new_fields(stated, right), known)
     assert not caplog.messages
+    flat = list(class_fields(tf.LlamaConfig()))
+    warn_of_unknown(new_fields({}, {"num_labels": 3, "text_config": right["text_config"]}), flat)
+    assert caplog.messages[0].endswith("no field 'text_config', so this may have no effect")
+    caplog.clear()
     wrong = {"max_position_embeddings": 9, "text_config": {"max_length_": 1}}
     warn_of_unknown(new_fields(stated, wrong), known)
     assert "did you mean 'text_config.max_position_embeddings'" in caplog.messages[0]
