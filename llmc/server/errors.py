@@ -76,6 +76,8 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/generate_stream": "/v1/completions",
     "/encode": "/v1/embeddings",
     "/embed": "/v1/embeddings",
+    "/reranking": "/rerank",
+    "/v1/reranking": "/v1/rerank",
     "/get_model_info": "/v1/models",
     "/model_info": "/v1/models",
     "/info": "/v1/models",
