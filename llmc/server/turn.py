@@ -247,6 +247,8 @@ async def _prepared(llm: AsyncLLM, body: ChatBody) -> tuple[Input, ToolUse | Non
         extra.setdefault("enable_thinking", body.enable_thinking)
     if body.reasoning_effort is not None:
         extra["reasoning_effort"] = body.reasoning_effort
+    if body.reasoning_effort == "none":  # most templates only have a switch, under either name
+        extra = {"enable_thinking": False, "thinking": False, **extra}
     use = await tool_use(llm, body, sampling.structured_outputs)
     if use is not None:
         sampling = dataclasses.replace(sampling, structured_outputs=use.grammar)
