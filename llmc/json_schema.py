@@ -30,13 +30,19 @@ _FORMATS = frozenset(
 )
 
 
+# What every property's name is, as zod writes it for records.
+_ANY_NAME = ({"type": "string"}, {}, True)
+
+
 def without_annotations(schema: Any) -> Any:
-    """Leave out formats that JSON Schema does not define: they describe a value (`password`,
-    `binary`) and exclude none. JSON values."""
+    """Leave out what excludes no value: formats that JSON Schema does not define (`password`,
+    `binary`), and `propertyNames` that all names match. JSON values."""
     made = copy.deepcopy(schema)
     for one in _schemas(made):
         if isinstance(one.get("format"), str) and one["format"] not in _FORMATS:
             del one["format"]
+        if one.get("propertyNames") in _ANY_NAME:
+            del one["propertyNames"]
     return made
 
 

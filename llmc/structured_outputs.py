@@ -95,9 +95,8 @@ def _schema_text(schema: object, additional_properties: bool) -> str:
     try:
         text = json.dumps(parsed, ensure_ascii=False)
         _check_size("json", text)  # before it is traversed
-        parsed = without_annotations(parsed)
         made = parsed if additional_properties else closed(parsed)
-        return json.dumps(made, ensure_ascii=False)
+        return json.dumps(without_annotations(made), ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise _fail("json", f"can't be written as JSON: {error}") from error
 

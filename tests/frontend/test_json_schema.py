@@ -70,6 +70,16 @@ def test_formats_that_json_schema_does_not_define_are_left_out() -> None:
         assert json.loads(spec.text)["properties"] == kept
 
 
+def test_names_that_can_be_any_are_left_out() -> None:
+    record = {"type": "object", "additionalProperties": {"type": "number"}}
+    assert without_annotations({**record, "propertyNames": {"type": "string"}}) == record
+    names = {**record, "propertyNames": {"pattern": "^a"}}
+    assert without_annotations(names) == names
+    both = {**PLAIN, "propertyNames": {"type": "string"}}
+    spec = StructuredOutputsParams(json=both)
+    assert json.loads(spec.text) == PLAIN, "an object that mentions other names is open"
+
+
 @pytest.mark.parametrize(
     "schema",
     [

@@ -72,7 +72,7 @@ class _Writer:
         form, rule = self._form, f"call_{index}"
         # A function without parameters takes no arguments.
         schema = {"type": "object", **(schema or {"additionalProperties": False})}
-        schema = closed(without_annotations(schema))
+        schema = without_annotations(closed(schema))
         if form.kind == "object":
             keys = [
                 json.dumps(key, ensure_ascii=False) for key in (form.name_key, form.arguments_key)
