@@ -72,7 +72,7 @@ def warn_of_unknown(names: Iterable[str], known: Collection[str]) -> None:
     for name in names:
         part, _, last = name.rpartition(".")
         siblings = [one for one in known if one.rpartition(".")[0] == part]
-        if name in known or name in QUANTIZATION_KEYS or not siblings:
+        if name in known or last in QUANTIZATION_KEYS or not siblings:
             continue  # or inside an object that is no config
         inside = [one for one in known if one.endswith(f".{last}")]
         nearest = inside[:1] or difflib.get_close_matches(name, siblings, n=1)
