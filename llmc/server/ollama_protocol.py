@@ -105,6 +105,8 @@ class OllamaBody(Body):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     keep_alive: Any = None  # ignored: the model stays loaded
+    truncate: Any = None  # ignored, as is `shift`: nothing is cut, too long a prompt is refused
+    shift: Any = None
 
     @property
     def shows_reasoning(self) -> bool:

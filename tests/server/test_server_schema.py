@@ -166,6 +166,8 @@ CORPUS: list[tuple[str, dict[str, Any], int]] = [
     (OLLAMA, {"messages": [{**USER, "images": {}}]}, 400),
     (OLLAMA, {"messages": [{**USER, "images": []}], "options": {"mirostat": None}}, 200),
     (OLLAMA, {"messages": [], "options": {"stop": ""}}, 400),
+    (OLLAMA, {"messages": [USER], "truncate": True, "shift": False}, 200),
+    (GENERATE, {"prompt": "count", "truncate": False, "shift": True}, 200),
     (GENERATE, {"prompt": "", "options": {"mirostat": False}}, 400),
     ("/tokenize", {}, 400),
     ("/detokenize", {"tokens": [10**6]}, 400),
