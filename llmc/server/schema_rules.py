@@ -225,7 +225,7 @@ def _responses_items(images: bool) -> Schema:
             ("type", "call_id", "output"),
             type=_const("function_call_output"),
             call_id=TEXT,
-            output=_content(*responses_protocol.TEXT),
+            output=_content(*responses_protocol.TEXT, images=[image] if images else ()),
         ),
         _object(("type",), type=_const("reasoning"), content=summary, summary=summary),
         _object(("type", "id"), type=_const("item_reference"), id=TEXT),

@@ -126,6 +126,46 @@ def test_images_in_a_tool_result_are_those_of_the_next_message(live: Live) -> No
     check(document, "MessagesBody", "messages", messages)
 
 
+@pytest.mark.parametrize("asks", [True, False])
+def test_images_in_the_output_of_a_function_are_those_of_the_next_message(
+    asks: bool, live: Live
+) -> None:
+    """As Codex sends an image file that it has looked at; also after several outputs."""
+    shown, names = random_image(5), ("a", "b")
+    calls = [
+        {"type": "function_call", "call_id": name, "name": "read", "arguments": "{}"}
+        for name in names
+    ]
+    image = {"type": "input_image", "image_url": url(shown)}
+    look = [{"type": "input_text", "text": "a.png"}, image]
+    outputs: list[dict[str, Any]] = [
+        {"type": "function_call_output", "call_id": "a", "output": look},
+        {"type": "function_call_output", "call_id": "b", "output": "nothing"},
+    ]
+    asked = [{"role": "user", "content": "what is it"}] * asks
+    items = [{"role": "user", "content": "look"}, *calls, *outputs, *asked]
+    chat_calls = [
+        {"id": name, "type": "function", "function": {"name": "read", "arguments": "{}"}}
+        for name in names
+    ]
+    text = [{"type": "text", "text": "what is it"}] * asks
+    chat = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "tool_calls": chat_calls},
+        {"role": "tool", "tool_call_id": "a", "content": "a.png"},
+        {"role": "tool", "tool_call_id": "b", "content": "nothing"},
+        {"role": "user", "content": [part(url(shown)), *text]},
+    ]
+    given = {"input": items, "max_output_tokens": 8, "temperature": 0.0}
+    answer = live.post("/v1/responses", given)
+    assert answer.status_code == 200, answer.text
+    same = live.post("/v1/chat/completions", {"messages": chat, **GREEDY}).json()
+    content = answer.json()["output"][0]["content"]
+    assert content[0]["text"] == same["choices"][0]["message"]["content"]
+    assert answer.json()["usage"]["input_tokens"] == same["usage"]["prompt_tokens"]
+    check(live.client.get("/openapi.json").json(), "ResponsesBody", "input", items)
+
+
 def test_the_schema_has_the_images_of_every_protocol(live: Live) -> None:
     image = random_image(1)
     source = {"type": "base64", "media_type": "image/png", "data": encoded(image)}
