@@ -64,6 +64,11 @@ def _swap_space(value: str, left_out: dict[str, str]) -> list[str]:
     return ["--swap-space", f"{value}G" if is_gib else value]
 
 
+def _context(value: str, left_out: dict[str, str]) -> list[str]:
+    """0 is the model's own context for other servers."""
+    return ["--max-model-len", "auto" if value == "0" else value]
+
+
 def _allowed_origins(value: str, left_out: dict[str, str]) -> list[str]:
     try:
         origins = json.loads(value)
@@ -90,6 +95,8 @@ _TRANSLATED: Mapping[str, Callable[[str, dict[str, str]], list[str]]] = {
     "-q": _quantization,
     "--kv-cache-dtype": _kv_cache_dtype,
     "--swap-space": _swap_space,
+    "--ctx-size": _context,
+    "-c": _context,
     "--allowed-origins": _allowed_origins,
     "--runner": _task("--runner"),
     "--convert": _task("--convert"),
@@ -179,10 +186,10 @@ def port(words: Sequence[str], options: Mapping[str, bool] | None = None) -> Por
                 _set_rotary(objects, value)
             elif name == "--generation-config" and value == "vllm":
                 objects[_SAMPLING] = {**NEUTRAL_SAMPLING, **objects.get(_SAMPLING, {})}
-            elif name in RENAMED:
-                out += [RENAMED[name], value]
             elif name in _TRANSLATED:
                 out += _TRANSLATED[name](value, left_out)
+            elif name in RENAMED:
+                out += [RENAMED[name], value]
             elif value in VALUES[name][0]:
                 left_out[name] = f"llmc always does {value}"
             else:

@@ -148,6 +148,7 @@ def ported_flags() -> str:
         ("`--quantization`", f"left out for what a checkpoint is stored in: {stored}"),
         ("`--kv-cache-dtype fp8`", "`--kv-cache-dtype fp8_e4m3`"),
         ("`--swap-space 4`", "`--swap-space 4G`"),
+        ("`--ctx-size 0`, `-c 0`", "`--max-model-len auto`"),
         ('`--allowed-origins \'["a", "b"]\'`', "`--allowed-origin a --allowed-origin b`"),
     ]
     key = "--override-generation-config"

@@ -28,7 +28,13 @@ from llmc.engine.messages import (
     OperationResult,
     RequestUpdate,
 )
-from llmc.errors import EngineAsleepError, EngineDeadError, InvalidRequestError, QueueFullError
+from llmc.errors import (
+    EngineAsleepError,
+    EngineDeadError,
+    EngineShutDownError,
+    InvalidRequestError,
+    QueueFullError,
+)
 from llmc.frontend.engine_link import (
     EngineEvent,
     EngineLink,
@@ -126,6 +132,7 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: str | None = None
         self._is_over = False
+        self._was_shut_down = False  # while the engine was alive
         self.shared: SharedCounts | None = None
         self._draining = False
         self.is_asleep = False  # accepts no requests until `wake_up`
@@ -217,7 +224,7 @@ class AsyncLLM:
             raise EngineAsleepError(f"{self.info.name} is asleep; wake it up first")
         self.check_health()
         if self._draining:
-            raise EngineDeadError("the server is shutting down and accepts no new requests")
+            raise EngineShutDownError("the server is shutting down and accepts no new requests")
         num_sequences = self._outputs.num_sequences + self._others()[1]
         waiting = num_preparing + num_sequences - self.num_rows
         if waiting >= self.max_queued:
@@ -376,15 +383,21 @@ class AsyncLLM:
         return self._dead is None
 
     def check_health(self) -> None:
-        """Raise EngineDeadError if the engine is gone."""
+        """Raise EngineDeadError if the engine is gone, EngineShutDownError if it was shut down."""
         if self._dead is not None:
-            raise EngineDeadError(f"the engine has stopped: {self._dead}")
+            raise self._gone(self._dead)
+
+    def _gone(self, why: str) -> EngineDeadError:
+        if self._was_shut_down:
+            return EngineShutDownError("the server was shut down; send the request again")
+        return EngineDeadError(f"the engine has stopped: {why}")
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         """Reject new requests, let running ones finish within `drain_timeout`, stop the engine."""
         await self.drain(drain_timeout)
         self._watchdog.stop()
-        self._dead = self._dead or "it was shut down"
+        if self._dead is None:
+            self._dead, self._was_shut_down = "it was shut down", True
         self._lose_all("abort")
         await self.prepare.close()
         await self._link.close()
@@ -459,12 +472,12 @@ class AsyncLLM:
         self._answer_state(None)
         for answer in self._orders.values():
             if not answer.done():
-                answer.set_exception(EngineDeadError(f"the engine has stopped: {self._dead}"))
+                answer.set_exception(self._gone(self._dead or ""))
         self._lose(list(self._outputs.active), reason, self._dead or "")
 
     def _lose(self, request_ids: Iterable[str], reason: FinishReason, why: str) -> None:
-        message = f"the engine has stopped: {why}"
         for request_id in request_ids:
-            for child in self._outputs.abort(request_id, reason, message):
+            error = self._gone(why)  # one for each reader, which raises it
+            for child in self._outputs.abort(request_id, reason, str(error)):
                 self._link.send(AbortRequest(request_id=child))
-            self._streams.pop(request_id).lose(message)
+            self._streams.pop(request_id).lose(error)

@@ -7,6 +7,7 @@
     +-- CompileError                            capture or a pass failed on this model
     +-- EngineDeadError                         the engine stopped and accepts no more requests
     |   +-- EngineAsleepError                   it was put to sleep, and can be woken
+    |   +-- EngineShutDownError                 it was shut down on purpose
     +-- QueueFullError                          too many requests wait; try again later
 
 A message says what is wrong, quotes the value, and says what to do, in one or two sentences.
@@ -52,6 +53,10 @@ class EngineDeadError(LlmcError):
 
 class EngineAsleepError(EngineDeadError):
     """The engine was put to sleep; it accepts requests again when it is woken."""
+
+
+class EngineShutDownError(EngineDeadError):
+    """The engine was shut down, or is about to be: nothing is wrong with it or with the request."""
 
 
 class QueueFullError(LlmcError):

@@ -1,4 +1,4 @@
-"""Close JSON schemas the way authors mean them: an object has only the properties that it lists.
+"""Read JSON schemas the way authors mean them: an object has only the properties that it lists.
 
 By the JSON Schema specification, an object without `additionalProperties` can have any other keys,
 and a model constrained by such a schema invents keys until it runs out of tokens.
@@ -18,6 +18,32 @@ _NAMED = ("properties", "$defs", "definitions", "patternProperties")
 _OF_KEYS = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
 # Keywords that apply several schemas to one object: if closed, they would exclude each other.
 _TOGETHER = ("if", "not", "dependentSchemas", "$dynamicRef")
+
+
+# The formats of JSON Schema (draft 2020-12). Others, such as OpenAPI's, have no meaning there.
+_FORMATS = frozenset(
+    (
+        *("date-time", "date", "time", "duration", "email", "idn-email", "hostname"),
+        *("idn-hostname", "ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid"),
+        *("uri-template", "json-pointer", "relative-json-pointer", "regex"),
+    )
+)
+
+
+# What every property's name is, as zod writes it for records.
+_ANY_NAME = ({"type": "string"}, {}, True)
+
+
+def without_annotations(schema: Any) -> Any:
+    """Leave out what excludes no value: formats that JSON Schema does not define (`password`,
+    `binary`), and `propertyNames` that all names match. JSON values."""
+    made = copy.deepcopy(schema)
+    for one in _schemas(made):
+        if isinstance(one.get("format"), str) and one["format"] not in _FORMATS:
+            del one["format"]
+        if one.get("propertyNames") in _ANY_NAME:
+            del one["propertyNames"]
+    return made
 
 
 def closed(schema: Any) -> Any:

@@ -71,7 +71,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None  # only these can be sampled
     bad_words: Sequence[str] | None = None  # texts that the output must not contain
     bad_words_token_ids: Sequence[Sequence[int]] | None = None  # the same as token ids
-    seed: int | None = None  # None: drawn from the engine's seed
+    seed: int | None = None  # None or -1: drawn from the engine's seed
     max_tokens: int | None = 16  # 0: only the prompt is scored; None: until the context is full
     min_tokens: int = 0  # no stop token before this many
     stop: str | Sequence[str] | None = None  # text that ends the output; not included in it
@@ -105,6 +105,8 @@ class SamplingParams:
             raise _fail("repetition_penalty", 0, "a number in (0, 10]")
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1, "a 64-bit integer")
+        if self.seed == -1:  # no seed, for clients of other engines
+            object.__setattr__(self, "seed", None)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 0, 2**31 - 1, "an integer of at least 0")
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1, "an integer of at least 0")

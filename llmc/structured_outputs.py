@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmc.errors import InvalidRequestError
-from llmc.json_schema import closed
+from llmc.json_schema import closed, without_annotations
 
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_GRAMMAR_DEPTH = 200
@@ -95,7 +95,8 @@ def _schema_text(schema: object, additional_properties: bool) -> str:
     try:
         text = json.dumps(parsed, ensure_ascii=False)
         _check_size("json", text)  # before it is traversed
-        return text if additional_properties else json.dumps(closed(parsed), ensure_ascii=False)
+        made = parsed if additional_properties else closed(parsed)
+        return json.dumps(without_annotations(made), ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise _fail("json", f"can't be written as JSON: {error}") from error
 

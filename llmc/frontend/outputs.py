@@ -225,8 +225,8 @@ def _for_child(sampling: SamplingParams, index: int) -> SamplingParams:
         return sampling
     seed = sampling.seed
     if seed is not None:
-        # Stay within 64 bits: the largest seed wraps to the smallest.
-        seed = (seed + index + 2**63) % 2**64 - 2**63
+        # Away from -1, which means no seed, and within 64 bits: the ends wrap.
+        seed = (seed + (index if seed >= 0 else -index) + 2**63) % 2**64 - 2**63
     logprobs = sampling.logprobs
     if num_generated > sampling.n and logprobs is None:
         logprobs = 0  # only those of the drawn tokens, to rank candidates by

@@ -73,6 +73,7 @@ RENAMED: Mapping[str, str] = {
     "--parallel": "--max-num-seqs",
     "-a": "--served-model-name",
     "--alias": "--served-model-name",
+    "--api-prefix": "--root-path",
 }
 # Switches that are written differently.
 WRITTEN: Mapping[str, tuple[str, ...]] = {
@@ -172,6 +173,8 @@ NOT_NEEDED: Mapping[str, str] = {
     "-cmoe": _ONE_DEVICE,
     "--metrics": "/metrics is always there",
     "--mlock": _PAGES,
+    "--mmap": _PAGES,
+    "--no-mmproj": "GGUF models are served for text",
     "--no-mmap": _PAGES,
 }
 NOT_NEEDED_WITH_VALUE: Mapping[str, str] = {
@@ -238,6 +241,11 @@ NOT_NEEDED_WITH_VALUE: Mapping[str, str] = {
     "-cram": _ONE_CACHE,
     "--cache-reuse": _ONE_CACHE,
     "--fit": "--max-model-len is what fits by default",
+    "--timeout": "a request has no time limit",
+    "-to": "a request has no time limit",
+    "--keep": "an answer ends when the context is full",
+    "--ctx-checkpoints": _ONE_CACHE,
+    "-ctxcp": _ONE_CACHE,
     "--ubatch-size": _STEP,
     "-ub": _STEP,
 }
@@ -297,6 +305,8 @@ REFUSED: Mapping[str, str] = {
     "--hf-file": _HUB,
     "-hff": _HUB,
     "--model-url": _HUB,
+    "--gguf-file": _HUB,
+    "--models-dir": "name the models: llmc serve A B",
     "-mu": _HUB,
     "--offline": "set HF_HUB_OFFLINE=1",
     "-hft": "set HF_TOKEN",
@@ -310,10 +320,15 @@ REFUSED: Mapping[str, str] = {
     "-n": "send max_tokens with each request",
     "--reasoning-budget": "send thinking_token_budget with each request",
     "--enable-force-include-usage": "send stream_options with each request",
+    "--return-tokens-as-token-ids": "send return_tokens_as_token_ids with each request",
+    "--grammar": "send grammar with each request",
+    "--json-schema": "send json_schema with each request",
     "--enable-prompt-embeds": "prompts are text or token ids",
     "--allow-auto-truncate": "send truncate_prompt_tokens with each request",
     "--context-shift": "an answer ends when the context is full",
     "--enable-log-outputs": "outputs are never logged",
+    "--log-config-file": "choose with --log-level and --log-format",
+    "--log-file": "the log is written to stderr",
     "--allow-credentials": "cookies are never allowed; send the API key",
     "--enable-ssl-refresh": "restart the server to read new certificates",
     "--api-key-file": "set LLMC_API_KEY",

@@ -21,7 +21,7 @@ from llmc.frontend.turns import CALLER, Turns
 from llmc.pooling import PoolingParams
 from llmc.sampling_params import SamplingParams
 from llmc.structured.trial import Trial
-from llmc.text.chat import Message, Tool, check_tools, reasoning_format
+from llmc.text.chat import Document, Message, Tool, check_tools, reasoning_format
 from llmc.text.infill import infill_prompt, need_infill_tokens
 from llmc.text.reasoning import find_reasoning
 from llmc.text.tokenizer import Tokenizer
@@ -150,6 +150,7 @@ class Preparation:
         sampling: SamplingParams,
         *,
         tools: Sequence[Tool] | None = None,
+        documents: Sequence[Document] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
@@ -168,6 +169,7 @@ class Preparation:
             return self.inputs.render(
                 messages,
                 tools=tools,
+                documents=documents,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 template_kwargs=template_kwargs,

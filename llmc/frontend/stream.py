@@ -20,7 +20,7 @@ class Stream:
         self.requests: list[ActiveRequest] = []
         self._interval = interval
         self._wake = asyncio.Event()
-        self._lost: str | None = None
+        self._lost: EngineDeadError | None = None
         self._readers: dict[str, list[tuple[int, Completion, Cursor]]] = {}
 
     @property
@@ -41,7 +41,7 @@ class Stream:
         """
         while True:
             if self._lost is not None:
-                raise EngineDeadError(self._lost)
+                raise self._lost
             self._wake.clear()
             found = [
                 (index, delta)
@@ -71,9 +71,9 @@ class Stream:
         ):
             self._wake.set()
 
-    def lose(self, reason: str) -> None:
+    def lose(self, error: EngineDeadError) -> None:
         """The engine has stopped, and all requests are lost."""
-        self._lost = reason
+        self._lost = error
         self._wake.set()
 
     def _is_due(self, completion: Completion, cursor: Cursor) -> bool:

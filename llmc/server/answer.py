@@ -57,7 +57,8 @@ def finite(logprob: float) -> float:
 
 
 def spelling(tokenizer: Tokenizer | None, token: int) -> str:
-    """A token as text, or as `bytes:\\xe2\\x80` if it is only part of a character."""
+    """A token as text, or as `bytes:\\xe2\\x80` if it is only part of a character. Without a
+    tokenizer, as `token_id:123`."""
     if tokenizer is None:
         return f"token_id:{token}"
     text = tokenizer.token_text(token)
@@ -93,12 +94,17 @@ def logprobs(
     token_ids: Sequence[int],
     positions: Sequence[PositionLogprobs],
     count: int,
+    *,
+    as_ids: bool = False,
 ) -> list[dict[str, Any]]:
-    """Per token: its log-probability and those of the `count` likeliest, as in chat answers."""
+    """Per token: its log-probability and those of the `count` likeliest, as in chat answers.
+
+    `as_ids`: tokens are written as `token_id:123`.
+    """
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": spelling(tokenizer, token),
+            "token": spelling(None if as_ids else tokenizer, token),
             "logprob": finite(logprob),
             "bytes": token_bytes(tokenizer, token),
         }

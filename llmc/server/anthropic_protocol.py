@@ -14,7 +14,8 @@ from llmc.server.protocol import MAX_TOOLS, Body, ChatBody
 from llmc.server.turn import content_part, text_parts
 
 TEXT = ("text",)
-_OF_DOCUMENTS = (("title", str), ("context", str), ("citations", dict))
+_OF_DOCUMENTS = ("title", "context")
+_OF_SEARCH_RESULTS = ("title", "source")
 ROLES = ("user", "assistant", "system")
 # Fields of a ChatBody -> ours, for errors.
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
@@ -111,6 +112,8 @@ class CountTokensBody(Body):
         messages = [{"role": "system", "content": self._system()}] if self.system else []
         for index, message in enumerate(self.messages):
             messages += _messages(f"messages[{index}]", message)
+        if self.tool_choice is not None and self.tool_choice.type == "any" and not self.tools:
+            raise InvalidRequestError("tool_choice of type any needs tools", param="tool_choice")
         last = messages[-1]
         is_prefill = last["role"] == "assistant" and not last.get("tool_calls")
         choice = self.tool_choice
@@ -152,10 +155,10 @@ class CountTokensBody(Body):
 class MessagesBody(CountTokensBody):
     """POST /v1/messages."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)]  # 0: only caches the prompt
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     stream: bool = False
 
@@ -200,14 +203,16 @@ def _messages(where: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         here = f"{where}.content[{index}]"
         kind = block.get("type") if isinstance(block, dict) else block
         if kind == "tool_result" and role == "user":
-            made.append(_tool_result(here, block))
+            result, images = _tool_result(here, block)
+            made.append(result)
+            parts += images
         elif kind == "tool_use" and role == "assistant":
             calls.append(_tool_use(here, block))
         elif kind == "thinking" and role == "assistant":
             reasoning.append(_field(here, block, "thinking", str))
         elif not (kind == "redacted_thinking" and role == "assistant"):
             image_of = _image if role == "user" else None
-            given = _document_as_text(here, block) if role == "user" else block
+            given = _as_text(here, block) if role == "user" else block
             parts.append(content_part(here, given, TEXT, image_of))
     said: dict[str, Any] = {"role": role, "content": parts}
     if reasoning:
@@ -219,35 +224,55 @@ def _messages(where: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
     return made
 
 
-def _document_as_text(where: str, block: Any) -> Any:
-    """A document of plain text as a text block; any other block unchanged."""
-    if not isinstance(block, dict) or block.get("type") != "document":
-        return block
+def _as_text(where: str, block: Any) -> Any:
+    """A document of plain text, or a search result, as a text block; any other block unchanged."""
+    match block.get("type") if isinstance(block, dict) else None:
+        case "document":
+            texts = _document_texts(where, block)
+        case "search_result":
+            texts = [_field(where, block, name, str) for name in _OF_SEARCH_RESULTS]
+            texts.append(_joined(f"{where}.content", _field(where, block, "content", list)))
+        case _:
+            return block
+    _check_no_citations(where, block)
+    return {"type": "text", "text": "\n\n".join(filter(None, texts))}
+
+
+def _document_texts(where: str, block: Mapping[str, Any]) -> list[str]:
+    """What a document says about itself, and its text."""
     source = _field(where, block, "source", dict)
     kind = source.get("type")
     if kind == "text":
-        content: Any = _field(f"{where}.source", source, "data", str)
+        content = _field(f"{where}.source", source, "data", str)
     elif kind == "content":
-        content = text_parts(f"{where}.source.content", source.get("content"), TEXT)
+        content = _joined(f"{where}.source.content", source.get("content"))
     else:
         raise InvalidRequestError(
             f"{where}.source.type must be text or content, got {kind!r:.80}: this server reads "
             "only documents of plain text; send the text of others",
             param=f"{where}.source.type",
         )
-    about = {
-        name: _field(where, block, name, expected)
-        for name, expected in _OF_DOCUMENTS
-        if block.get(name) is not None
-    }
-    enabled = about.pop("citations", {}).get("enabled")
+    about = [
+        _field(where, block, name, str) for name in _OF_DOCUMENTS if block.get(name) is not None
+    ]
+    return [*about, content]
+
+
+def _joined(where: str, content: Any) -> str:
+    """A text, or the text of blocks that follow each other."""
+    parts = text_parts(where, content, TEXT)
+    return parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
+
+
+def _check_no_citations(where: str, block: Mapping[str, Any]) -> None:
+    if block.get("citations") is None:
+        return
+    enabled = _field(where, block, "citations", dict).get("enabled")
     if enabled is not None and enabled is not False:
         raise InvalidRequestError(
             f"{where}.citations can't be enabled: this server's answers have none",
             param=f"{where}.citations",
         )
-    said = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-    return {"type": "text", "text": "\n\n".join(filter(None, [*about.values(), said]))}
 
 
 def _image(where: str, block: Any) -> str | None:
@@ -272,24 +297,29 @@ def _tool_use(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": _field(where, block, "id", str), "type": "function", "function": function}
 
 
-def _tool_result(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+def _tool_result(
+    where: str, block: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The result as a chat message, and its images, which chats have in the user's messages."""
     content = block.get("content")
     if isinstance(content, list):
         content = [
-            _document_as_text(f"{where}.content[{index}]", part)
-            for index, part in enumerate(content)
+            _as_text(f"{where}.content[{index}]", part) for index, part in enumerate(content)
         ]
-    return {
+    given = text_parts(f"{where}.content", "" if content is None else content, TEXT, _image)
+    images = [part for part in given if isinstance(part, dict) and part["type"] != "text"]
+    result = {
         "role": "tool",
         "tool_call_id": _field(where, block, "tool_use_id", str),
-        "content": text_parts(f"{where}.content", "" if content is None else content, TEXT),
+        "content": [part for part in given if part not in images] if images else given,
     }
+    return result, images
 
 
 def _field(where: str, block: Mapping[str, Any], name: str, kind: type) -> Any:
     value = block.get(name)
     if not isinstance(value, kind):
-        what = "a string" if kind is str else "an object"
+        what = "a string" if kind is str else "a list" if kind is list else "an object"
         raise InvalidRequestError(
             f"{where}.{name} must be {what}, got {value!r:.80}", param=f"{where}.{name}"
         )

@@ -110,12 +110,14 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/v1/engine/events", engine_events.engine_events),
     ("GET", "/openapi.json", openapi.openapi),
 )
-# The web page is for people: its routes are not in the OpenAPI document, and --no-ui removes them.
+# The web page is for people: its routes are not in the OpenAPI document, and --no-ui replaces them
+# by BARE_ROUTES.
 PAGE_ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", page.PAGE, page.page),
     ("GET", page.DOCS, page.docs),
     ("GET", page.FILES + "{name}", page.page_file),
 )
+BARE_ROUTES: tuple[tuple[str, str, Endpoint], ...] = (("GET", page.PAGE, page.running),)
 
 
 def create_app(
@@ -167,7 +169,7 @@ def guarded_app(
     if settings.root_path:
         middleware.insert(0, Middleware(_Mounted, root_path=settings.root_path))
     app = Starlette(
-        routes=[*_routes(routes), *(_routes(PAGE_ROUTES, False) if settings.ui else ())],
+        routes=[*_routes(routes), *_routes(PAGE_ROUTES if settings.ui else BARE_ROUTES, False)],
         middleware=middleware,
         exception_handlers={HTTPException: unknown_route},  # the Guard handles all others
     )
@@ -181,7 +183,7 @@ def _counted_by(
     answered: OnRoute, routes: Sequence[tuple[str, str, Endpoint]]
 ) -> Callable[[Scope, int, float], None]:
     """Counts responses by route, not by path: clients choose paths, so they are unbounded."""
-    paths = {call: path for _, path, call in (*routes, *ROUTES, *PAGE_ROUTES)}
+    paths = {call: path for _, path, call in (*routes, *ROUTES, *PAGE_ROUTES, *BARE_ROUTES)}
 
     def count(scope: Scope, status: int, seconds: float) -> None:
         endpoint = scope.get("endpoint")

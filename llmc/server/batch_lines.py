@@ -26,6 +26,7 @@ from llmc.server.errors import ApiError, as_api_error, dump_json, error_body
 URLS = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/responses",
     "/v1/embeddings",
     "/pooling",
     "/classify",

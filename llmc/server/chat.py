@@ -39,6 +39,7 @@ class ChatCall:
         self._top = body.num_logprobs
         self._prompt_logprobs = body.prompt_logprobs
         self._token_ids = body.return_token_ids
+        self._as_ids = body.return_tokens_as_token_ids
         self._options = body.stream_options
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self._head = answer.AnswerHead("chatcmpl", kind, turn.model)
@@ -154,5 +155,7 @@ class ChatCall:
     ) -> dict[str, Any] | None:
         if self._top is None:
             return None
-        content = answer.logprobs(self._tokenizer, token_ids, logprobs, self._top)
+        content = answer.logprobs(
+            self._tokenizer, token_ids, logprobs, self._top, as_ids=self._as_ids
+        )
         return {"content": content, "refusal": None}

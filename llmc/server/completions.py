@@ -118,6 +118,7 @@ class CompletionCall:
         self._echo = body.echo
         self._top = body.logprobs
         self._token_ids = body.return_token_ids
+        self._as_ids = body.return_tokens_as_token_ids
         self._prompt_logprobs = body.prompt_logprobs
         self._options = body.stream_options
         self._head = answer.AnswerHead("cmpl", "text_completion", model)
@@ -195,19 +196,16 @@ class CompletionCall:
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
         for token, position in zip(token_ids, logprobs, strict=True):
-            word = answer.spelling(self._tokenizer, token)
-            tokens.append(word)
+            tokens.append(self._named(token))
             offsets.append(offset)
-            offset += len(word)
+            offset += len(answer.spelling(self._tokenizer, token))
             if position is None:  # the first token of a prompt
                 values.append(None)
                 tops.append(None)
                 continue
             shown = [(token, position[token]), *answer.top(position, self._top)]
             values.append(answer.finite(position[token].logprob))
-            tops.append(
-                {answer.spelling(self._tokenizer, i): answer.finite(p.logprob) for i, p in shown}
-            )
+            tops.append({self._named(i): answer.finite(p.logprob) for i, p in shown})
         self._offsets[index] = offset
         return {
             "tokens": tokens,
@@ -215,6 +213,9 @@ class CompletionCall:
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+    def _named(self, token: int) -> str:
+        return answer.spelling(None if self._as_ids else self._tokenizer, token)
 
     def _prefix(self, prompt: int) -> str:
         if not self._echo:

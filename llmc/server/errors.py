@@ -2,7 +2,7 @@
 
 OpenAI      {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 Anthropic   {"type": "error", "error": {"type": ..., "message": ...}}             /v1/messages;
-                                         /v1/models with the header anthropic-version
+                                             any path, with the header anthropic-version
 Ollama      {"error": ...}                                                        /api
 """
 
@@ -20,7 +20,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from llmc.errors import EngineAsleepError, EngineDeadError, InvalidRequestError, QueueFullError
+from llmc.errors import (
+    EngineAsleepError,
+    EngineDeadError,
+    EngineShutDownError,
+    InvalidRequestError,
+    QueueFullError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +63,30 @@ ANTHROPIC_TYPES: dict[int, str] = {
 }
 
 
+# Paths of other servers -> the path for the same purpose.
+FOREIGN_PATHS: Mapping[str, str] = {
+    "/completion": "/v1/completions",
+    "/infill": "/v1/completions",
+    "/embedding": "/v1/embeddings",
+    "/apply-template": "/tokenize",
+    "/props": "/v1/models",
+    "/slots": "/metrics",
+    "/lora-adapters": "/v1/models",
+    "/generate": "/v1/completions",
+    "/generate_stream": "/v1/completions",
+    "/encode": "/v1/embeddings",
+    "/embed": "/v1/embeddings",
+    "/reranking": "/rerank",
+    "/v1/reranking": "/v1/rerank",
+    "/get_model_info": "/v1/models",
+    "/model_info": "/v1/models",
+    "/info": "/v1/models",
+    "/get_server_info": "/server_info",
+    "/health_generate": "/ready",
+    "/flush_cache": "/reset_prefix_cache",
+    "/v1/complete": "/v1/messages",
+    "/v1/edits": "/v1/chat/completions",
+}
 _IN_TEXT = "context_length_exceeded"
 INVALID_HTTP = "invalid_http"
 CALL_ABORTED = "call_aborted"
@@ -124,12 +154,12 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 def is_of_anthropic(scope: Mapping[str, Any]) -> bool:
-    """Whether Anthropic's protocol applies to an ASGI scope. /v1/models is a route of OpenAI's too:
-    only Anthropic's clients send their header."""
+    """Whether Anthropic's protocol applies to an ASGI scope: its clients name its version on every
+    path, also on one that is OpenAI's too (/v1/models) or that does not exist."""
     path: str = scope["path"]
-    if path == "/v1/models" or path.startswith("/v1/models/"):
-        return any(name == b"anthropic-version" for name, _ in scope["headers"])
-    return path == "/v1/messages" or path.startswith("/v1/messages/")
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return True
+    return any(name == b"anthropic-version" for name, _ in scope["headers"])
 
 
 def error_response(
@@ -169,6 +199,8 @@ def as_api_error(exc: Exception, *, logs: bool = True) -> ApiError:
             return ApiError(429, str(exc))
         case EngineAsleepError():
             return ApiError(503, str(exc), code="engine_asleep")
+        case EngineShutDownError():
+            return ApiError(503, str(exc), code="shutting_down")
         case EngineDeadError():
             return ApiError(503, str(exc), code="engine_dead")
         case ValidationError():
@@ -201,8 +233,11 @@ async def unknown_route(request: Request, exc: Exception) -> Response:
 
 
 def _meant(request: Request) -> str | None:
-    """The path of a client whose base URL has one part too many or too few."""
+    """The path of a client whose base URL has one part too many or too few, or that knows another
+    server's path."""
     path = request.scope["path"].rstrip("/")
+    if path in FOREIGN_PATHS:
+        return FOREIGN_PATHS[path]
     paths = [route.path for route in request.app.routes if len(route.path) > 1]
     near = (one for one in paths if path.endswith(one) or one == f"/v1{path}")
     return max(near, key=len, default=None)

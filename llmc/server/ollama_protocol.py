@@ -44,7 +44,7 @@ class OllamaOptions(BaseModel):
         Annotated[int, Field(ge=-2, le=2**31 - 1, json_schema_extra={"not": {"const": 0}})] | None
     ) = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Int64 | None = None
@@ -105,6 +105,8 @@ class OllamaBody(Body):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     keep_alive: Any = None  # ignored: the model stays loaded
+    truncate: Any = None  # ignored, as is `shift`: nothing is cut, too long a prompt is refused
+    shift: Any = None
 
     @property
     def shows_reasoning(self) -> bool:

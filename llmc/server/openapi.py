@@ -40,6 +40,7 @@ from llmc.server.protocol import (
 )
 from llmc.server.responses_protocol import ResponsesBody
 from llmc.server.schema_rules import Served, refine
+from llmc.text.chat import reads_documents
 from llmc.text.infill import has_infill_tokens
 
 BODIES: dict[str, type[BaseModel]] = {
@@ -159,6 +160,7 @@ async def openapi(request: Request) -> Response:
         reads_nothing=state.llm.tokenizer is not None and bool(state.llm.tokenizer.encode("")),
         infills=state.llm.tokenizer is not None and has_infill_tokens(state.llm.tokenizer),
         reads_images=info.images is not None,
+        reads_documents=state.llm.tokenizer is not None and reads_documents(state.llm.tokenizer),
         has_batches=state.settings.batch_dir is not None,
         extra_args=info.extra_args,
     )

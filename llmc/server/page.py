@@ -54,6 +54,11 @@ async def page(request: Request) -> Response:
     return _answer("index.html")
 
 
+async def running(request: Request) -> Response:
+    """What is there without the page: Ollama's client asks for it before each command."""
+    return Response("llmc is running", media_type="text/plain")
+
+
 async def docs(request: Request) -> Response:
     """The API documentation page."""
     return _answer("docs.html")

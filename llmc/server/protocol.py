@@ -19,7 +19,14 @@ Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
+# Of an answer. -1: until the context is full, as some other servers have it.
+MaxTokens = Annotated[int, Field(ge=1, le=2**31 - 1)] | Literal[-1]
+
 MAX_TOOLS = 128
+MAX_DOCUMENTS = 1024
+
+# Texts that the chat template shows the model, such as {"title": ..., "text": ...}.
+Documents = Annotated[list[dict[str, str]], Field(max_length=MAX_DOCUMENTS)]
 
 # Known fields that llmc does not support, with the values that have no effect.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -40,11 +47,12 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "documents": (None,),
     "thinking_token_budget": (None,),
     "logprob_token_ids": (None,),
-    "return_tokens_as_token_ids": (None, False),
     "echo": (None, False),
     "add_special_tokens": (None, False),
     "mm_processor_kwargs": (None, {}),
     "length_penalty": (None, 1, 1.0),
+    "separate_reasoning": (None, True),
+    "stream_reasoning": (None, True),
 }
 
 
@@ -127,7 +135,7 @@ class GenerationBody(Body):
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -159,7 +167,7 @@ class GenerationBody(Body):
     grammar: str | None = None
     priority: Int64 = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_tokens: MaxTokens | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -168,6 +176,7 @@ class GenerationBody(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
 
     # These do not change what is generated, so they are accepted and ignored.
     user: Any = None
@@ -232,7 +241,7 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: str | list[Any]
-    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    max_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     suffix: str | None = None
     add_special_tokens: bool = True
     echo: bool = False
@@ -252,12 +261,13 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Documents | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     include_reasoning: bool = True
@@ -289,6 +299,7 @@ class TokenizeBody(Body):
     continue_final_message: bool = False
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Documents | None = None
     return_token_strs: bool = False
 
 

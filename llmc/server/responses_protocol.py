@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from llmc.engine.admission import MAX_CACHE_SALT
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import MAX_LOGPROBS
 from llmc.server.protocol import MAX_TOOLS, Body, ChatBody, Count, Int64, StreamOptions
@@ -80,7 +81,7 @@ class ResponsesBody(Body):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     seed: Int64 | None = None
     stop: str | list[str] | None = None
@@ -99,6 +100,8 @@ class ResponsesBody(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    priority: Int64 = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)] | None = None
 
     # These do not change what is generated, so they are accepted and ignored.
     user: Any = None
@@ -137,6 +140,8 @@ class ResponsesBody(Body):
             "response_format": self._format(),
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,
+            "priority": self.priority,
+            "cache_salt": self.cache_salt,
             "stream": self.stream,
             "logprobs": self.num_logprobs is not None,
             "top_logprobs": self.num_logprobs,
@@ -154,14 +159,20 @@ class ResponsesBody(Body):
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         made: list[dict[str, Any]] = []
+        seen: list[dict[str, Any]] = []  # images of outputs, for the user's next message
         for index, item in enumerate(self.input):
             message = _message(f"input[{index}]", item)
+            if message["role"] == "tool":
+                seen += _taken_images(message)
+            elif seen:
+                message = _with_images(seen, message, made)
+                seen = []
             last = made[-1] if made else {}
             if message["role"] == last.get("role") == "assistant" and _continues(last, message):
                 made[-1] = _merged(last, message)
             else:
                 made.append(message)
-        return made
+        return [*made, {"role": "user", "content": seen}] if seen else made
 
     def _tools(self) -> list[dict[str, Any]]:
         return [
@@ -204,7 +215,7 @@ def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
             call = {"id": _text(where, item, "call_id"), "type": "function", "function": function}
             return {"role": "assistant", "tool_calls": [call]}
         case "function_call_output":
-            output = text_parts(f"{where}.output", item.get("output"), TEXT)
+            output = text_parts(f"{where}.output", item.get("output"), TEXT, _image)
             call_id = _text(where, item, "call_id")
             return {"role": "tool", "tool_call_id": call_id, "content": output}
         case "reasoning":
@@ -245,6 +256,28 @@ def _image(where: str, part: Any) -> str | None:
             param=where,
         )
     return url
+
+
+def _taken_images(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Remove the images of a tool's output: chats have them in the user's messages."""
+    content = message["content"]
+    images = [part for part in content if isinstance(part, dict) and part["type"] != "text"]
+    if images:
+        message["content"] = [part for part in content if part not in images]
+    return images
+
+
+def _with_images(
+    images: list[dict[str, Any]], message: dict[str, Any], made: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The message after a tool's images: with them if it is the user's, otherwise after a message
+    of them, which is added to `made`."""
+    if message["role"] != "user":
+        made.append({"role": "user", "content": images})
+        return message
+    content = message["content"]
+    text = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**message, "content": [*images, *text]}
 
 
 def _reasoning(where: str, item: Mapping[str, Any]) -> str:

@@ -26,16 +26,18 @@ def sampling_params(
 ) -> SamplingParams:
     """The sampling parameters of a request.
 
-    `max_tokens` None: until the context is full. `rest`: fields that only one kind of body has.
+    `max_tokens` None or -1: until the context is full. `rest`: fields of one kind of body only.
     """
     options: dict[str, Any] = inputs.generation_defaults()
     for name in body.SAMPLING_FIELDS:
         value = getattr(body, name)
         if value is not None:
             options[name] = value
+    if options.get("top_p") == 0:  # allowed by OpenAI: only the likeliest token
+        options |= {"temperature": 0.0, "top_p": 1.0}
     if body.logit_bias is not None:
         options["logit_bias"] = _by_token(body.logit_bias)
-    options["max_tokens"] = max_tokens
+    options["max_tokens"] = None if max_tokens == -1 else max_tokens
     options["logprobs"] = logprobs
     options["structured_outputs"] = structured_outputs(body)
     options.update(rest)

@@ -20,7 +20,7 @@ from llmc.pooling import PoolingInfo
 from llmc.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS
 from llmc.server import anthropic_protocol, ollama_protocol, responses_protocol, turn
 from llmc.server.pooling_protocol import MAX_INPUTS
-from llmc.server.protocol import Body
+from llmc.server.protocol import MAX_DOCUMENTS, Body
 from llmc.server.settings import MAX_PROMPTS
 from llmc.server.structured import FORMATS
 from llmc.server.tools import CHOICES
@@ -44,6 +44,7 @@ class Served:
     reads_nothing: bool = False  # an empty text has tokens: the special ones of every text
     infills: bool = False  # the tokenizer has fill-in-the-middle tokens
     reads_images: bool = False
+    reads_documents: bool = False  # the chat template has a place for them
     has_batches: bool = False
     extra_args: Sequence[str] = ()
 
@@ -77,6 +78,7 @@ ARGUMENTS: Schema = {"type": "string", "contentMediaType": "application/json"}
 # A schema can't require that the bytes are an image in a supported format.
 DATA_URL: Schema = {"type": "string", "pattern": "^data:[^,]*;base64,[A-Za-z0-9+/]+={0,2}$"}
 BASE64: Schema = {"type": "string", "contentEncoding": "base64"}
+REFUSAL = _object(("type", "refusal"), type=_const("refusal"), refusal=TEXT)
 REASONING = {name: _any(TEXT, NULL) for name in ("reasoning_content", "reasoning", "thinking")}
 
 
@@ -87,6 +89,7 @@ def _call(arguments: Schema) -> Schema:
 
 def _chat_message(roles: Sequence[str], content: Schema, calls: Schema, tool: Schema) -> Schema:
     plain = [role for role in roles if role not in ("assistant", "tool")]
+    text = _object(("type", "text"), type=_const("text"), text=TEXT)
     return _any(
         _object(
             ("role", "content"),
@@ -98,7 +101,7 @@ def _chat_message(roles: Sequence[str], content: Schema, calls: Schema, tool: Sc
         _object(
             ("role",),
             role=_const("assistant"),
-            content=_any(content, NULL),
+            content=_any(content, _list(_any(text, REFUSAL)), NULL),
             tool_calls=_any(_list(calls), NULL),
             **REASONING,
         ),
@@ -146,6 +149,7 @@ def _anthropic_messages(images: bool) -> Schema:
         ("type", "media_type", "data"), type=_const("base64"), media_type=TEXT, data=BASE64
     )
     image = _object(("type", "source"), type=_const("image"), source=source)
+    no_citations = _any(_object(enabled=_const(False, None)), NULL)
     document = _object(
         ("type", "source"),
         type=_const("document"),
@@ -159,13 +163,22 @@ def _anthropic_messages(images: bool) -> Schema:
         ),
         title=_any(TEXT, NULL),
         context=_any(TEXT, NULL),
-        citations=_any(_object(enabled=_const(False, None)), NULL),
+        citations=no_citations,
     )
+    found = _object(
+        ("type", "source", "title", "content"),
+        type=_const("search_result"),
+        source=TEXT,
+        title=TEXT,
+        content=_list(text),
+        citations=no_citations,
+    )
+    seen = [image] if images else []
     result = _object(
         ("type", "tool_use_id"),
         type=_const("tool_result"),
         tool_use_id=TEXT,
-        content=_any(TEXT, _list(_any(text, document)), NULL),
+        content=_any(TEXT, _list(_any(text, document, found, *seen)), NULL),
     )
     call = _object(
         ("type", "id", "name", "input"), type=_const("tool_use"), id=TEXT, name=NAME, input=OBJECT
@@ -179,7 +192,7 @@ def _anthropic_messages(images: bool) -> Schema:
 
     system = _content(*anthropic_protocol.TEXT)
     return _any(
-        said_by("user", result, document, *([image] if images else ())),
+        said_by("user", result, document, found, *seen),
         said_by("assistant", call, thought, hidden),
         _object(("role", "content"), role=_const("system"), content=system),
     )
@@ -187,7 +200,6 @@ def _anthropic_messages(images: bool) -> Schema:
 
 def _responses_items(images: bool) -> Schema:
     text = _object(("type", "text"), type=_const(*responses_protocol.TEXT), text=TEXT)
-    refusal = _object(("type", "refusal"), type=_const("refusal"), refusal=TEXT)
     image = _object(("type", "image_url"), type=_const("input_image"), image_url=DATA_URL)
     summary = _any(_content("reasoning_text", "summary_text"), NULL)
 
@@ -196,7 +208,7 @@ def _responses_items(images: bool) -> Schema:
             ("role", "content"),
             type=_const("message"),
             role=_const(*roles),
-            content=_any(TEXT, _list(_any(text, refusal, *parts))),
+            content=_any(TEXT, _list(_any(text, REFUSAL, *parts))),
         )
 
     return _any(
@@ -213,7 +225,7 @@ def _responses_items(images: bool) -> Schema:
             ("type", "call_id", "output"),
             type=_const("function_call_output"),
             call_id=TEXT,
-            output=_content(*responses_protocol.TEXT),
+            output=_content(*responses_protocol.TEXT, images=[image] if images else ()),
         ),
         _object(("type",), type=_const("reasoning"), content=summary, summary=summary),
         _object(("type", "id"), type=_const("item_reference"), id=TEXT),
@@ -227,6 +239,15 @@ JSON_SCHEMA = {
 }
 JSON_SCHEMA["properties"]["strict"] = {}
 RESPONSE_FORMAT = _any(
+    {
+        **_object(
+            ("type", "schema"),
+            type=_const(*FORMATS[1:]),
+            schema=_any(OBJECT, {"type": "boolean"}),
+            json_schema=NULL,
+        ),
+        "additionalProperties": False,
+    },
     {
         **_object(("type",), type=_const(*FORMATS[:2]), json_schema={}),
         "additionalProperties": False,
@@ -286,6 +307,10 @@ def _of_bodies(served: Served) -> Mapping[str, Mapping[str, Schema]]:
     """Rules by body and field."""
     images = served.reads_images
     chat = _list(_chat_messages(images), minItems=1)
+    document: Schema = {"type": "object", "additionalProperties": TEXT}
+    documents = (
+        _list(document, maxItems=MAX_DOCUMENTS) if served.reads_documents else _const(None, [])
+    )
     allowed_tools = _object(
         ("type", "mode", "tools"),
         type=_const("allowed_tools"),
@@ -293,8 +318,11 @@ def _of_bodies(served: Served) -> Mapping[str, Mapping[str, Schema]]:
         tools=_list(_NAMED, minItems=1),
     )
     return {
-        "ChatBody": {"messages": chat},
-        "TokenizeBody": {"messages": chat if served.pooling is None else NULL},
+        "ChatBody": {"messages": chat, "documents": documents},
+        "TokenizeBody": {
+            "messages": chat if served.pooling is None else NULL,
+            "documents": documents,
+        },
         "OllamaChatBody": {"messages": _list(_ollama_messages(images))},
         "GenerateBody": {"images": _list(BASE64) if images else NONE_GIVEN},
         "CountTokensBody": {
@@ -303,7 +331,7 @@ def _of_bodies(served: Served) -> Mapping[str, Mapping[str, Schema]]:
             "stop_sequences": _list(STOP, maxItems=MAX_STOP_STRINGS),
         },
         # may be more than fits
-        "MessagesBody": {"max_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}},
+        "MessagesBody": {"max_tokens": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}},
         "ResponsesBody": {
             "input": _any(TEXT, _list(_responses_items(images), minItems=1)),
             "include": _list(_const(*responses_protocol.INCLUDABLE)),
@@ -344,7 +372,7 @@ def _rules(
     own = dict(of_body)
     if body.__name__ == "CompletionBody":
         own["prompt"] = limits["prompt"]
-        own["max_tokens"] = {**limits["max_tokens"], "minimum": 0}  # with echo
+        own["max_tokens"] = {**limits["max_output_tokens"], "minimum": -1}  # 0: with echo
     if body.__module__ == ollama_protocol.__name__:
         own["model"] = _any(*(limits[key] for key in ("model", "latest")))
         own["prompt"] = TEXT
@@ -370,8 +398,8 @@ def _limits(served: Served) -> dict[str, Schema]:
         "stop_token_ids": _list(token, maxItems=1024),
         "allowed_token_ids": _list(token, minItems=1, maxItems=65536),
         "bad_words": _list(text, maxItems=64),
-        "max_tokens": length,
-        "max_completion_tokens": length,
+        "max_tokens": _any(length, _const(-1)),
+        "max_completion_tokens": _any(length, _const(-1)),
         "max_output_tokens": length,
         "prompt": _any(text, ids, _list(text, **several), _list(ids, **several)),
         "suffix": TEXT if served.infills else _const(None, ""),

@@ -32,7 +32,9 @@ FORMATS = ("text", "json_object", "json_schema")
 def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
     """None for free text. InvalidRequestError for an invalid grammar, or for different ones."""
     if body.response_format is not None:
-        _check_keys("response_format", body.response_format, ("type", "json_schema"))
+        known = ("type", "json_schema", "schema")
+        is_text = body.response_format.get("type") == "text"
+        _check_keys("response_format", body.response_format, known[:2] if is_text else known)
     fields = _asking(body)
     made: StructuredOutputsParams | None = None
     for field in fields:
@@ -89,6 +91,15 @@ def _of_response_format(given: dict[str, Any]) -> dict[str, Any]:
             f"response_format.type must be one of {', '.join(FORMATS)}, got {kind!r:.80}",
             param="response_format.type",
         )
+    beside = given.get("schema")  # another form of both kinds
+    if beside is not None:
+        if given.get("json_schema") is not None or not isinstance(beside, dict | bool):
+            raise InvalidRequestError(
+                "response_format.schema must be a JSON schema, in place of json_schema, "
+                f"got {beside!r:.80}",
+                param="response_format.schema",
+            )
+        return {"json": beside}
     if kind == "json_object":
         return {"json_object": True}
     described = given.get("json_schema")

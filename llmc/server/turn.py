@@ -7,6 +7,7 @@ answer's text -> Turn.reader() or Turn.read() -> reasoning, content, calls -> pr
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -208,7 +209,8 @@ def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
         given = exc.param or ""
         for ours, theirs in names.items():
             if given == ours or given.startswith((f"{ours}.", f"{ours}[")):
-                text = str(exc).replace(ours, theirs, 1)
+                # as a word: other names may contain it
+                text = re.sub(rf"\b{re.escape(ours)}\b", theirs, str(exc), count=1)
                 param = theirs + given.removeprefix(ours)
                 raise InvalidRequestError(text, param=param, code=exc.code) from exc
         raise
@@ -245,6 +247,8 @@ async def _prepared(llm: AsyncLLM, body: ChatBody) -> tuple[Input, ToolUse | Non
         extra.setdefault("enable_thinking", body.enable_thinking)
     if body.reasoning_effort is not None:
         extra["reasoning_effort"] = body.reasoning_effort
+    if body.reasoning_effort == "none":  # most templates only have a switch, under either name
+        extra = {"enable_thinking": False, "thinking": False, **extra}
     use = await tool_use(llm, body, sampling.structured_outputs)
     if use is not None:
         sampling = dataclasses.replace(sampling, structured_outputs=use.grammar)
@@ -283,6 +287,7 @@ async def prepare_messages(
             messages,
             sampling,
             tools=tools,
+            documents=body.documents,
             # A new turn can't begin inside the one that is continued, whatever was requested.
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,

@@ -9,10 +9,12 @@ model's directory, and no class that this process may have registered.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 _SENSES = ("vision", "image", "video", "audio", "speech")
+_TUPLES = ("eos_token_ids", "unused_parts", "fields")
 _NEVER_KEPT = ("auto_map", "configuration_files")  # these refer to code or further files
 
 
@@ -46,6 +49,7 @@ class ConfigFacts:
     is_encoder: bool  # its tokens attend to later ones too
     num_token_types: int  # number of token type embeddings
     classifier_pooling: str  # as named in configs; "last" for decoders
+    fields: tuple[str, ...]  # that the config's class has; those of its parts as `part.field`
 
 
 def describe(hf_config: Any) -> ConfigFacts:
@@ -66,6 +70,7 @@ def describe(hf_config: Any) -> ConfigFacts:
         is_encoder=is_encoder(hf_config),
         num_token_types=getattr(text, "type_vocab_size", None) or 0,
         classifier_pooling=classifier_pooling(hf_config),
+        fields=tuple(sorted(set(class_fields(hf_config)))),
     )
 
 
@@ -84,7 +89,7 @@ class FactsCache:
             if path.stat().st_uid != os.getuid():
                 return None
             found = json.loads(path.read_text(encoding="utf-8"))
-            lists = {k: tuple(found[k]) for k in ("eos_token_ids", "unused_parts")}
+            lists = {k: tuple(found[k]) for k in _TUPLES}
             return ConfigFacts(**{**found, **lists})
         except FileNotFoundError:
             return None
@@ -188,6 +193,23 @@ def unused_parts(hf_config: Any) -> tuple[str, ...]:
     """A model's parts besides the text model, by the names of their configs."""
     names = [name.removesuffix("_config") for name in getattr(hf_config, "sub_configs", {})]
     return tuple(n for n in names if n in _SENSES and getattr(hf_config, f"{n}_config", None))
+
+
+def class_fields(hf_config: Any) -> Iterator[str]:
+    """The fields that the class of a config has, whatever a config.json says, under all their
+    names."""
+    kind = type(hf_config)
+    for base in kind.__mro__[:-1]:  # without object
+        if (init := vars(base).get("__init__")) is not None:
+            _, *parameters = inspect.signature(init).parameters.values()  # without self
+            named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+            yield from (one.name for one in parameters if one.kind in named)
+        properties = {name: one for name, one in vars(base).items() if isinstance(one, property)}
+        yield from (name for name, one in properties.items() if one.fset is not None)
+    yield from getattr(kind, "attribute_map", {})
+    for part in getattr(kind, "sub_configs", ()):
+        if (config := getattr(hf_config, part, None)) is not None:
+            yield from (f"{part}.{name}" for name in class_fields(config))
 
 
 def eos_token_ids(hf_config: Any) -> tuple[int, ...]:

@@ -6,14 +6,19 @@ the model's other files. So everything that reads config.json, transformers incl
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from llmc.cache_dir import cache_dir, new_folder, publish_folder
 from llmc.errors import CheckpointError, ConfigError
+from llmc.weights.quantized.quantization_config import QUANTIZATION_KEYS
+
+log = logging.getLogger(__name__)
 
 _CONFIG = "config.json"
 # Two names of one field, of which transformers would prefer the second.
@@ -50,6 +55,32 @@ def overridden(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
         if name == _THETA and rope is not None and _THETA in made[rope]:
             made[rope] = {**made[rope], _THETA: value}
     return made
+
+
+def new_fields(config: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+    """The names in `given` that a config does not have; those inside an object as `object.name`."""
+    for name, value in given.items():
+        if name not in config and name not in (*_ROPE, _THETA):
+            yield name
+        elif isinstance(value, Mapping) and isinstance(config.get(name), dict):
+            yield from (f"{name}.{inner}" for inner in new_fields(config[name], value))
+
+
+def warn_of_unknown(names: Iterable[str], known: Collection[str]) -> None:
+    """Warn of overrides that are neither in config.json (`names`) nor fields of the config's class
+    (`known`). Not an error: code of the model's own may read them all the same."""
+    for name in names:
+        part, _, last = name.rpartition(".")
+        siblings = [one for one in known if one.rpartition(".")[0] == part]
+        if name in known or last in QUANTIZATION_KEYS or not siblings:
+            continue  # or inside an object that is no config
+        inside = [one for one in known if one.endswith(f".{last}")]
+        nearest = inside[:1] or difflib.get_close_matches(name, siblings, n=1)
+        log.warning(
+            "hf_overrides: the model's config has no field %r, so this may have no effect%s",
+            name,
+            f"; did you mean {nearest[0]!r}?" if nearest else "",
+        )
 
 
 def with_overrides(model: Path, given: Mapping[str, Any]) -> Path:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, ConfigError, reason_of
-from llmc.startup.config_overrides import with_overrides
+from llmc.startup.config_overrides import new_fields, with_overrides
 from llmc.startup.default_model import default_model, default_model_path
 from llmc.startup.gguf_files import is_new, model_directory
 from llmc.startup.hub import HubName, download_gguf
@@ -46,6 +46,7 @@ class ModelFiles:
     name: str
     path: Path
     is_default: bool
+    added_fields: Sequence[str] = ()  # to config.json, by hf_overrides
 
     @property
     def has_tokenizer(self) -> bool:
@@ -81,9 +82,11 @@ class Location:
         """Raises CheckpointError for a GGUF file that can't be read or served, and for overrides
         of a config that can't be read."""
         path = model_directory(self.path, self.sampling) if self.is_gguf else self.path
+        added: tuple[str, ...] = ()
         if self.overrides:
+            added = tuple(new_fields(parse_json(path / "config.json"), self.overrides))
             path = with_overrides(path, self.overrides)
-        return ModelFiles(name=self.name, path=path, is_default=self.is_default)
+        return ModelFiles(name=self.name, path=path, is_default=self.is_default, added_fields=added)
 
 
 def locate(config: EngineConfig) -> Location | None:

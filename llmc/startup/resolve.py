@@ -17,7 +17,7 @@ from llmc.errors import CheckpointError, ConfigError
 from llmc.passes.user_names import check_user_code
 from llmc.pooling import LM, DraftHead, Head
 from llmc.startup.config_facts import ConfigFacts, FactsCache, describe, token_ids
-from llmc.startup.config_overrides import check_config_overrides
+from llmc.startup.config_overrides import check_config_overrides, warn_of_unknown
 from llmc.startup.model_files import (
     ModelFiles,
     generation_defaults,
@@ -172,6 +172,7 @@ def resolve(
         facts = describe(load_hf_config())
         if facts_cache is not None:
             facts_cache.save(files, config, facts, load_hf_config())
+    warn_of_unknown(files.added_fields, facts.fields)
     _check_model_len(config, facts)
     pooling = find_pooling(config, files, facts)
     stated = facts.dtype or _dtype_of_integers(config, stored, device)

@@ -30,6 +30,7 @@ from llmc.text.tools.tool_format import ToolFormat
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
+Document = Mapping[str, str]  # such as {"title": ..., "text": ...}
 
 IMAGE_PART = {"type": "image"}  # a part of a message, as templates know it
 # Errors raised by a template's arithmetic, lookups, filters and macros. SyntaxError: Python can't
@@ -45,6 +46,7 @@ def render_chat(
     messages: Sequence[Message],
     *,
     tools: Sequence[Tool] | None = None,
+    documents: Sequence[Document] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
@@ -54,13 +56,13 @@ def render_chat(
         tokenizer,
         messages,
         tools,
+        documents,
         add_generation_prompt,
         continue_final_message,
         template_kwargs,
     )
-    if _spells_control_token(tokenizer, [conversation, extra["tools"]]) and can_sanitize(
-        tokenizer.hf
-    ):
+    given = [conversation, extra["tools"], extra["documents"]]
+    if _spells_control_token(tokenizer, given) and can_sanitize(tokenizer.hf):
         # Transformers marks the text while rendering, so it must tokenize too.
         with tokenizer.isolated() as hf, _as_request_errors():
             ids = hf.apply_chat_template(
@@ -80,6 +82,7 @@ def render_text(
     messages: Sequence[Message],
     *,
     tools: Sequence[Tool] | None = None,
+    documents: Sequence[Document] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
@@ -90,11 +93,12 @@ def render_text(
         tokenizer,
         messages,
         tools,
+        documents,
         add_generation_prompt,
         continue_final_message,
         template_kwargs,
     )
-    if _spells_control_token(tokenizer, [conversation, extra["tools"]]):
+    if _spells_control_token(tokenizer, [conversation, extra["tools"], extra["documents"]]):
         raise InvalidRequestError(
             "a message spells a control token of the model, which can't be distinguished from a "
             "real one if there are images; leave it out",
@@ -107,6 +111,7 @@ def _conversation(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     tools: Sequence[Tool] | None,
+    documents: Sequence[Document] | None,
     add_generation_prompt: bool,
     continue_final_message: bool,
     template_kwargs: Mapping[str, Any] | None,
@@ -154,7 +159,40 @@ def _conversation(
     extra["add_generation_prompt"] = add_generation_prompt
     extra["continue_final_message"] = continue_final_message
     extra["tools"] = list(tools) if tools else None
+    extra["documents"] = _documents(tokenizer, template, documents) if documents else None
     return plain(conversation), plain(extra)
+
+
+def reads_documents(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template has a place for documents."""
+    return _reads_documents(tokenizer.chat_template or "")
+
+
+def _reads_documents(template: str) -> bool:
+    return "documents" in template
+
+
+def _documents(
+    tokenizer: Tokenizer, template: str, documents: Sequence[Document]
+) -> list[Document]:
+    if not _reads_documents(template):
+        raise InvalidRequestError(
+            "the model's chat template has no place for documents; send their text in a message, "
+            "or give another template with --chat-template",
+            param="documents",
+            code="unsupported_parameter",
+        )
+    for index, document in enumerate(documents):
+        for name, text in document.items():
+            check_text(name, f"documents[{index}]")
+            check_text(text, f"documents[{index}].{name}")
+            if _spells_control_token(tokenizer, name):  # only values are encoded as plain text
+                raise InvalidRequestError(
+                    f"documents[{index}] has a field named {name!r:.80}, which spells a control "
+                    "token of the model; rename it",
+                    param=f"documents[{index}]",
+                )
+    return list(documents)
 
 
 def _template(tokenizer: Tokenizer, tools: Sequence[Tool] | None) -> str:
@@ -337,6 +375,8 @@ def _flat(index: int, message: Message, parts: bool) -> dict[str, Any]:
         if key == "content" or not (value is None or (key == "tool_calls" and value == []))
     }
     content = message.get("content")
+    if content is None and role == "assistant" and isinstance(message.get("refusal"), str):
+        content = message["refusal"]
     if content is None:
         if "tool_calls" in flat or role == "assistant":
             flat["content"] = [] if parts else ""
@@ -353,7 +393,8 @@ def _flat(index: int, message: Message, parts: bool) -> dict[str, Any]:
         check_text("".join(part.get("text", "") for part in kept), f"{where}.content")
         return {**flat, "content": kept}
     elif isinstance(content, list | tuple):
-        texts = [_part(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
+        refuses = role == "assistant"
+        texts = [_part(f"{where}.content[{i}]", part, refuses) for i, part in enumerate(content)]
     else:
         raise InvalidRequestError(
             f"{where}.content must be text, got {content!r:.80}", param=f"{where}.content"
@@ -367,13 +408,14 @@ def _flat(index: int, message: Message, parts: bool) -> dict[str, Any]:
     return flat
 
 
-def _part(where: str, part: Any) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text":
-        text = part.get("text")
+def _part(where: str, part: Any, refuses: bool = False) -> str:
+    """The text of a part. `refuses`: it can be a refusal, as those of the assistant's answers."""
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    if isinstance(part, Mapping) and (kind == "text" or (refuses and kind == "refusal")):
+        text = part.get(kind)
         if isinstance(text, str):
             return text
-        raise InvalidRequestError(f"{where}.text must be text, got {text!r:.80}", param=where)
-    kind = part.get("type") if isinstance(part, Mapping) else part
+        raise InvalidRequestError(f"{where}.{kind} must be text, got {text!r:.80}", param=where)
     raise InvalidRequestError(
         f"{where} has type {kind!r:.80}; this model takes text parts only", param=where
     )

@@ -29,6 +29,7 @@ def render_template(
     conversation: Conversation,
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, str]] | None = None,
     add_generation_prompt: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
@@ -40,7 +41,7 @@ def render_template(
     return _compiled(template).render(
         messages=[_with_reasoning(message) for message in conversation],
         tools=tools,
-        documents=None,
+        documents=documents,
         add_generation_prompt=add_generation_prompt,
         **(variables or {}),
     )

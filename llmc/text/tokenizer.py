@@ -264,6 +264,7 @@ class Tokenizer:
         conversation: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, str]] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
@@ -276,17 +277,20 @@ class Tokenizer:
         """
         chat_template = chat_template or self.template_for(tools=tools is not None)
         conversation, tools, variables = plain(list(conversation)), plain(tools), plain(variables)
+        documents = plain(documents)
         if self._renders_alike and chat_template and not continue_final_message:
             return render_template(
                 str(chat_template),
                 conversation,
                 tools=tools,
+                documents=documents,
                 add_generation_prompt=add_generation_prompt,
                 variables={**self._facts.special_tokens, **variables},
             )
         text: str = self.hf.apply_chat_template(
             conversation,
             tools=tools,
+            documents=documents,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

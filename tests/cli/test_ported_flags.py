@@ -70,6 +70,10 @@ LINES = {
     ),
     "--model m --served-model-name a b": "--model m --served-model-name a --served-model-name b",
     "-m m -ngl 99 -c 8k --jinja -fa on": "--model m --max-model-len 8k",
+    "-m m -c 0 --timeout 600 --keep -1 --mmap --api-prefix /x": (
+        "--model m --max-model-len auto --root-path /x"
+    ),
+    "m --ctx-size=0": "m --max-model-len auto",
     "m --limit-mm-per-prompt.image 2": 'm --limit-mm-per-prompt={"image":2}',
     "m --structured-outputs-config.backend=x": "m",
     "m --max_batch_size 8 --max_num_tokens=64 --pp_size 1 --backend pytorch": (

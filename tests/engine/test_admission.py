@@ -151,6 +151,7 @@ def test_odd_salts_are_refused(salt: object) -> None:
 def test_seeds() -> None:
     assert ask([5]).seed == 77
     assert ask([5], SamplingParams(seed=-3)).seed == -3
+    assert ask([5], SamplingParams(seed=-1)).seed == 77, "none, for clients of other engines"
     assert ask([5], SamplingParams(seed=0)).seed == 0
     seeds = {derive_seed(engine_seed, count) for engine_seed in range(20) for count in range(50)}
     assert len(seeds) == 1000

@@ -16,7 +16,12 @@ from scripted_engine import REPLY, SCRIPTS, Scripted, make_scripted
 from llmc import async_llm
 from llmc.async_llm import AsyncLLM
 from llmc.engine.messages import AddRequest
-from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from llmc.errors import (
+    EngineDeadError,
+    EngineShutDownError,
+    InvalidRequestError,
+    QueueFullError,
+)
 from llmc.frontend import preparation
 from llmc.outputs import RequestOutput
 from llmc.processes.shared_counts import SharedCounts
@@ -359,7 +364,7 @@ def test_shutdown_waits_for_running_requests() -> None:
         await asyncio.sleep(0.02)
         stopping = asyncio.create_task(llm.shutdown(drain_timeout=20))
         await asyncio.sleep(0.01)
-        with pytest.raises(EngineDeadError, match="shutting down"):
+        with pytest.raises(EngineShutDownError, match="shutting down"):
             await collect(llm, "x")
         await stopping
         assert (await task).outputs[0].text == REPLY
@@ -375,8 +380,23 @@ def test_shutdown_gives_up_after_its_timeout() -> None:
         )
         await asyncio.sleep(0.05)
         await llm.shutdown(drain_timeout=0.05)
-        with pytest.raises(EngineDeadError, match="shut down"):
+        with pytest.raises(EngineShutDownError, match="was shut down; send"):
             await task
+        with pytest.raises(EngineShutDownError, match="was shut down"):
+            llm.check_health()
+
+    run(body)
+
+
+def test_a_shutdown_does_not_hide_that_the_engine_was_dead() -> None:
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        scripted.runner.fail_next = EngineDeadError("the device is lost")
+        with pytest.raises(EngineDeadError, match="device is lost"):
+            await collect(llm, "x")
+        await llm.shutdown()
+        with pytest.raises(EngineDeadError, match="device is lost") as caught:
+            llm.check_health()
+        assert not isinstance(caught.value, EngineShutDownError)
 
     run(body)
 

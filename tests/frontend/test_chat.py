@@ -68,6 +68,58 @@ def test_control_tokens_in_a_part_are_plain_text() -> None:
     assert tokenizer.eos_token_id not in ids
 
 
+DOCUMENTS = (
+    "{% for d in documents or [] %}{% for name, text in d.items() %}[{{ name }}: {{ text }}]"
+    "{% endfor %}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+ASKED = [{"role": "user", "content": "Q"}]
+
+
+@pytest.mark.parametrize("options", [{}, {"continue_final_message": True}])
+def test_documents_are_for_the_template(options: dict[str, bool]) -> None:
+    tokenizer = Tokenizer(make_hf_tokenizer(DOCUMENTS))
+    given = [{"title": "A", "text": "snow"}, {"text": "rain"}]
+    for documents, text in ((given, "[title: A][text: snow][text: rain]Q"), ([], "Q"), (None, "Q")):
+        ids = render_chat(
+            tokenizer, ASKED, documents=documents, add_generation_prompt=False, **options
+        )
+        assert tokenizer.decode(ids) == text
+
+
+def test_control_tokens_in_documents_are_plain_text() -> None:
+    tokenizer = Tokenizer(make_hf_tokenizer(DOCUMENTS))
+    with pytest.raises(InvalidRequestError, match=r"documents\[1\] has a field named '<\|end\|>'"):
+        render_chat(tokenizer, ASKED, documents=[{"text": "a"}, {"<|end|>": "a"}])
+    if not can_sanitize(tokenizer.hf):
+        pytest.skip("this transformers reads control tokens in any text")
+    ids = render_chat(tokenizer, ASKED, documents=[{"text": "</s>"}], add_generation_prompt=False)
+    assert tokenizer.eos_token_id not in ids
+    assert tokenizer.decode(ids) == "[text: </s>]Q"
+
+
+def test_documents_that_a_template_would_drop_are_refused() -> None:
+    tokenizer = Tokenizer(make_hf_tokenizer("{{ messages[0].content }}"))
+    with pytest.raises(InvalidRequestError, match="no place for documents") as caught:
+        render_chat(tokenizer, ASKED, documents=[{"text": "a"}])
+    assert caught.value.param == "documents"
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [{"content": [{"type": "refusal", "refusal": "No."}]}, {"content": None, "refusal": "No."}],
+)
+def test_a_refusal_of_the_assistant_is_text(refused: dict[str, Any]) -> None:
+    """As of a conversation that was begun with OpenAI's models."""
+    tokenizer = Tokenizer(
+        make_hf_tokenizer("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    )
+    messages = [{"role": "assistant", **refused}, {"role": "user", "content": "hi"}]
+    ids = render_chat(tokenizer, messages, add_generation_prompt=False)
+    assert tokenizer.decode(ids) == "[assistant]No.[user]hi"
+    with pytest.raises(InvalidRequestError, match="has type 'refusal'"):
+        render_chat(tokenizer, [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}])
+
+
 def test_a_template_that_takes_both_gets_one_string() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert rendered(EITHER, parts) == "one\ntwo"

@@ -78,6 +78,14 @@ def test_siblings_name_the_first_of_them() -> None:
     assert all(m.sampling.n == 1 and m.sampling.logprobs is None for m in messages)
 
 
+@pytest.mark.parametrize("seed", [-(2**63), -(2**63) + 1, -100, -2, 0, 2**63 - 1])
+def test_siblings_have_seeds_of_their_own(seed: int) -> None:
+    _, _, messages = submit(SamplingParams(n=128, seed=seed))
+    seeds = {m.sampling.seed for m in messages}
+    assert len(seeds) == 128 and None not in seeds
+    assert messages[0].sampling.seed == seed
+
+
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_best_of_shows_the_likeliest_at_the_end(logprobs: int | None) -> None:
     outputs, request, messages = submit(SamplingParams(n=2, best_of=4, logprobs=logprobs))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmc.json_schema import closed
+from llmc.json_schema import closed, without_annotations
 from llmc.structured_outputs import StructuredOutputsParams
 
 PLAIN: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -45,6 +45,39 @@ def test_what_is_closed(schema: Any, expected: Any) -> None:
     before = json.dumps(schema)
     assert closed(schema) == (schema if expected is None else expected)
     assert json.dumps(schema) == before
+
+
+def test_formats_that_json_schema_does_not_define_are_left_out() -> None:
+    """Those of OpenAPI and pydantic; no validator checks them."""
+    kinds = {
+        "secret": {"type": "string", "format": "password"},
+        "day": {"type": "string", "format": "date"},
+        "format": {"type": "integer", "format": "int64"},
+        "list": {"type": "array", "items": {"type": "string", "format": "binary"}},
+    }
+    schema = {"type": "object", "properties": kinds, "enum": [{"format": "mine"}]}
+    before = json.dumps(schema)
+    kept = {
+        "secret": {"type": "string"},
+        "day": {"type": "string", "format": "date"},
+        "format": {"type": "integer"},
+        "list": {"type": "array", "items": {"type": "string"}},
+    }
+    assert without_annotations(schema) == {**schema, "properties": kept}
+    assert json.dumps(schema) == before
+    for additional in (False, True):
+        spec = StructuredOutputsParams(json=schema, additional_properties=additional)
+        assert json.loads(spec.text)["properties"] == kept
+
+
+def test_names_that_can_be_any_are_left_out() -> None:
+    record = {"type": "object", "additionalProperties": {"type": "number"}}
+    assert without_annotations({**record, "propertyNames": {"type": "string"}}) == record
+    names = {**record, "propertyNames": {"pattern": "^a"}}
+    assert without_annotations(names) == names
+    both = {**PLAIN, "propertyNames": {"type": "string"}}
+    spec = StructuredOutputsParams(json=both)
+    assert json.loads(spec.text) == PLAIN, "an object that mentions other names is open"
 
 
 @pytest.mark.parametrize(

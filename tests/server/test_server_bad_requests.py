@@ -133,10 +133,12 @@ BAD: list[tuple[str, str, bytes, int, str | None, str | None]] = [
     ("18 best_of chat", CHAT, messages(best_of=3), 400, "unsupported_parameter", "best_of"),
     ("18 priority", COMPLETIONS, prompt(priority=1), 400, "invalid_value", "priority"),
     ("19 max 0", COMPLETIONS, prompt(max_tokens=0), 400, None, "max_tokens"),
-    ("19 max -1", CHAT, messages(max_tokens=-1), 400, None, "max_tokens"),
+    ("19 max -2", CHAT, messages(max_tokens=-2), 400, None, "max_tokens"),
+    ("19 chat max 0", CHAT, messages(max_tokens=0), 400, None, "max_tokens"),
+    ("19 max -3", COMPLETIONS, prompt(max_tokens=-3), 400, None, "max_tokens"),
     ("19 max 2^31", COMPLETIONS, prompt(max_tokens=2**31), 400, None, "max_tokens"),
     ("19 min over max", COMPLETIONS, prompt(max_tokens=3, min_tokens=4), 400, None, "min_tokens"),
-    ("20 top_p 0", COMPLETIONS, prompt(top_p=0), 400, None, "top_p"),
+    ("20 top_p -0.1", COMPLETIONS, prompt(top_p=-0.1), 400, None, "top_p"),
     ("20 top_p 1.1", COMPLETIONS, prompt(top_p=1.1), 400, None, "top_p"),
     ("20 top_k -2", COMPLETIONS, prompt(top_k=-2), 400, None, "top_k"),
     ("20 min_p 2", COMPLETIONS, prompt(min_p=2), 400, None, "min_p"),
@@ -182,6 +184,19 @@ BAD: list[tuple[str, str, bytes, int, str | None, str | None]] = [
     (
         *("24 unknown kind", CHAT, messages(structured_outputs={"ebnf": "a"})),
         *(400, None, "structured_outputs.ebnf"),
+    ),
+    (
+        *("24 two schemas", CHAT),
+        messages(response_format={"type": "json_schema", "json_schema": {}, "schema": {}}),
+        *(400, None, "response_format.schema"),
+    ),
+    (
+        *("24 schema text", CHAT, messages(response_format={"type": "json_object", "schema": "x"})),
+        *(400, None, "response_format.schema"),
+    ),
+    (
+        *("24 schema of text", CHAT, messages(response_format={"type": "text", "schema": {}})),
+        *(400, None, "response_format.schema"),
     ),
     (
         *("24 structural", CHAT, messages(response_format={"type": "structural_tag"})),

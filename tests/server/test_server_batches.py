@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import threading
@@ -15,12 +16,14 @@ from unittest import mock
 import httpx
 import pytest
 from live_server import Live, live_server
-from scripted_engine import make_scripted
+from scripted_engine import SCRIPTS, make_scripted
 
 from llmc.errors import ConfigError
 from llmc.server import batch_runner, batch_store
 from llmc.server.errors import ApiError
 from llmc.server.settings import ServerSettings
+
+RESPONSES = "/v1/responses"
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +94,19 @@ def test_a_batch_answers_as_the_routes_do(live: Live) -> None:
     assert listed["data"][0]["id"] == found["id"]
     card = live.client.get(f"/v1/files/{found['output_file_id']}").json()
     assert card["purpose"] == "batch_output" and card["bytes"] > 0
+
+
+def test_a_batch_of_responses(tmp_path: Path) -> None:
+    """Also where requests of batches get a priority."""
+    over = make_scripted()
+    over.config = dataclasses.replace(over.config, scheduling_policy="priority")
+    with live_server(ServerSettings(batch_dir=str(tmp_path)), over=over) as live:
+        lines = [line(name, RESPONSES, input="count", store=False) for name in "ab"]
+        found = wait(live, begin(live, lines, RESPONSES))
+        assert found["request_counts"] == {"total": 2, "completed": 2, "failed": 0}, found
+        for row in rows(live, found["output_file_id"]).values():
+            [item] = row["response"]["body"]["output"]
+            assert item["content"][0]["text"] == SCRIPTS["count"]
 
 
 @pytest.mark.parametrize(

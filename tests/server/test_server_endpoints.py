@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from live_server import Live, live_server
-from scripted_engine import REPLY, SCRIPTS
+from scripted_engine import REPLY, SCRIPTS, make_scripted
 
 from llmc.server.app import ROUTES
 from llmc.server.openapi import BATCH_PATHS, EMBEDDING_PATHS, SCORING_PATHS
@@ -127,7 +127,10 @@ def test_chat(live: Live) -> None:
 
 
 def test_chat_may_fill_the_context(live: Live) -> None:
-    usage = live.chat("x", ignore_eos=True).json()["usage"]
+    for fields in ({}, {"max_tokens": -1}, {"max_completion_tokens": -1, "max_tokens": 1}):
+        usage = live.chat("x", ignore_eos=True, **fields).json()["usage"]
+        assert usage["total_tokens"] == live.scripted.info.max_model_len
+    usage = live.complete(prompt="x", ignore_eos=True, max_tokens=-1).json()["usage"]
     assert usage["total_tokens"] == live.scripted.info.max_model_len
 
 
@@ -137,6 +140,58 @@ def test_chat_logprobs_with_bytes(live: Live) -> None:
     assert bytes(b for entry in content for b in entry["bytes"]).decode() == "\U0001f642"
     assert content[0]["token"] == "bytes:\\xf0"
     assert [len(entry["top_logprobs"]) for entry in content] == [2] * 4
+
+
+def test_logprobs_name_tokens_by_id_on_request(live: Live) -> None:
+    fields: dict[str, Any] = {"max_tokens": 3, "logprobs": 1, "return_token_ids": True}
+
+    def answered(as_ids: bool, body: dict[str, Any]) -> dict[str, Any]:
+        answer = live.complete(**body, return_tokens_as_token_ids=as_ids).json()
+        return dict(answer["choices"][0])
+
+    plain, choice = (answered(as_ids, fields) for as_ids in (False, True))
+    named = [f"token_id:{token}" for token in choice["token_ids"]]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == named
+    assert [next(iter(top)) for top in logprobs["top_logprobs"]] == named
+    for name in ("token_logprobs", "text_offset"):
+        assert logprobs[name] == plain["logprobs"][name]
+
+    chat = {"logprobs": True, "top_logprobs": 1, "max_tokens": 3, "return_token_ids": True}
+    asked = {"messages": MESSAGES, **chat, "return_tokens_as_token_ids": True}
+    (one,) = live.post(CHAT, asked).json()["choices"]
+    content = [entry for e in live.events(CHAT, asked) for entry in _content(e)]
+    assert content == one["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{i}" for i in one["token_ids"]]
+    assert all(entry["top_logprobs"][0]["token"].startswith("token_id:") for entry in content)
+    raw = bytes(b for entry in content for b in entry["bytes"])
+    assert one["message"]["content"] == raw.decode(), "bytes are those of the text"
+
+
+def _content(event: dict[str, Any]) -> list[dict[str, Any]]:
+    logprobs = event["choices"][0]["logprobs"]
+    return [] if logprobs is None else list(logprobs["content"])
+
+
+def test_documents_of_a_chat() -> None:
+    template = "{% for d in documents %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
+    with live_server(over=make_scripted(chat_template=template)) as live:
+        body = {"messages": [{"role": "user", "content": "unt"}]}
+        documents = {"documents": [{"title": "A", "text": "co"}]}
+        tokens = live.post("/tokenize", {**body, **documents}).json()["tokens"]
+        assert live.post("/detokenize", {"tokens": tokens}).json() == {"prompt": "count"}
+        answer = live.post(CHAT, {**body, **documents}).json()
+        assert answer["choices"][0]["message"]["content"] == COUNT
+        error = live.post(CHAT, {**body, "documents": [{"text": 1}]}).json()["error"]
+        assert error["param"] == "documents[0].text"
+        fields = live.client.get("/openapi.json").json()["components"]["schemas"]["ChatBody"]
+        assert fields["properties"]["documents"]["anyOf"][0]["maxItems"] == 1024
+
+
+def test_documents_need_a_template_that_shows_them(live: Live) -> None:
+    assert live.chat(documents=[], max_tokens=1).status_code == 200
+    error = live.chat(documents=[{"text": "x"}]).json()["error"]
+    assert (error["param"], error["code"]) == ("documents", "unsupported_parameter")
 
 
 def test_text_parts_and_kwargs(live: Live) -> None:
@@ -328,6 +383,7 @@ def test_null_and_no_op_fields_are_accepted(live: Live) -> None:
         "seed": None,
         "best_of": 1,
         "suffix": None,
+        "separate_reasoning": True,  # SGLang's examples set it
     }
     assert live.complete(**extra).json()["choices"][0]["text"] == COUNT
 

@@ -91,6 +91,81 @@ def test_all_protocols_answer_as_transformers_does(live: Live) -> None:
     assert refused.status_code == 400 and "leave out raw and suffix" in refused.text
 
 
+def test_images_in_a_tool_result_are_those_of_the_next_message(live: Live) -> None:
+    """As Claude Code sends an image file that it has read."""
+    image = random_image(4)
+    source = {"type": "base64", "media_type": "image/png", "data": encoded(image)}
+    read = [{"type": "text", "text": "a.png"}, {"type": "image", "source": source}]
+    call = {"type": "tool_use", "id": "call_1", "name": "read", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": read}
+    asked = {"type": "text", "text": "what is it"}
+    messages = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, asked]},
+    ]
+    function = {"name": "read", "arguments": "{}"}
+    chat = [
+        messages[0],
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "a.png"},
+        {"role": "user", "content": [part(url(image)), asked]},
+    ]
+    answer = live.post("/v1/messages", {"messages": messages, **GREEDY})
+    assert answer.status_code == 200, answer.text
+    same = live.post("/v1/chat/completions", {"messages": chat, **GREEDY}).json()
+    assert answer.json()["content"][0]["text"] == same["choices"][0]["message"]["content"]
+    counts = answer.json()["usage"]
+    tokens = counts["input_tokens"] + counts["cache_read_input_tokens"]
+    assert tokens == same["usage"]["prompt_tokens"]
+    document = live.client.get("/openapi.json").json()
+    check(document, "MessagesBody", "messages", messages)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_images_in_the_output_of_a_function_are_those_of_the_next_message(
+    asks: bool, live: Live
+) -> None:
+    """As Codex sends an image file that it has looked at; also after several outputs."""
+    shown, names = random_image(5), ("a", "b")
+    calls = [
+        {"type": "function_call", "call_id": name, "name": "read", "arguments": "{}"}
+        for name in names
+    ]
+    image = {"type": "input_image", "image_url": url(shown)}
+    look = [{"type": "input_text", "text": "a.png"}, image]
+    outputs: list[dict[str, Any]] = [
+        {"type": "function_call_output", "call_id": "a", "output": look},
+        {"type": "function_call_output", "call_id": "b", "output": "nothing"},
+    ]
+    asked = [{"role": "user", "content": "what is it"}] * asks
+    items = [{"role": "user", "content": "look"}, *calls, *outputs, *asked]
+    chat_calls = [
+        {"id": name, "type": "function", "function": {"name": "read", "arguments": "{}"}}
+        for name in names
+    ]
+    text = [{"type": "text", "text": "what is it"}] * asks
+    chat = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "tool_calls": chat_calls},
+        {"role": "tool", "tool_call_id": "a", "content": "a.png"},
+        {"role": "tool", "tool_call_id": "b", "content": "nothing"},
+        {"role": "user", "content": [part(url(shown)), *text]},
+    ]
+    given = {"input": items, "max_output_tokens": 8, "temperature": 0.0}
+    answer = live.post("/v1/responses", given)
+    assert answer.status_code == 200, answer.text
+    same = live.post("/v1/chat/completions", {"messages": chat, **GREEDY}).json()
+    content = answer.json()["output"][0]["content"]
+    assert content[0]["text"] == same["choices"][0]["message"]["content"]
+    assert answer.json()["usage"]["input_tokens"] == same["usage"]["prompt_tokens"]
+    check(live.client.get("/openapi.json").json(), "ResponsesBody", "input", items)
+
+
 def test_the_schema_has_the_images_of_every_protocol(live: Live) -> None:
     image = random_image(1)
     source = {"type": "base64", "media_type": "image/png", "data": encoded(image)}

@@ -93,8 +93,11 @@ def test_paths_of_the_page_lead_to_its_files_alone(live: Live) -> None:
 
 
 def test_without_a_page() -> None:
-    with live_server(ServerSettings(ui=False)) as live:
-        assert live.client.get("/").status_code == 404
+    with live_server(ServerSettings(ui=False, api_keys=("sesame",))) as live:
+        with httpx.Client(base_url=live.client.base_url) as bare:
+            assert bare.get("/").text == "llmc is running"
+            assert bare.head("/").status_code == 200, "as Ollama's client checks for a server"
+        assert live.client.get("/docs").status_code == 404
         assert live.client.get("/ui/app.js").status_code == 404
         assert live.client.get("/v1/models").status_code == 200
 

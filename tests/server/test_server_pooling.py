@@ -136,6 +136,11 @@ def test_what_is_refused(live: Live, path: str, body: dict[str, Any], param: str
         assert error["code"] == "wrong_task" and "/v1/embeddings" in error["message"]
 
 
+def test_a_text_that_is_too_long_is_told_the_field_that_cuts_it(live: Live) -> None:
+    message = live.post("/v1/embeddings", {"input": "license " * 90}).json()["error"]["message"]
+    assert "let the server cut it with truncate_prompt_tokens" in message
+
+
 def test_the_sdk_of_openai(live: Live) -> None:
     openai = pytest.importorskip("openai", reason="openai is not installed")
     url = f"http://127.0.0.1:{live.port}/v1"

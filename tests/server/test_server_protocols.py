@@ -195,6 +195,52 @@ def test_documents_of_text_are_text(live: Live) -> None:
     assert counts[0].json() == counts[1].json()
 
 
+def search_result(**fields: Any) -> dict[str, Any]:
+    texts = [{"type": "text", "text": part} for part in "ab"]
+    return {
+        "type": "search_result",
+        "title": "Report",
+        "source": "snow.md",
+        "content": texts,
+        **fields,
+    }
+
+
+def test_search_results_are_text(live: Live) -> None:
+    use = {"type": "tool_use", "id": "call_1", "name": "weather", "input": ARGUMENTS}
+    off = search_result(citations={"enabled": False}, cache_control={"type": "ephemeral"})
+
+    def counted(block: dict[str, Any]) -> int:
+        result = {"type": "tool_result", "tool_use_id": "call_1", "content": [block]}
+        messages = [
+            {"role": "user", "content": [block, {"type": "text", "text": "And?"}]},
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result]},
+        ]
+        body = {"messages": messages, "tools": ANTHROPIC_TOOLS}
+        response = live.post("/v1/messages/count_tokens", body)
+        assert response.status_code == 200, response.text
+        return int(response.json()["input_tokens"])
+
+    assert counted(off) == counted({"type": "text", "text": "Report\n\nsnow.md\n\na\nb"})
+
+
+def test_no_tokens_only_cache_the_prompt(live: Live) -> None:
+    """max_tokens 0, by which Anthropic's clients warm the cache."""
+    text = "plain and long enough for a block of the cache"
+    messages = [{"role": "user", "content": text}]
+    body = {"max_tokens": 0, "messages": messages}
+    answer = live.post(MESSAGES, body).json()
+    assert (answer["content"], answer["stop_reason"]) == ([], "max_tokens")
+    usage = answer["usage"]
+    assert (usage["output_tokens"], usage["cache_read_input_tokens"]) == (0, 0)
+    assert usage["input_tokens"] == prompt_of(live, messages)
+    again = live.post(MESSAGES, {**body, "max_tokens": 1}).json()["usage"]
+    assert again["cache_read_input_tokens"] > 0
+    kinds = [event["type"] for event in named_events(live, MESSAGES, body)]
+    assert kinds == ["message_start", "message_delta", "message_stop"]
+
+
 @pytest.mark.parametrize(
     ("fields", "reason", "sequence"),
     [
@@ -240,8 +286,20 @@ def asks_with(source: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [document]}]}
 
 
+def found(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [search_result(**fields)]}]}
+
+
 WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": "9"}, "max_tokens"),
+    ({"max_tokens": 0.5}, "max_tokens"),
+    (found(title=None), "messages[0].content[0].title"),
+    (found(source={"url": "x"}), "messages[0].content[0].source"),
+    (found(content="x"), "messages[0].content[0].content must be a list"),
+    (found(content=[IMAGE]), "messages[0].content[0].content[0]"),
+    (found(citations={"enabled": True}), "citations"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
@@ -256,6 +314,7 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice of type tool"),
+    ({"tool_choice": {"type": "any"}, "tools": []}, "tool_choice of type any needs tools"),
     ({"tool_choice": {"type": "tool", "name": "nobody"}}, "tool_choice"),
     ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
     ({"stop_sequences": [""]}, "stop_sequences"),
@@ -300,6 +359,44 @@ def test_unknown_paths_answer_in_the_shape_of_their_protocol(
     assert response.status_code == status
     error = response.json()["error"]
     assert path in (error if path.startswith("/api") else error["message"])
+
+
+KEY, JSON = "x-api-key: a-key", "content-type: application/json"
+NAMED = [  # a request line, further headers, and the answer to it
+    ("GET /v1/nothing", [KEY], 404, "not_found_error"),
+    ("GET /v1/complete", [KEY], 404, "not_found_error"),
+    ("DELETE /v1/models", [KEY], 405, "invalid_request_error"),
+    ("GET /v1/models", [], 401, "authentication_error"),
+    ("GET /load", [KEY], 404, "not_found_error"),
+    (f"POST {RESPONSES}", [KEY, JSON, "content-length: 99999999999"], 413, "request_too_large"),
+    (f"POST {RESPONSES}", [KEY, "content-length: 2"], 415, "invalid_request_error"),
+    (f"GET {RESPONSES}", [KEY, *(f"x-{i}: x" for i in range(200))], 431, "invalid_request_error"),
+]
+
+
+@pytest.mark.parametrize(("line", "headers", "status", "kind"), NAMED, ids=lambda v: str(v)[:30])
+def test_who_names_anthropics_version_gets_its_errors_everywhere(
+    line: str, headers: list[str], status: int, kind: str, live: Live
+) -> None:
+    sent = [f"{line} HTTP/1.1", "host: localhost", "anthropic-version: 2023-06-01", *headers]
+    head, _, body = live.raw("\r\n".join([*sent, "", "{}"]).encode()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), head
+    answer = json.loads(body)
+    assert (answer["type"], answer["error"]["type"]) == ("error", kind)
+    assert f"request-id: {answer['request_id']}".encode() in head.lower()
+
+
+def test_a_top_p_of_0_leaves_the_likeliest_token(live: Live) -> None:
+    asked = {"top_p": 0, "temperature": 1}
+    answer = live.post(RESPONSES, {"input": "call", **asked}).json()
+    assert (answer["temperature"], answer["top_p"]) == (0, 1), "greedy"
+    for path, body in (
+        (MESSAGES, {"messages": [USER], "max_tokens": 1, **asked}),
+        (OLLAMA, {"messages": [USER], "options": {"num_predict": 1, **asked}}),
+        ("/v1/chat/completions", {"messages": [USER], "max_tokens": 1, **asked}),
+        ("/v1/completions", {"prompt": "call", "max_tokens": 1, **asked}),
+    ):
+        assert live.post(path, body).status_code == 200, path
 
 
 # ---- Responses ----

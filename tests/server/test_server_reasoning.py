@@ -71,6 +71,10 @@ def test_an_answer_that_ends_inside_it(live: Live) -> None:
         ({"enable_thinking": False}, False),
         ({"chat_template_kwargs": {"enable_thinking": False}}, False),
         ({"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, True),
+        ({"reasoning_effort": "low"}, True),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "none", "enable_thinking": True}, True),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, True),
     ],
 )
 def test_the_template_is_told_whether_to_think(

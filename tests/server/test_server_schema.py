@@ -137,11 +137,16 @@ def run_schema(live: Live, key: str, paths: Sequence[str] = ()) -> tuple[set[str
 
 
 USER = {"role": "user", "content": "count"}
+FOUND = {"type": "search_result", "title": "", "source": "count", "content": []}
+UNTITLED = {**FOUND, "title": None}
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 OLLAMA, GENERATE, MESSAGES = "/api/chat", "/api/generate", "/v1/messages"
 # What was answered otherwise than the schema said, one request of each cause.
 CORPUS: list[tuple[str, dict[str, Any], int]] = [
     (CHAT, {"messages": [{}]}, 400),
+    (CHAT, {"messages": [USER], "max_tokens": -1}, 200),
+    (CHAT, {"messages": [USER], "max_tokens": 0}, 400),
+    (COMPLETIONS, {"prompt": "count", "max_tokens": -1}, 200),
     (CHAT, {"messages": [USER], "response_format": {"type": "text", "x": 1}}, 400),
     (CHAT, {"messages": [{**USER, "tool_calls": {}}]}, 400),
     (CHAT, {"messages": [{**USER, "tool_calls": []}]}, 200),
@@ -151,6 +156,9 @@ CORPUS: list[tuple[str, dict[str, Any], int]] = [
     (COMPLETIONS, {"prompt": "count", "guided_choice": []}, 400),
     (MESSAGES, {"max_tokens": 9, "messages": [{}]}, 400),
     (MESSAGES, {"max_tokens": 10**9, "messages": [USER]}, 200),
+    (MESSAGES, {"max_tokens": 0, "messages": [USER]}, 200),
+    (MESSAGES, {"max_tokens": 9, "messages": [{"role": "user", "content": [FOUND]}]}, 200),
+    (MESSAGES, {"max_tokens": 9, "messages": [{"role": "user", "content": [UNTITLED]}]}, 400),
     (MESSAGES, {"max_tokens": 9, "messages": [USER], "stop_sequences": [""]}, 400),
     (RESPONSES, {"input": [{"type": "reasoning", "summary": {}}]}, 400),
     (RESPONSES, {"input": [{"type": "reasoning", "content": [], "summary": []}, USER]}, 200),
@@ -158,6 +166,8 @@ CORPUS: list[tuple[str, dict[str, Any], int]] = [
     (OLLAMA, {"messages": [{**USER, "images": {}}]}, 400),
     (OLLAMA, {"messages": [{**USER, "images": []}], "options": {"mirostat": None}}, 200),
     (OLLAMA, {"messages": [], "options": {"stop": ""}}, 400),
+    (OLLAMA, {"messages": [USER], "truncate": True, "shift": False}, 200),
+    (GENERATE, {"prompt": "count", "truncate": False, "shift": True}, 200),
     (GENERATE, {"prompt": "", "options": {"mirostat": False}}, 400),
     ("/tokenize", {}, 400),
     ("/detokenize", {"tokens": [10**6]}, 400),

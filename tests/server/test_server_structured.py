@@ -33,7 +33,10 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, 
 GRAMMAR = 'root ::= "<" [a-c] [a-c]? ">"'
 FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": FORMAT}, "json"),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json"),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, "json"),
     ({"guided_json": SCHEMA}, "json"),
+    ({"guided_json": {**SCHEMA, "propertyNames": {"type": "string"}}}, "json"),
     ({"guided_json": json.dumps(SCHEMA)}, "json"),
     ({"structured_outputs": {"json": SCHEMA}}, "json"),
     ({"structured_outputs": {"regex": "[A-F]{3}"}}, "[A-F]{3}"),

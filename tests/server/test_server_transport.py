@@ -23,6 +23,8 @@ from live_server import Live, live_server, read_answer
 
 from llmc.errors import ConfigError
 from llmc.server import run
+from llmc.server.app import ROUTES
+from llmc.server.errors import FOREIGN_PATHS
 from llmc.server.run import bind_socket
 from llmc.server.settings import ServerSettings
 
@@ -138,6 +140,8 @@ def test_paths(live: Live, parts: list[bytes], status: int, code: str) -> None:
         ("/v1/v1/messages", "/v1/messages"),
         ("/v1/api/chat", "/api/chat"),
         ("/chat/completions/", "/v1/chat/completions"),
+        ("/completion", "/v1/completions"),  # llama.cpp's server
+        ("/flush_cache/", "/reset_prefix_cache"),  # SGLang's
         ("/nothing", None),
     ],
 )
@@ -145,6 +149,11 @@ def test_a_wrong_base_url_is_told_the_path(live: Live, path: str, meant: str | N
     error = live.post(path, {}).json()["error"]
     hint = f"; did you mean {meant}?" if meant else ""
     assert error["message"] == f"no such path: POST {path!r}{hint}"
+
+
+def test_paths_of_other_servers_lead_to_ours() -> None:
+    ours = {path for _, path, _ in ROUTES}
+    assert set(FOREIGN_PATHS.values()) <= ours and ours.isdisjoint(FOREIGN_PATHS)
 
 
 def test_a_slash_at_the_end_of_a_path_of_the_api_is_ignored(live: Live) -> None:
@@ -587,6 +596,32 @@ def test_a_body_that_never_comes_holds_up_no_end(caplog: pytest.LogCaptureFixtur
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_the_shutdown_cuts_is_told_so(stream: bool) -> None:
+    """Clients send it again, to the next server: it did not make the engine fail."""
+    with live_server(ServerSettings(shutdown_timeout_s=0.05)) as live:
+        live.scripted.runner.delay_s = 0.05
+        answers: list[httpx.Response] = []
+        body = {**ENDLESS, "stream": stream}
+        ask = threading.Thread(target=lambda: answers.append(live.post(COMPLETIONS, body)))
+        ask.start()
+        wait_for(lambda: live.llm.num_active == 1)
+        time.sleep(0.2)  # a stream has begun
+        live.server.end()
+        ask.join(10)
+        live.thread.join(10)
+    [answer] = answers
+    if stream:
+        *_, last, done = answer.text.removesuffix("\n\n").split("\n\n")
+        assert done == "data: [DONE]"
+        error = json.loads(last.removeprefix("data: "))["error"]
+    else:
+        assert answer.status_code == 503 and "retry-after" in answer.headers
+        error = answer.json()["error"]
+    assert (error["code"], error["type"]) == ("shutting_down", "server_error")
+    assert "was shut down" in error["message"]
+
+
 def test_a_reader_that_stops_is_dropped_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     with live_server(max_model_len=100_000, num_blocks=8000) as live, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -660,6 +695,8 @@ def test_sigterm(second: bool) -> None:
         assert process.wait(20) == 0
         thread.join()
         assert answers[0].status_code == (503 if second else 200)
+        if second:
+            assert answers[0].json()["error"]["code"] == "shutting_down"
     finally:
         process.kill()
         process.wait()

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from tiny_models import save_checkpoint
 from transformers import AutoModelForCausalLM
 
 from llmc import LLM, SamplingParams
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
-from llmc.startup.config_overrides import overridden
+from llmc.startup.config_facts import FactsCache, class_fields
+from llmc.startup.config_overrides import new_fields, overridden, warn_of_unknown
 from llmc.startup.model_files import resolve_model
-from llmc.startup.resolve import check_paths
+from llmc.startup.resolve import check_paths, resolve
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 IDS = [(7 * i) % 90 + 1 for i in range(200)]
@@ -57,6 +60,54 @@ def test_fields_of_objects_are_replaced_one_by_one(
     before = json.dumps(stated)
     assert overridden(stated, given) == made
     assert json.dumps(stated) == before
+
+
+def test_fields_that_no_config_has_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time: a start with caches does not read the config with transformers."""
+    save_checkpoint("llama", tmp_path, own_field=1)
+    given = {
+        "own_field": 2,  # of the checkpoint's config alone
+        "mlp_bias": False,  # of the class alone
+        "rope_theta": 5e3,
+        "torch_dtype": "float32",
+        "rope_parameters": {"factor": 1.0},
+        "quantization_config": None,
+        "max_positon_embeddings": 512,
+        "zzz": 1,
+    }
+    config = EngineConfig(model=str(tmp_path), hf_overrides=given)
+    cache = FactsCache(tmp_path / "facts")
+    source = resolve(config, torch.device("cpu"), facts_cache=cache)
+    assert source.facts.context == 256, "the misspelled field changes nothing"
+    wanted = [
+        "no field 'max_positon_embeddings', so this may have no effect; did you mean "
+        "'max_position_embeddings'?",
+        "no field 'zzz', so this may have no effect",
+    ]
+    prefix = "hf_overrides: the model's config has "
+    said = [one for one in caplog.messages if one.startswith(prefix)]
+    assert said == [prefix + one for one in wanted]
+    monkeypatch.delitem(sys.modules, "transformers")
+    assert cache.load(source.files, config) == source.facts
+
+
+def test_a_field_of_a_part_is_not_one_of_the_whole(caplog: pytest.LogCaptureFixture) -> None:
+    known = list(class_fields(tf.Gemma3Config()))
+    stated = {"text_config": {"vocab_size": 9}}
+    text = {"max_position_embeddings": 9, "vocab_size": 8, "quantization_config": None}
+    right = {"text_config": text, "dtype": "float16"}
+    warn_of_unknown(new_fields(stated, right), known)
+    assert not caplog.messages
+    flat = list(class_fields(tf.LlamaConfig()))
+    warn_of_unknown(new_fields({}, {"num_labels": 3, "text_config": right["text_config"]}), flat)
+    assert caplog.messages[0].endswith("no field 'text_config', so this may have no effect")
+    caplog.clear()
+    wrong = {"max_position_embeddings": 9, "text_config": {"max_length_": 1}}
+    warn_of_unknown(new_fields(stated, wrong), known)
+    assert "did you mean 'text_config.max_position_embeddings'" in caplog.messages[0]
+    assert "no field 'text_config.max_length_'" in caplog.messages[1]
 
 
 def test_answers_are_those_of_a_model_with_such_a_config(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ OPTIONAL: dict[str, Any] = {
     "properties": {
         "kind": {"type": "string", "enum": ["a b", 'c"d', "<|end|>"]},
         "ok": {"$ref": "#/$defs/yes"},
-        "word": {"type": "string", "minLength": 2, "maxLength": 5},
+        "word": {"type": "string", "minLength": 2, "maxLength": 5, "format": "password"},
     },
     "$defs": {"yes": {"type": "boolean"}},
     "additionalProperties": False,

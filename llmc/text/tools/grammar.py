@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmc.errors import InvalidRequestError
-from llmc.json_schema import closed
+from llmc.json_schema import closed, without_annotations
 from llmc.text.tools.arguments import is_text
 from llmc.text.tools.tool_format import ANY_ID, ToolFormat
 
@@ -71,7 +71,8 @@ class _Writer:
     def _call(self, index: int, name: str, schema: Mapping[str, Any]) -> str:
         form, rule = self._form, f"call_{index}"
         # A function without parameters takes no arguments.
-        schema = closed({"type": "object", **(schema or {"additionalProperties": False})})
+        schema = {"type": "object", **(schema or {"additionalProperties": False})}
+        schema = without_annotations(closed(schema))
         if form.kind == "object":
             keys = [
                 json.dumps(key, ensure_ascii=False) for key in (form.name_key, form.arguments_key)
