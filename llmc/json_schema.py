@@ -31,7 +31,7 @@ _FORMATS = frozenset(
 
 
 # What every property's name is, as zod writes it for records.
-_ANY_NAME = ({"type": "string"}, {}, True)
+_ANY_NAME: tuple[Any, ...] = ({"type": "string"}, {}, True)
 
 
 def without_annotations(schema: Any) -> Any:
