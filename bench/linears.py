@@ -54,7 +54,10 @@ ROWS = "1,2,4,8,16,32,64,256,1024"
 # of GGUF files
 TYPES = {kind.name.lower(): kind for kind in KEPT}
 # weight and bits of x, if the CPU multiplies integers
-INTEGERS = ("int8/16", "int4/16", "int4/8", *(f"{name}/16" for name in TYPES), "q4_k/8")
+INTEGERS = (
+    *("int8/16", "int4/16", "int4/8", *(f"{name}/16" for name in TYPES)),
+    *("q4_k/8", "q5_k/8", "q6_k/8"),
+)
 ROUNDED = (*INTEGERS, "fp8/8")
 STORED = (*FORMATS, *TYPES)
 PLAIN = ("float32", "bfloat16", "float16")
