@@ -134,6 +134,8 @@ def _read(fields: Any) -> StoredQuantization:
     method = fields.get("quant_method")
     if method is None and "config_groups" in fields:
         method = "compressed-tensors"
+    if method is None and (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
+        method = "bitsandbytes"  # transformers before 4.32 did not name it
     if not isinstance(method, str) or method not in _READERS:
         raise bad(f"quant_method is {method!r}; llmc supports {', '.join(_READERS)}; {WAY_OUT}")
     found = _READERS[method](fields)
