@@ -23,6 +23,7 @@ from llmc.weights.quantized.quantization_config import (
     StoredQuantization,
     read_quantization,
 )
+from llmc.weights.weight_files import ADAPTER_CONFIG, only_an_adapter
 
 _ADDED_TOKENS = re.compile(r'"added_tokens":\s*')
 # Where tools state the quantization if not in config.json: its method, and the field with the rest.
@@ -168,10 +169,8 @@ def _checked(path: Path) -> Path:
         raise CheckpointError(
             f"{str(path)!r} is a file; give a .gguf file, or the directory with config.json"
         )
-    if not (path / "config.json").is_file() and (path / "adapter_config.json").is_file():
-        raise CheckpointError(
-            f"{str(path)!r} has an adapter, not a model; merge it into the model it was made for"
-        )
+    if not (path / "config.json").is_file() and (path / ADAPTER_CONFIG).is_file():
+        raise only_an_adapter(path)
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{str(path)!r} has no config.json, so it is not a model directory")
     return path

@@ -376,8 +376,13 @@ def test_weights_of_dense_modules_are_downloaded_too(
 
 
 def test_an_adapter_instead_of_a_model(tmp_path: Path) -> None:
+    """Some tools save the model's config.json with it."""
     (tmp_path / "adapter_config.json").write_text("{}")
-    refused(tmp_path, "has an adapter", "merge it")
+    refused(tmp_path, "has an adapter", "--lora-modules NAME=DIR")
+    write_config(tmp_path)
+    for name in ("adapter_model.safetensors", "adapter_model.bin"):
+        (tmp_path / name).touch()
+        refused(tmp_path, "has an adapter", "--lora-modules NAME=DIR")
 
 
 def test_a_broken_generation_config_does_no_harm(tmp_path: Path) -> None:
