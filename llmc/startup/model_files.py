@@ -351,6 +351,8 @@ def tokenizer_end(folder: Path) -> int | None:
     stored = settings.get("added_tokens_decoder")
     added = list(stored.items()) if isinstance(stored, dict) else []
     added += [(token.get("id"), token) for token in _added_tokens(folder / "tokenizer.json")]
+    older = json_or_nothing(folder / "added_tokens.json")  # from before the two above
+    added += [(number, {"content": text}) for text, number in older.items()]
     for number, token in added:
         if isinstance(end, str) and isinstance(token, dict) and token.get("content") == end:
             return int(number) if re.fullmatch(r"[0-9]{1,9}", str(number)) else None

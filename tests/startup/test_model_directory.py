@@ -288,6 +288,10 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
             "special_tokens_map.json": {"eos_token": "<|end|>"},
             "tokenizer.json": {"added_tokens": [{"id": 9, "content": "<|end|>"}]},
         },
+        {
+            "tokenizer_config.json": {"eos_token": "<|end|>"},
+            "added_tokens.json": {"<|start|>": 8, "<|end|>": 9},
+        },
     ],
 )
 def test_the_tokenizers_end_token_ends_too(tmp_path: Path, files: dict[str, Any]) -> None:
