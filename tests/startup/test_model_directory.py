@@ -452,6 +452,13 @@ def test_stop_strings_and_suppressed_tokens_are_recommended(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("end", [5, [7, 5]])
+def test_an_end_token_is_no_bad_word(tmp_path: Path, end: Any) -> None:
+    """transformers leaves it out too; the model could not stop."""
+    found = recommended(tmp_path, eos_token_id=end, bad_words_ids=[[5], [4, 5]])
+    assert found == {"bad_words_token_ids": [[4, 5]]}
+
+
 def test_what_is_not_applied_is_named_with_its_value(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
