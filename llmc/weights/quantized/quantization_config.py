@@ -122,6 +122,12 @@ def read_quantization(config: Mapping[str, Any]) -> StoredQuantization | None:
     text = config.get("text_config")
     parts = [config, text] if isinstance(text, Mapping) else [config]
     for part in parts:
+        mlx = part.get("quantization")  # which newer versions repeat as quantization_config
+        if isinstance(mlx, Mapping) and mlx.keys() >= {"bits", "group_size"}:
+            raise CheckpointError(
+                "config.json has the field `quantization` of MLX, whose format llmc can't read; "
+                + WAY_OUT
+            )
         for key in QUANTIZATION_KEYS:
             if part.get(key):
                 return _read(part[key])
