@@ -2,9 +2,9 @@
 
 Only the two products and the softmax are matched by shape. What lies between them (scale, mask,
 position bias) is not matched but measured: it is run on chosen scores, and must turn out to be a
-scale, a causal window and a slope per head, or the model is rejected. In encoders, tokens may also
-see the whole sequence; an encoder with any other attention keeps it and processes one sequence at a
-time.
+scale, a softcap, a causal window and a slope per head, or the model is rejected. In encoders,
+tokens may also see the whole sequence; an encoder with any other attention keeps it and processes
+one sequence at a time.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _AFTER = (
 _HIDDEN = -9.9e3  # a bias below this hides a key; -1e4 in bfloat16 is -9984
 _PROBE_TOKENS = 37
 _MAX_PROBE = 4096
+_MAX_SCORE = 300.0  # about the largest scaled score to measure with: a softcap of 50 shows there
+_MAX_PRODUCT = 3e4  # fits in float16
 
 
 Run = Callable[[Tensor, int, int], Tensor]  # scores, tokens, seed -> what enters the softmax
@@ -48,6 +50,7 @@ class Scoring:
     """What is applied to the product of queries and keys before the softmax."""
 
     scale: float
+    softcap: float  # 0: none
     window: int
     chunk: int
     slopes: Tensor | None  # [H]
@@ -62,6 +65,7 @@ def find_attention(gm: fx.GraphModule, *, max_positions: int, encoder: bool = Fa
 
     Before:
         p = aten.softmax(aten.matmul(q, k^T) * scale + mask + slopes * distance, -1)
+            (or softcap * tanh(aten.matmul(q, k^T) * scale / softcap) + ...)
         o = aten.matmul(p, v)
     After:
         o = llmc.attention(q [1, H, T, D], k, v, key_cache, value_cache, scale, window, ...)
@@ -107,6 +111,7 @@ def is_scores(node: fx.Node) -> bool:
 
 def _describe(s: Scoring) -> str:
     parts = [f"scale {s.scale:.4g}"]
+    parts += [f"softcap {s.softcap:.4g}"] if s.softcap else []
     parts += [f"window {s.window}"] if s.window else []
     parts += [f"chunk {s.chunk}"] if s.chunk else []
     parts += ["a slope per head"] if s.slopes is not None else []
@@ -164,7 +169,7 @@ def _right(product: fx.Node) -> Any:
 def _measure(
     graph: fx.Graph, softmax: fx.Node, product: fx.Node, max_positions: int, encoder: bool
 ) -> Scoring:
-    """Run the code in between on chosen scores, and derive scale, window and slopes."""
+    """Run the code in between on chosen scores, and derive scale, softcap, window and slopes."""
     shape = [int(s) if isinstance(s, int) else -1 for s in val(product).shape]
     heads = shape[-3]
 
@@ -181,14 +186,8 @@ def _measure(
         zero = run(torch.zeros(full(n)), n, 0)
         if not torch.equal(zero, run(torch.zeros(full(n)), n, 1)):
             raise NotEvaluable("the mask depends on the tokens")
-        gen = torch.Generator().manual_seed(0)
-        scores = torch.randn(full(n), generator=gen)
         shown = zero > _HIDDEN
-        change = (run(scores, n, 0) - zero)[shown.expand(heads, n, n)]
-        wanted = scores.reshape(-1, n, n)[shown.expand(heads, n, n)]
-        scale = float((change * wanted).sum() / (wanted * wanted).sum())
-        if not torch.allclose(change, scale * wanted, rtol=1e-2, atol=1e-2):
-            raise NotEvaluable("the scores are not only scaled")
+        scale, softcap = _scale(run, zero, shown.expand(heads, n, n), full(n))
         slopes = _slopes(zero.expand(heads, n, n), shown.expand(heads, n, n))
         tokens = max(n, min(max_positions, _MAX_PROBE))
         seen = _seen(run, full(tokens), tokens, slopes)
@@ -201,10 +200,46 @@ def _measure(
     except (NotEvaluable, RuntimeError, IndexError) as e:
         raise CompileError(
             f"{softmax.name} looks like attention, but its scores are modified by something other "
-            "than a scale, a causal window and a slope per head "
+            "than a scale, a softcap, a causal window and a slope per head "
             f"({' '.join(str(e).split())[:200]})"
         ) from e
-    return Scoring(scale=scale, window=window, chunk=chunk, slopes=slopes, causal=causal)
+    return Scoring(
+        scale=scale, softcap=softcap, window=window, chunk=chunk, slopes=slopes, causal=causal
+    )
+
+
+def _scale(run: Run, zero: Tensor, shown: Tensor, shape: list[int]) -> tuple[float, float]:
+    """The scale and the softcap, measured with scores of every size: small ones only show a scale.
+    NotEvaluable for anything else."""
+    n = shape[-1]
+
+    def change(scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The visible scores, and how much each changes what enters the softmax."""
+        return scores.reshape(-1, n, n)[shown], (run(scores, n, 0) - zero)[shown]
+
+    gen = torch.Generator().manual_seed(0)
+    scores = torch.randn(shape, generator=gen)
+    small, from_small = change(scores)
+    scale, softcap = _slope(small, from_small), 0.0
+    most = _MAX_SCORE / max(abs(scale), 1e-6)
+    sizes = most ** torch.rand(shape, generator=gen)
+    wide, from_wide = change((scores * sizes).clamp(-_MAX_PRODUCT, _MAX_PRODUCT))
+    if not torch.allclose(from_wide, scale * wide, rtol=1e-2, atol=1.0):
+        softcap = float(from_wide.abs().max())
+        inner = from_small.abs() < softcap / 2
+        scale = _slope(small[inner], softcap * torch.atanh(from_small[inner] / softcap))
+    for given, changed, error in ((small, from_small, 1e-2), (wide, from_wide, 1.0)):
+        expected = scale * given
+        if softcap:
+            expected = softcap * torch.tanh(expected / softcap)
+        if not torch.allclose(changed, expected, rtol=1e-2, atol=error):
+            raise NotEvaluable("the scores are not only scaled, with or without a softcap")
+    return scale, softcap
+
+
+def _slope(given: Tensor, changed: Tensor) -> float:
+    """The factor between them, by least squares."""
+    return float((changed * given).sum() / (given * given).sum())
 
 
 def _seen(run: Run, shape: list[int], tokens: int, slopes: Tensor | None) -> Tensor:
@@ -284,7 +319,7 @@ def _replace(graph: fx.Graph, product: fx.Node, mixed: fx.Node, s: Scoring) -> N
             scale=s.scale,
             window=s.window,
             chunk=s.chunk,
-            softcap=0.0,
+            softcap=s.softcap,
             sinks=None,
             slopes=slopes,
             causal=s.causal,

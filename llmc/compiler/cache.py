@@ -63,6 +63,7 @@ class ProgramCache:
                     is_plain=bool(parameters["is_plain"]),
                     tables={k: float(v) for k, v in parameters["tables"].items()},
                     experts={k: tuple(v) for k, v in parameters["experts"].items()},
+                    former_names={k: str(v) for k, v in parameters["former_names"].items()},
                 ),
                 vocab_size=int(data["vocab_size"]),
                 dtype=getattr(torch, data["dtype"]),

@@ -23,6 +23,7 @@ from llmc.weights.quantized.quantization_config import (
     StoredQuantization,
     read_quantization,
 )
+from llmc.weights.weight_files import ADAPTER_CONFIG, only_an_adapter
 
 _ADDED_TOKENS = re.compile(r'"added_tokens":\s*')
 # Where tools state the quantization if not in config.json: its method, and the field with the rest.
@@ -171,10 +172,8 @@ def _checked(path: Path) -> Path:
         raise CheckpointError(
             f"{str(path)!r} is a file; give a .gguf file, or the directory with config.json"
         )
-    if not (path / "config.json").is_file() and (path / "adapter_config.json").is_file():
-        raise CheckpointError(
-            f"{str(path)!r} has an adapter, not a model; merge it into the model it was made for"
-        )
+    if not (path / "config.json").is_file() and (path / ADAPTER_CONFIG).is_file():
+        raise only_an_adapter(path)
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{str(path)!r} has no config.json, so it is not a model directory")
     return path
@@ -355,6 +354,8 @@ def tokenizer_end(folder: Path) -> int | None:
     stored = settings.get("added_tokens_decoder")
     added = list(stored.items()) if isinstance(stored, dict) else []
     added += [(token.get("id"), token) for token in _added_tokens(folder / "tokenizer.json")]
+    older = json_or_nothing(folder / "added_tokens.json")  # from before the two above
+    added += [(number, {"content": text}) for text, number in older.items()]
     for number, token in added:
         if isinstance(end, str) and isinstance(token, dict) and token.get("content") == end:
             return int(number) if re.fullmatch(r"[0-9]{1,9}", str(number)) else None

@@ -96,9 +96,12 @@ def _list_of(value: Any) -> list[Any]:
 
 
 def _never_generated(stored: Mapping[str, Any]) -> list[list[int]]:
-    """The token sequences that must not be generated, suppressed tokens included."""
+    """The token sequences that must not be generated, suppressed tokens included. An end token is
+    no bad word in transformers either, but can be suppressed."""
     words = [[token] for token in _list_of(stored.get("suppress_tokens"))]
-    words += [word for word in _list_of(stored.get("bad_words_ids")) if isinstance(word, list)]
+    ends = [[token] for token in _list_of(stored.get("eos_token_id"))]
+    bad = (word for word in _list_of(stored.get("bad_words_ids")) if word not in ends)
+    words += [word for word in bad if isinstance(word, list)]
     return [w for w in words if w and all(type(token) is int and token >= 0 for token in w)]
 
 

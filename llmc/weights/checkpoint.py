@@ -22,7 +22,7 @@ from torch import Tensor
 
 from llmc.errors import CheckpointError
 from llmc.kernels.quantized_linear import Part, Quantization
-from llmc.weights.weight_files import PICKLED, no_weights
+from llmc.weights.weight_files import PICKLED, files_of_weights, no_weights
 
 _DTYPES = {
     "F64": torch.float64,
@@ -246,12 +246,12 @@ def open_checkpoint(path: Path) -> dict[str, StoredTensor]:
     index = path / "model.safetensors.index.json"
     if index.is_file():
         return _open_sharded(path, index)
-    others = sorted(p.name for p in path.glob("*.safetensors"))
+    others = files_of_weights(path, "safetensors")
     if len(others) == 1:
         return open_file(path / others[0])
     if shards := _numbered_shards(others):
         return {n: t for file in shards for n, t in open_file(path / file).items()}
-    if pickled := sorted(p.name for kind in PICKLED for p in path.glob(f"*.{kind}")):
+    if pickled := sorted(name for kind in PICKLED for name in files_of_weights(path, kind)):
         raise CheckpointError(
             f"{path.name!r} contains only pickled weights (such as {pickled[0]!r:.80}), none of "
             "them named pytorch_model*.bin; use a checkpoint in safetensors"

@@ -145,8 +145,8 @@ def open_adapter(
     copies: dict[str, StoredTensor] = {}
     for key, tensor in tensors.items():
         copy = _COPY.fullmatch(key)
-        if copy is not None and f"{copy[1]}.weight" in parameters.shapes:
-            copies[f"{copy[1]}.weight"] = tensor
+        if copy is not None and (name := _weight(copy[1], parameters)) in parameters.shapes:
+            copies[name] = tensor
             continue
         match = _KEY.fullmatch(key)
         if match is None:
@@ -155,6 +155,7 @@ def open_adapter(
                 f"it has {key!r:.120}, which is not a lora_A or lora_B of a linear or an embedding",
             )
         module, linear, embedding = match.groups()
+        module = _weight(module, parameters).removesuffix(".weight")
         if linear or embedding:
             op: AdaptedOp = "linear" if linear else "embedding"
             pairs.setdefault((module, op), {})[linear or embedding] = tensor
@@ -185,6 +186,14 @@ def open_adapter(
         sizes={place: targets[place] for place in parts},
         copies=copies,
     )
+
+
+def _weight(module: str, parameters: Parameters) -> str:
+    """The parameter that is a module's weight. Adapters can have the names that modules had when
+    they were trained."""
+    if f"{module}.weight" in parameters.shapes:
+        return f"{module}.weight"
+    return f"{parameters.former_names.get(module, module)}.weight"
 
 
 def read_adapter(

@@ -20,7 +20,8 @@ class Parameters:
 
     `experts`: for a parameter that stacks routed experts, the names of one expert's modules in
     checkpoints that store experts separately, in the order of their channels. {} is the number of
-    the expert.
+    the expert. `former_names`: for modules that transformers renames on loading, their present name
+    by the one in checkpoints.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -28,14 +29,15 @@ class Parameters:
     is_plain: bool
     tables: Mapping[str, float] = field(default_factory=dict)
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    former_names: Mapping[str, str] = field(default_factory=dict)
 
 
 def describe_parameters(
     module: nn.Module, computed: Mapping[str, Tensor] | None = None
 ) -> Parameters:
     """Describe a module's parameters. `computed`: buffers by name that are not read from a
-    checkpoint. It is omitted when the module is about to be filled, for which neither `tables` nor
-    `experts` are needed."""
+    checkpoint. It is omitted when the module is about to be filled, for which `tables`, `experts`
+    and `former_names` are not needed."""
     state = module.state_dict()
     return Parameters(
         shapes={name: tuple(p.shape) for name, p in state.items()},
@@ -43,6 +45,7 @@ def describe_parameters(
         is_plain=not _has_converters(module),
         tables={n: mean_of(t) for n, t in (computed or {}).items() if n in state},
         experts={} if computed is None else _experts(module),
+        former_names={} if computed is None else _former_names(module),
     )
 
 
@@ -58,15 +61,38 @@ def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _has_converters(module: nn.Module) -> bool:
-    from transformers import PreTrainedModel
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
+    return any(not isinstance(rule, WeightRenaming) for rule in _rules(module))
+
+
+def _rules(module: nn.Module) -> list[Any]:
+    """transformers' rules for this architecture's checkpoints. Those for the old names of norms'
+    weights, which apply to every model, are left out."""
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     if not isinstance(module, PreTrainedModel):
-        return False
-    # The rules for old names apply to every model, but only rename.
-    rules = get_model_conversion_mapping(module, add_legacy=False)
-    return any(not isinstance(rule, WeightRenaming) for rule in rules)
+        return []
+    return list(get_model_conversion_mapping(module, add_legacy=False))
+
+
+def _former_names(module: nn.Module) -> dict[str, str]:
+    """Find the former names of linears and embeddings by letting transformers save them."""
+    if not _rules(module):
+        return {}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model: Any = module  # a PreTrainedModel
+    found = {}
+    for name in [n for n, p in module.named_parameters() if p.dim() == 2 and n.endswith(".weight")]:
+        try:
+            (former,) = revert_weight_conversion(model, {name: torch.empty(1, 1)})
+        except (RuntimeError, ValueError, KeyError, IndexError, TypeError, NotImplementedError):
+            continue  # it is stored in parts
+        if former != name and former.endswith(".weight"):
+            found[former.removesuffix(".weight")] = name.removesuffix(".weight")
+    return found
 
 
 def _experts(module: nn.Module) -> dict[str, tuple[str, ...]]:

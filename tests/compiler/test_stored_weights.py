@@ -664,6 +664,21 @@ def test_plain_checkpoints_have_none() -> None:
     assert read_quantization({"quantization_config": None, "text_config": {}}) is None
 
 
+@pytest.mark.parametrize("name", ["nf4", "bitsandbytes in 8 bits"])
+def test_older_configs_of_bitsandbytes_do_not_name_it(name: str) -> None:
+    config = PACKINGS[name]().config
+    unnamed = {field: value for field, value in config.items() if field != "quant_method"}
+    found = read_quantization({"quantization_config": unnamed})
+    assert found == read_quantization({"quantization_config": config})
+
+
+@pytest.mark.parametrize("keys", [("quantization",), ("quantization", "quantization_config")])
+def test_weights_of_mlx_are_refused_by_name(keys: tuple[str, ...]) -> None:
+    """Without a method, and in a dtype that is not read."""
+    with pytest.raises(CheckpointError, match="of MLX.*use another quantization"):
+        read_quantization(dict.fromkeys(keys, {"group_size": 64, "bits": 4}))
+
+
 def test_a_text_model_inside_has_its_own() -> None:
     found = read_quantization({"text_config": {"quantization_config": awq(32).config}})
     assert found is not None and found.method == "awq"

@@ -71,12 +71,27 @@ def sloped(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tensor
     return s + alibi + torch.where(hidden(positions), float("-inf"), 0.0)
 
 
+def capped(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
+    """A softcap so high that small scores do not show it."""
+    return causal(50 * torch.tanh(s / 50), positions, slopes, bias)
+
+
+def squashed(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
+    return causal(torch.tanh(s), positions, slopes, bias)
+
+
 @pytest.mark.parametrize(
-    ("score", "scale", "window", "has_slopes"),
-    [(causal, 0.3, 0, False), (windowed, 0.5, 5, False), (sloped, 1.0, 0, True)],
+    ("score", "scale", "softcap", "window", "has_slopes"),
+    [
+        (causal, 0.3, 0.0, 0, False),
+        (windowed, 0.5, 0.0, 5, False),
+        (sloped, 1.0, 0.0, 0, True),
+        (capped, 0.3, 15.0, 0, False),
+        (squashed, 0.3, 0.3, 0, False),
+    ],
 )
 def test_rewrites_and_gives_the_same_numbers(
-    score: Score, scale: float, window: int, has_slopes: bool
+    score: Score, scale: float, softcap: float, window: int, has_slopes: bool
 ) -> None:
     gm = spelled_out(score)
     found, (report,) = apply(gm, FIND)
@@ -85,6 +100,7 @@ def test_rewrites_and_gives_the_same_numbers(
     (marker,) = [n for n in found.graph.nodes if "llmc.attention" in str(n.target)]
     assert marker.args[5] == pytest.approx(scale, rel=1e-4)
     assert (marker.args[6], marker.args[7]) == (window, 0)
+    assert marker.args[8] == pytest.approx(softcap, rel=1e-4)
     assert (marker.args[10] is not None) is has_slopes
     assert {(r.layer, r.part) for r in roles(found, CacheInput)} == {(0, "key"), (0, "value")}
     values = Values.of(**INPUTS)
@@ -100,8 +116,12 @@ def learned(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tenso
     return causal(s, positions, slopes, bias) + bias
 
 
-def capped(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
-    return causal(torch.tanh(s), positions, slopes, bias)
+def clamped(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
+    return causal(s.clamp(-50, 50), positions, slopes, bias)
+
+
+def cubed(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
+    return causal(s + 1e-6 * s**3, positions, slopes, bias)
 
 
 def bidirectional(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
@@ -121,7 +141,8 @@ def in_place(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tens
     ("score", "reason"),
     [
         (learned, "it reads bias"),
-        (capped, "the scores are not only scaled"),
+        (clamped, "the scores are not only scaled"),
+        (cubed, "the scores are not only scaled"),
         (bidirectional, "neither causal, nor a window"),
         (curved, "the bias is not linear in the distance"),
         (in_place, "written to in place"),

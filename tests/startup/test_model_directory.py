@@ -288,6 +288,10 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
             "special_tokens_map.json": {"eos_token": "<|end|>"},
             "tokenizer.json": {"added_tokens": [{"id": 9, "content": "<|end|>"}]},
         },
+        {
+            "tokenizer_config.json": {"eos_token": "<|end|>"},
+            "added_tokens.json": {"<|start|>": 8, "<|end|>": 9},
+        },
     ],
 )
 def test_the_tokenizers_end_token_ends_too(tmp_path: Path, files: dict[str, Any]) -> None:
@@ -376,8 +380,13 @@ def test_weights_of_dense_modules_are_downloaded_too(
 
 
 def test_an_adapter_instead_of_a_model(tmp_path: Path) -> None:
+    """Some tools save the model's config.json with it."""
     (tmp_path / "adapter_config.json").write_text("{}")
-    refused(tmp_path, "has an adapter", "merge it")
+    refused(tmp_path, "has an adapter", "--lora-modules NAME=DIR")
+    write_config(tmp_path)
+    for name in ("adapter_model.safetensors", "adapter_model.bin"):
+        (tmp_path / name).touch()
+        refused(tmp_path, "has an adapter", "--lora-modules NAME=DIR")
 
 
 def test_a_broken_generation_config_does_no_harm(tmp_path: Path) -> None:
@@ -441,6 +450,13 @@ def test_stop_strings_and_suppressed_tokens_are_recommended(
     )
     assert found == {"temperature": 0.0, "stop": ["END"], "bad_words_token_ids": [[3], [4, 5]]}
     assert not caplog.records
+
+
+@pytest.mark.parametrize("end", [5, [7, 5]])
+def test_an_end_token_is_no_bad_word(tmp_path: Path, end: Any) -> None:
+    """transformers leaves it out too; the model could not stop."""
+    found = recommended(tmp_path, eos_token_id=end, bad_words_ids=[[5], [4, 5]])
+    assert found == {"bad_words_token_ids": [[4, 5]]}
 
 
 def test_what_is_not_applied_is_named_with_its_value(

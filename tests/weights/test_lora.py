@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,6 +92,29 @@ def test_scales(changes: dict[str, Any], scale: float, tmp_path: Path) -> None:
     stored = good_tensors()
     torch.testing.assert_close(a, stored["base_model.model.model.q.lora_A.weight"])
     torch.testing.assert_close(b, scale * stored["base_model.model.model.q.lora_B.weight"])
+
+
+def test_names_that_modules_had_when_the_adapter_was_trained(tmp_path: Path) -> None:
+    """Also of copies; a module's present name goes before another's former one."""
+    former = {"text.model.q": "model.q", "text.model.embed": "model.embed", "model.o": "model.q"}
+    parameters = replace(PARAMETERS, former_names=former)
+    tensors = {**good_tensors(), A.replace("q", "o"): torch.ones(2, 8)}
+    tensors |= {B.replace("q", "o"): torch.ones(8, 2), COPY: torch.ones(5, 8)}
+    renamed = {
+        key.replace("model.q", "text.model.q").replace("model.embed", "text.model.embed"): tensor
+        for key, tensor in tensors.items()
+    }
+    (tmp_path / "present").mkdir()
+    one, two = (
+        open_adapter(save(path, tensors=named), TARGETS, parameters)
+        for path, named in ((tmp_path / "present", tensors), (tmp_path, renamed))
+    )
+    assert two.parts.keys() == one.parts.keys() == set(list(TARGETS)[:2])
+    assert {part.module.name for parts in two.parts.values() for part in parts} == {
+        "model.q",
+        "model.o",
+    }
+    assert two.copies.keys() == one.copies.keys() == {"model.embed.weight"}
 
 
 def test_a_file_that_was_written_again_is_not_read_by_the_old_header(tmp_path: Path) -> None:

@@ -122,6 +122,12 @@ def read_quantization(config: Mapping[str, Any]) -> StoredQuantization | None:
     text = config.get("text_config")
     parts = [config, text] if isinstance(text, Mapping) else [config]
     for part in parts:
+        mlx = part.get("quantization")  # which newer versions repeat as quantization_config
+        if isinstance(mlx, Mapping) and mlx.keys() >= {"bits", "group_size"}:
+            raise CheckpointError(
+                "config.json has the field `quantization` of MLX, whose format llmc can't read; "
+                + WAY_OUT
+            )
         for key in QUANTIZATION_KEYS:
             if part.get(key):
                 return _read(part[key])
@@ -134,6 +140,8 @@ def _read(fields: Any) -> StoredQuantization:
     method = fields.get("quant_method")
     if method is None and "config_groups" in fields:
         method = "compressed-tensors"
+    if method is None and (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
+        method = "bitsandbytes"  # transformers before 4.32 did not name it
     if not isinstance(method, str) or method not in _READERS:
         raise bad(f"quant_method is {method!r}; llmc supports {', '.join(_READERS)}; {WAY_OUT}")
     found = _READERS[method](fields)
