@@ -20,6 +20,7 @@ from llmc.errors import CompileError
 from llmc.kernels.attention import attention, visible
 from llmc.passes.base import Notes, graph_pass, writes
 from llmc.passes.edit import arguments, aten, calls, emit, is_call, replace, val
+from llmc.passes.einsum import terms_of, to_matmul
 from llmc.passes.evaluate import NotEvaluable, evaluate
 from llmc.passes.inputs import CacheInput, ConstantInput, add_input, input_of
 
@@ -65,13 +66,15 @@ def find_attention(gm: fx.GraphModule, *, max_positions: int, encoder: bool = Fa
 
     Before:
         p = aten.softmax(aten.matmul(q, k^T) * scale + mask + slopes * distance, -1)
-            (or softcap * tanh(aten.matmul(q, k^T) * scale / softcap) + ...)
+            (or softcap * tanh(aten.matmul(q, k^T) * scale / softcap) + ...; or aten.einsum)
         o = aten.matmul(p, v)
     After:
         o = llmc.attention(q [1, H, T, D], k, v, key_cache, value_cache, scale, window, ...)
     """
     graph = gm.graph
     notes = []
+    if spells_attention(gm):
+        _multiply_matrices(graph)
     for softmax in calls(graph, *SOFTMAX):
         if not is_scores(softmax):
             continue
@@ -94,6 +97,19 @@ def _find(graph: fx.Graph, softmax: fx.Node, max_positions: int, encoder: bool) 
     scoring = _measure(graph, softmax, product, max_positions, encoder)
     _replace(graph, product, mixed, scoring)
     return scoring
+
+
+def _multiply_matrices(graph: fx.Graph) -> None:
+    """Write products of queries and keys, and of weights and values, that are sums over indices
+    (`einsum`) as products of matrices."""
+    for node in calls(graph, aten.einsum.default):
+        given, spelled = arguments(node).tensors, terms_of(node)
+        left = [factor for factor in given if is_scores(factor)]
+        if is_scores(node) and spelled is not None:  # the queries have the index of its rows
+            terms, result = spelled
+            left = [x for x, term in zip(given, terms, strict=True) if result[-2] in term]
+        if len(left) == 1:
+            to_matmul(graph, node, left[0])
 
 
 def spells_attention(gm: fx.GraphModule) -> bool:

@@ -112,6 +112,33 @@ def test_changes_nothing_the_second_time() -> None:
     assert_idempotent(spelled_out(causal), FIND)
 
 
+@pytest.mark.parametrize(
+    ("scores", "mixed"),
+    [
+        ("bqhd, bkhd -> bhqk", "bhqk, bkhd -> bqhd"),
+        ("bkhd,bqhd->bhqk", "bkhd,bhqk->bqhd"),  # keys and values first
+        ("...ihd,...jhd->...hij", "...hij,...jhd->...ihd"),
+    ],
+)
+def test_sums_over_indices_are_products_too(scores: str, mixed: str) -> None:
+    def forward(positions: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        factors = (k, q) if scores.startswith("bk") else (q, k)
+        s = causal(torch.einsum(scores, *factors), positions, SLOPES, SLOPES)
+        weights = torch.softmax(s, -1)
+        factors = (v, weights) if mixed.startswith("bk") else (weights, v)
+        return torch.einsum(mixed, *factors)
+
+    inputs = {name: INPUTS[name] for name in ("positions", "q", "k", "v")}
+    gm = trace(forward, **inputs)
+    assert ops(gm)["aten.einsum.default"] == 2
+    found, _ = apply(gm, FIND)
+    assert ops(found)["llmc.attention.default"] == 1
+    assert not any("softmax" in name or "einsum" in name for name in ops(found))
+    values = Values.of(**inputs)
+    torch.testing.assert_close(run(found, values), run(gm, values), rtol=1e-4, atol=1e-5)
+
+
 def learned(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
     return causal(s, positions, slopes, bias) + bias
 
