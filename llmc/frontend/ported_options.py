@@ -155,6 +155,7 @@ NOT_NEEDED: Mapping[str, str] = {
     "--enable-p2p-check": "ranks only use NCCL or gloo for all-reduce",
     "--enable-multimodal": "images are accepted by models that support them",
     "--enable-memory-saver": "/sleep is the operator's: --admin-api-key",
+    "--skip-tokenizer-init": "a model without a tokenizer is served for token ids",
     "--skip-server-warmup": "start-up runs one step, to measure memory",
     "--no-warmup": "start-up runs one step, to measure memory",
     "--use-v2-block-manager": "there is only one implementation",
