@@ -156,7 +156,9 @@ class AsyncLLM:
         """
         sampling = sampling_params or self.get_default_sampling_params()
         with self.preparing():
-            source = (await self.prepare.prompt(prompt, sampling)).with_adapter(lora_request)
+            source = await self.prepare.prompt(prompt, sampling)
+            if lora_request is not None:
+                source = await asyncio.to_thread(source.with_adapter, lora_request)
         async with self.submit(source, request_id=request_id, priority=priority) as stream:
             while await stream.deltas():
                 output = stream.requests[0].output()

@@ -117,6 +117,7 @@ MAY_IMPORT = {
         "llmc.engine.messages",
         "llmc.frontend",
         "llmc.processes",
+        "llmc.startup.adapter_files",
         "llmc.startup.architecture_certificate",
         "llmc.startup.model_files",
         "llmc.text",

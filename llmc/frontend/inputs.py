@@ -22,6 +22,7 @@ from llmc.lora_request import LoRARequest
 from llmc.model_info import ModelInfo
 from llmc.pooling import SECOND_TEXT, PoolingInfo, Task
 from llmc.sampling_params import BAD_WORD_TOKENS, SamplingParams
+from llmc.startup.adapter_files import in_safetensors
 from llmc.structured_outputs import StructuredOutputsParams
 from llmc.text.chat import Message, render_chat, render_text
 from llmc.text.reasoning import Reasoning
@@ -78,11 +79,12 @@ class Input:
         return dataclasses.replace(shown, sampling=sampling, reasoning=reasoning)
 
     def with_adapter(self, adapter: LoRARequest | None) -> Input:
+        """May take seconds for an adapter with pickled weights that was not used before."""
         if adapter is not None and not isinstance(adapter, LoRARequest):
             raise InvalidRequestError(
                 f"lora_request must be a LoRARequest, got {adapter!r:.80}", param="lora_request"
             )
-        return dataclasses.replace(self, adapter=adapter)
+        return dataclasses.replace(self, adapter=adapter and in_safetensors(adapter))
 
     def salted(self, cache_salt: str | None) -> Input:
         admission.check_cache_salt(cache_salt)

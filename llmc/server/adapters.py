@@ -7,6 +7,7 @@ that one.
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from starlette.requests import Request
@@ -20,6 +21,7 @@ from llmc.server.body import read_body
 from llmc.server.errors import ApiError
 from llmc.server.protocol import LoadAdapterBody, UnloadAdapterBody
 from llmc.server.settings import ServerSettings, check_adapter
+from llmc.startup.adapter_files import in_safetensors
 
 MAX_ADAPTERS = 4096  # names served at a time
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
@@ -37,7 +39,7 @@ class Adapters:
         for name, path in settings.lora_modules.items():
             check_adapter(name, path)
             try:
-                self.add(self.make(name, path))
+                self.add(in_safetensors(self.make(name, path)))
             except InvalidRequestError as error:
                 raise ConfigError(f"--lora-modules {name}={path}: {error}") from error
 
@@ -64,6 +66,7 @@ class Adapters:
 
         `replaces`: the one of this name, whose requests that have begun finish with it."""
         adapter = self.make(name, path, replaces=replaces)
+        adapter = await asyncio.to_thread(in_safetensors, adapter)
         await _try(llm, adapter)
         if name in self.by_name and not replaces:  # by another call meanwhile
             self.make(name, path)

@@ -133,9 +133,7 @@ def open_adapter(
     config = _read_config(adapter, path)
     _check_features(adapter, config)
     if not (path / _WEIGHTS).is_file():
-        pickled = (path / "adapter_model.bin").is_file()
-        why = " but a pickled adapter_model.bin, which is not supported" if pickled else ""
-        raise _refused(adapter, f"its directory has no {_WEIGHTS}{why}; save it as safetensors")
+        raise _refused(adapter, f"its directory has no {_WEIGHTS}; save it as safetensors")
     try:
         version = FileVersion.of(path / _WEIGHTS)  # before its header
         tensors = open_file(path / _WEIGHTS)

@@ -1,4 +1,4 @@
-"""Checkpoints in torch's pickled format (.bin) -> safetensors in the cache, converted once.
+"""Weights in torch's pickled format (.bin) -> safetensors in the cache, converted once.
 
 A pickle can run code when it is loaded. So it is loaded by torch's restricted loader, which allows
 only tensors, in a child process with limits on memory, time and disk:
@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from llmc.cache_dir import new_folder, publish_folder
@@ -31,16 +32,14 @@ def pickled_files(folder: Path) -> list[Path]:
 
 def converted(files: list[Path], cache: Path) -> Path:
     """A directory with the same tensors as safetensors. CheckpointError if they can't be read."""
-    stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:32]
-    made = cache / "safetensors" / key
+    made = cache / "safetensors" / key_of(files)
     if made.is_dir():
         return made
     with new_folder(made.parent) as folder:
         names: dict[str, str] = {}
         for number, file in enumerate(files):
             out = f"model-{number:05d}.safetensors"
-            found = _convert(file, folder / out)
+            found = convert(file, folder / out)
             if repeated := sorted(names.keys() & found):
                 raise CheckpointError(f"{file.name} repeats tensor {repeated[0]!r}")
             names.update(dict.fromkeys(found, out))
@@ -50,8 +49,15 @@ def converted(files: list[Path], cache: Path) -> Path:
     return made
 
 
-def _convert(file: Path, out: Path) -> list[str]:
-    """Convert a file's tensors to `out`; returns their names."""
+def key_of(files: Iterable[Path]) -> str:
+    """A key of the files as they are now, by their paths, sizes and times. OSError without one."""
+    stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:32]
+
+
+def convert(file: Path, out: Path) -> list[str]:
+    """Convert a file's tensors to `out`; returns their names. CheckpointError if it can't be
+    read."""
     command = [sys.executable, "-P", "-m", __name__, str(file.resolve()), str(out)]
     try:
         done = subprocess.run(

@@ -8,7 +8,7 @@ from llmc.errors import CheckpointError
 
 PICKLED = ("bin", "pt", "pth")
 ADAPTER_CONFIG = "adapter_config.json"
-_ADAPTER = "adapter_model"  # the stem of PEFT's weight files
+ADAPTER = "adapter_model"  # the stem of PEFT's weight files
 _INDEX = "model.safetensors.index.json"
 
 
@@ -22,7 +22,7 @@ def check_has_weights(path: Path) -> None:
 
 def files_of_weights(path: Path, kind: str) -> list[str]:
     """The names of a directory's weight files with this suffix, except an adapter's."""
-    return sorted(file.name for file in path.glob(f"*.{kind}") if file.stem != _ADAPTER)
+    return sorted(file.name for file in path.glob(f"*.{kind}") if file.stem != ADAPTER)
 
 
 def no_weights(path: Path) -> CheckpointError:

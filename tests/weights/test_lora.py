@@ -364,9 +364,7 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="has changed since"):
         read_adapter(adapter, parts, torch.float32, {})
     file.rename(tmp_path / "adapter_model.bin")
-    with pytest.raises(
-        InvalidRequestError, match="pickled adapter_model.bin, which is not supported"
-    ):
+    with pytest.raises(InvalidRequestError, match=r"its directory has no adapter_model\.safe"):
         open_adapter(adapter, TARGETS, PARAMETERS)
 
 

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from llmc.errors import CheckpointError
+from llmc.errors import CheckpointError, InvalidRequestError
+from llmc.lora_request import LoRARequest
+from llmc.startup.adapter_files import in_safetensors
+from llmc.weights.checkpoint import open_file
 from llmc.weights.tensors import open_tensors
 
 
@@ -31,6 +34,25 @@ def test_shards_are_converted_once(folder: Path, tmp_path: Path) -> None:
     again = open_tensors(folder, None, torch.float32)
     assert list((tmp_path / "cache" / "safetensors").iterdir()) == made and len(made) == 1
     assert sorted(again) == sorted(found)
+
+
+def test_an_adapter_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMC_CACHE_DIR", str(tmp_path / "cache"))
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"r": 4}')
+    weight = torch.randn(4, 6)
+    torch.save({"base_model.model.q.lora_A.weight": weight}, folder / "adapter_model.bin")
+    given = LoRARequest("old", 1, str(folder))
+    made = in_safetensors(given)
+    assert (made.lora_name, made.lora_int_id) == ("old", 1) and made != given
+    assert (Path(made.lora_path) / "adapter_config.json").read_text() == '{"r": 4}'
+    (found,) = open_file(Path(made.lora_path) / "adapter_model.safetensors").values()
+    assert torch.equal(found.read(), weight)
+    assert in_safetensors(given) == made == in_safetensors(made)
+    (folder / "adapter_model.bin").write_bytes(b"xx")
+    with pytest.raises(InvalidRequestError, match=r"'old' can't be used: adapter_model\.bin can't"):
+        in_safetensors(given)
 
 
 class Harmful:
