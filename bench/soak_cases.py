@@ -151,10 +151,10 @@ def _prompt(rng: random.Random, is_long: bool) -> tuple[int, ...]:
 # Invalid values by field, to be rejected with 400 over HTTP and InvalidRequestError in Python.
 BAD_FIELDS: tuple[Fields, ...] = (
     {"temperature": -1},
-    {"top_p": 0},
+    {"top_p": -0.1},
     {"n": 0},
     {"n": 10**9},
-    {"max_tokens": -1},
+    {"max_tokens": -2},
     {"max_tokens": CONTEXT * 2},
     {"min_tokens": 9, "max_tokens": 3},
     {"logprobs": 21},
