@@ -15,21 +15,18 @@ def terms_of(node: fx.Node) -> tuple[list[str], str] | None:
     """The indices of each tensor and of the result of an einsum; those of an ellipsis, which all
     tensors must then have, get letters of their own. None for an implicit result."""
     given = arguments(node)
-    equation = "".join(given.equation.split())
-    if "->" not in equation:
+    terms, arrow, result = "".join(given.equation.split()).partition("->")
+    if not arrow:
         return None
-    unused = "".join(c for c in ascii_letters if c not in equation)
-    rest = {val(x).dim() - len(t.replace("...", "")) for x, t in _factors(node)}
-    if "..." in equation and len(rest) == 1:
-        equation = equation.replace("...", unused[: rest.pop()])
-    terms, _, result = equation.partition("->")
-    return terms.split(","), result
-
-
-def _factors(node: fx.Node) -> list[tuple[fx.Node, str]]:
-    given = arguments(node)
-    terms = "".join(given.equation.split()).partition("->")[0].split(",")
-    return list(zip(given.tensors, terms, strict=True))
+    names = terms.split(",")
+    letters = (name.replace("...", "") for name in names)
+    rest = {val(x).dim() - len(own) for x, own in zip(given.tensors, letters, strict=True)}
+    if len(rest) == 1:  # the dimensions of an ellipsis, if there is one
+        unused = [c for c in ascii_letters if c not in given.equation]
+        spelled = "".join(unused[: rest.pop()])
+        names = [name.replace("...", spelled) for name in names]
+        result = result.replace("...", spelled)
+    return names, result
 
 
 def to_matmul(graph: fx.Graph, node: fx.Node, left: fx.Node) -> bool:

@@ -43,8 +43,7 @@ from llmc.kernels.triton import paged_attention as triton_attention
 from llmc.kernels.triton import rope_attention as triton_rope
 from llmc.kernels.triton.attention_tiles import TRITON_SPECIALIZES
 from llmc.kernels.triton.configs import AttentionConfig
-from llmc.kernels.triton.define import interpreted
-from llmc.kernels.triton.launch import KernelError, Launch
+from llmc.kernels.triton.launch import KernelError, Launch, interpreted
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
