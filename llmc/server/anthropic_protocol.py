@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import MAX_STOP_STRINGS
 from llmc.server.protocol import MAX_TOOLS, Body, ChatBody
-from llmc.server.turn import content_part, text_parts
+from llmc.server.turn import apart, content_part, text_parts
 
 TEXT = ("text",)
 _OF_DOCUMENTS = ("title", "context")
@@ -307,11 +307,11 @@ def _tool_result(
             _as_text(f"{where}.content[{index}]", part) for index, part in enumerate(content)
         ]
     given = text_parts(f"{where}.content", "" if content is None else content, TEXT, _image)
-    images = [part for part in given if isinstance(part, dict) and part["type"] != "text"]
+    said, images = apart(given)
     result = {
         "role": "tool",
         "tool_call_id": _field(where, block, "tool_use_id", str),
-        "content": [part for part in given if part not in images] if images else given,
+        "content": said,
     }
     return result, images
 

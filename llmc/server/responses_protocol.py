@@ -11,7 +11,7 @@ from llmc.engine.admission import MAX_CACHE_SALT
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import MAX_LOGPROBS
 from llmc.server.protocol import MAX_TOOLS, Body, ChatBody, Count, Int64, StreamOptions
-from llmc.server.turn import content_part, text_parts
+from llmc.server.turn import apart, content_part, text_parts
 
 TEXT = ("input_text", "output_text", "text")
 ROLES = ("user", "assistant", "system", "developer")
@@ -163,7 +163,8 @@ class ResponsesBody(Body):
         for index, item in enumerate(self.input):
             message = _message(f"input[{index}]", item)
             if message["role"] == "tool":
-                seen += _taken_images(message)
+                message["content"], images = apart(message["content"])
+                seen += images
             elif seen:
                 message = _with_images(seen, message, made)
                 seen = []
@@ -256,15 +257,6 @@ def _image(where: str, part: Any) -> str | None:
             param=where,
         )
     return url
-
-
-def _taken_images(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Remove the images of a tool's output: chats have them in the user's messages."""
-    content = message["content"]
-    images = [part for part in content if isinstance(part, dict) and part["type"] != "text"]
-    if images:
-        message["content"] = [part for part in content if part not in images]
-    return images
 
 
 def _with_images(

@@ -180,6 +180,16 @@ def text_parts(
     ]
 
 
+def apart(
+    content: str | list[dict[str, Any]],
+) -> tuple[str | list[dict[str, Any]], list[dict[str, Any]]]:
+    """A tool's output without its images, and these: chats have them in the user's messages."""
+    if isinstance(content, str):
+        return content, []
+    images = [part for part in content if part["type"] != "text"]
+    return [part for part in content if part["type"] == "text"], images
+
+
 def content_part(
     where: str, part: Any, kinds: Sequence[str], image_of: ImageOf | None = None
 ) -> dict[str, Any]:
