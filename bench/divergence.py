@@ -8,7 +8,7 @@ documentation (`pydoc_data`). The baseline is transformers' model with every wei
 dequantized to float32. The output is each engine's perplexity and its mean divergence (KL, in nats
 per token) from the baseline. A distribution is the probabilities of the engine's 20 likeliest
 tokens at a position, and of all others combined, which is what both HTTP APIs return. llmc runs
-three times: with default settings, with `activation_bits=8` and with 32.
+with default settings and with the options in LLMC.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torch import Tensor
 
 from bench.peer_engines import Transformers
 from llmc import LLM, SamplingParams
-from llmc.config import ActivationBits
 from llmc.load_test.machine import describe_machine, package_versions
 from llmc.load_test.report import context, write_json
 from llmc.startup.default_model import default_model_path
@@ -38,17 +37,21 @@ from llmc.text.tokenizer import Tokenizer
 TOPIC = "objects"
 NEAR = 20
 
-LLMC: dict[str, ActivationBits] = {"llmc": 16, "llmc, 8 bits": 8, "llmc, exact": 32}
+LLMC: dict[str, dict[str, Any]] = {
+    "llmc": {},
+    "llmc, float16 cache": {"kv_cache_dtype": "float16"},
+    "llmc, bfloat16 cache": {"kv_cache_dtype": "bfloat16"},
+    "llmc, 8 bits": {"activation_bits": 8},
+    "llmc, exact": {"activation_bits": 32},
+}
 
 Places = list[dict[int, float]]  # log-probabilities at each position, by token id
 
 
-def by_llmc(path: Path, ids: Sequence[int], bits: ActivationBits) -> Places:
+def by_llmc(path: Path, ids: Sequence[int], **options: Any) -> Places:
     """llmc's log-probabilities of the likeliest tokens and the actual next token."""
     length = 2 * len(ids)
-    with LLM(
-        str(path), device="cpu", max_num_seqs=1, max_model_len=length, activation_bits=bits
-    ) as llm:
+    with LLM(str(path), device="cpu", max_num_seqs=1, max_model_len=length, **options) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=NEAR)
         [output] = llm.generate([list(ids)], params, progress=False)
     known = output.prompt_logprobs
@@ -108,7 +111,7 @@ def measure(path: Path, count: int, threads: int) -> dict[str, Any]:
     ids = Tokenizer.load(model_directory(path)).encode(topics[TOPIC])[:count]
     want = by_float32(path, ids, threads)
     engines = {
-        **{name: by_llmc(path, ids, bits) for name, bits in LLMC.items()},
+        **{name: by_llmc(path, ids, **options) for name, options in LLMC.items()},
         "llama.cpp": by_llama_cpp(path, ids, threads, want.shape[1]),
     }
     own = want.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
@@ -137,7 +140,7 @@ def print_table(result: Mapping[str, Any]) -> None:
     print(f"{result['file']}, {result['num_tokens']} tokens")
     for name in ("float32", *LLMC, "llama.cpp"):
         kl, perplexity = result[name].get("mean_kl"), result[name]["perplexity"]
-        print(f"{name:18} perplexity {perplexity:.4f}", end="\n" if kl is None else ", ")
+        print(f"{name:20} perplexity {perplexity:.4f}", end="\n" if kl is None else ", ")
         if kl is not None:
             print(f"KL {kl:.2e} nats per token")
 

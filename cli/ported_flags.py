@@ -16,6 +16,8 @@ from typing import Any
 
 from llmc.errors import ConfigError
 from llmc.frontend.ported_options import (
+    CACHE_TYPE_NAMES,
+    CACHE_TYPES,
     MAX_GIB,
     NEUTRAL_SAMPLING,
     NOT_NEEDED,
@@ -106,7 +108,7 @@ _CONFIG = "--hf-overrides"
 _MERGED = (_SAMPLING, _CONFIG)  # with what other flags add to them
 _ROTARY = "--rope-scaling"
 _WITH_VALUE = frozenset(
-    (*RENAMED, *_TRANSLATED, *NOT_NEEDED_WITH_VALUE, *VALUES, *_MERGED, _ROTARY)
+    (*RENAMED, *_TRANSLATED, *CACHE_TYPES, *NOT_NEEDED_WITH_VALUE, *VALUES, *_MERGED, _ROTARY)
 )
 _MODEL = frozenset(("--model", "--model-path", "-m", "-hf", "-hfr", "--hf-repo"))
 _IN_JSON = (
@@ -190,6 +192,10 @@ def port(words: Sequence[str], options: Mapping[str, bool] | None = None) -> Por
                 out += _TRANSLATED[name](value, left_out)
             elif name in RENAMED:
                 out += [RENAMED[name], value]
+            elif name in CACHE_TYPES and value in CACHE_TYPE_NAMES:
+                out += ["--kv-cache-dtype", CACHE_TYPE_NAMES[value]]
+            elif name in CACHE_TYPES:
+                refused[f"{name} {value}"] = CACHE_TYPES[name]
             elif value in VALUES[name][0]:
                 left_out[name] = f"llmc always does {value}"
             else:
@@ -344,4 +350,4 @@ def hint(name: str) -> str | None:
     for table in (NOT_NEEDED, NOT_NEEDED_WITH_VALUE):
         if name in table:
             return f"{table[name]}; remove the option"
-    return REFUSED.get(name)
+    return CACHE_TYPES.get(name) or REFUSED.get(name)

@@ -163,6 +163,11 @@ def ported_flags() -> str:
     for old, (values, why) in flags.VALUES.items():
         taken = ", ".join(f"`{value}`" for value in sorted(values))
         rows.append((f"`{old}`", f"left out with {taken}; else refused: {why}"))
+    names = ", ".join(f"`{new}` for `{old}`" for old, new in flags.CACHE_TYPE_NAMES.items())
+    rows += [
+        (f"`{old}`", f"`--kv-cache-dtype` {names}; else refused: {why}")
+        for old, why in flags.CACHE_TYPES.items()
+    ]
     for table in (flags.NOT_NEEDED, flags.NOT_NEEDED_WITH_VALUE):
         rows += [(f"`{old}`", f"left out: {why}") for old, why in table.items()]
     rows += [(f"`{old}`", f"refused: {why}") for old, why in flags.REFUSED.items()]

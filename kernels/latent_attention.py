@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from llmc.kernels.attention import attend, expand, expanded_dim, first_visible
-from llmc.kernels.fp8 import FP8
+from llmc.kernels.cache_dtype import cache_dtypes
 from llmc.kernels.paged_attention import cached_rows, make_case
 from llmc.kernels.registry import Case, op
 
@@ -148,7 +148,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_latent_case([(1, 1)], 1, 16, 8, 16, 40, 16, device, dtype)
     yield make_latent_case([(1, 70), (3, 3), (1, 9)], 4, 16, 8, 24, 48, 16, device, dtype)
     yield make_latent_case(mixed, 4, 12, 6, 10, 40, 8, device, dtype)
-    yield make_latent_case(mixed, 3, 16, 8, 16, 64, 16, device, dtype, cache=FP8[0])
+    for cache in cache_dtypes(dtype)[1:-1]:
+        yield make_latent_case(mixed, 3, 16, 8, 16, 64, 16, device, dtype, cache=cache)
     yield make_latent_case(
         mixed, 2, 16, 8, 12, 48, 16, device, dtype, softcap=5.0, sinks=True, alibi=True
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmc.kernels.attention import among, attend, first_visible
-from llmc.kernels.fp8 import FP8, from_cache, indexable, to_cache
+from llmc.kernels.cache_dtype import FP8, cache_dtypes, from_cache, indexable, to_cache
 from llmc.kernels.registry import Case, op
 
 
@@ -48,7 +48,8 @@ def paged_attention(
     window, chunk (0: off): see `attention.visible`. softcap (0: off): cap * tanh(score / cap).
     sinks [H], or [T, H] for each query: a logit per head without a value.
     slopes [H]: ALiBi, slope * (key pos - query pos).
-    Caches can be float8, with k_scale and v_scale as in `fp8.py`.
+    Caches have one of the query's cache_dtypes, if float8 with k_scale and v_scale
+    (`cache_dtype.py`).
     prompts, on the host: which requests are prompts (`prompts.py`), a hint that does not change
     results.
     chosen [T, G, N] int32: the sparse blocks that each query attends to, up to itself, without
@@ -103,7 +104,8 @@ def cached_rows(
     cache: Tensor, scale: Tensor | None, table: Tensor, first: int, last: int
 ) -> Tensor:
     """The rows [last - first, Hkv, D] of positions [first, last) in a cache [num_blocks, Hkv,
-    block_size, D], for a request with blocks `table` [max_blocks] int32; read as in `fp8.py`."""
+    block_size, D], for a request with blocks `table` [max_blocks] int32; read as in
+    `cache_dtype.py`."""
     block_size = cache.shape[2]
     blocks = table[first // block_size : -(-last // block_size)].long()
     picked = indexable(cache)[blocks].view(cache.dtype)
@@ -223,6 +225,11 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_case(mixed, 8, 2, 64, 48, 16, device, dtype, cache=FP8[0], sinks=True)
     yield make_case(mixed, 4, 4, 40, 32, 8, device, dtype, cache=FP8[1], window=7)
     yield make_case([(1, 70), (12, 60)], 16, 1, 64, 64, 16, device, dtype, cache=FP8[0])
+    for cache in cache_dtypes(dtype)[1 : -len(FP8)]:
+        yield make_case(mixed, 6, 2, 48, 40, 16, device, dtype, cache=cache, window=20)
+        yield make_case([(1, 170), (70, 90)], 9, 3, 64, 64, 16, device, dtype, cache=cache)
+        yield make_case([(1, 70), (3, 60)], 4, 1, 64, 64, 16, device, dtype, chosen=9, cache=cache)
+        yield make_case(mixed, 4, 1, 48, 40, 8, device, dtype, shared=True, cache=cache)
     yield make_case([(1, 40), (3, 21)], 4, 2, 512, 512, 16, device, dtype)
     yield make_case(mixed, 4, 2, 32, 32, 16, device, dtype, distances=9, token_sinks=True)
     yield make_case(mixed, 6, 2, 40, 24, 8, device, dtype, distances=7, window=7, softcap=5.0)

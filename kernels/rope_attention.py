@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmc.kernels.fp8 import FP8, indexable
+from llmc.kernels.cache_dtype import FP8, cache_dtypes, indexable
 from llmc.kernels.paged_attention import make_case, paged_attention
 from llmc.kernels.registry import Case, op
 from llmc.kernels.rope_write import rope_write
@@ -143,6 +143,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_rope_case(decode, 8, 2, 64, 64, 32, device, dtype, sinks=True, window=20)
     yield make_rope_case(few, 4, 4, 32, 32, 8, device, dtype, chunk=12, padding=1)
     yield make_rope_case(few, 40, 2, 32, 32, 8, device, dtype, window=3, alibi=True)
+    for cache in cache_dtypes(dtype)[1 : -len(FP8)]:
+        yield make_rope_case(decode, 6, 2, 64, 48, 16, device, dtype, cache=cache)
     yield make_rope_case(decode, 8, 2, 64, 48, 16, device, dtype, cache=FP8[0], normed=False)
     yield make_rope_case(decode, 4, 4, 40, 32, 8, device, dtype, cache=FP8[1], window=7)
     yield make_rope_case([(5, 5), (1, 33), (9, 40)], 4, 2, 32, 32, 16, device, dtype)

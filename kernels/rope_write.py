@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmc.kernels.fp8 import FP8
+from llmc.kernels.cache_dtype import FP8, cache_dtypes
 from llmc.kernels.registry import Case, op
 from llmc.kernels.rms_norm import normalize
 from llmc.kernels.write_kv import write_kv
@@ -76,8 +76,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             (False, True, 0.0, dtype),
             (True, False, 0.0, dtype),
             (False, True, 1.0, dtype),
-            (False, True, 0.0, FP8[0]),
-            (True, False, 0.0, FP8[1]),
+            *((cache == FP8[1], cache != FP8[1], 0.0, cache) for cache in cache_dtypes(dtype)[1:]),
         ):
             num_blocks, block_size = tokens // 16 + 2, 16
             angle = torch.rand(64, width // 2, generator=gen) * 6

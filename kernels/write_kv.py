@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmc.kernels.fp8 import FP8, indexable, to_cache
+from llmc.kernels.cache_dtype import FP8, cache_dtypes, indexable, to_cache
 from llmc.kernels.registry import Case, op
 
 
@@ -25,7 +25,8 @@ def write_kv(
 
     slot_mapping [T] int64 is block * block_size + offset; a negative slot is skipped (padding).
     Slots of one call are distinct. Any strides are allowed if the last dimension is contiguous.
-    Caches can be float8, with k_scale and v_scale as in `fp8.py`.
+    Caches have one of the key's cache_dtypes, if float8 with k_scale and v_scale
+    (`cache_dtype.py`).
     """
     block_size = key_cache.shape[2]
     live = slot_mapping >= 0
@@ -42,7 +43,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         (7, 2, 64, 32, 16),
         (37, 3, 80, 80, 8),
     ):
-        for cache in (dtype, *FP8):
+        for cache in cache_dtypes(dtype):
             num_blocks = tokens // block_size + 3
             slots = torch.randperm(num_blocks * block_size, generator=gen)[:tokens]
             slots[::5] = -1

@@ -20,7 +20,7 @@ DTYPE_ALIASES = {
 MAX_SEQS = 16383  # rows that the kernels' planning vectors hold
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 QUANTIZATIONS = ("int8", "int4", "fp8", "none")
-KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 EXECUTOR_BACKENDS = ("mp", "ray")
 DEVICES = ("auto", "cpu", "cuda")
 # the optimization levels from which steps are CUDA graphs on GPUs, and Inductor's code
@@ -70,7 +70,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_num_queued: int | None = None  # None: unlimited offline, 4 * max_num_seqs when serving
     block_size: int = 16
-    kv_cache_dtype: str = "auto"  # auto: the dtype of weights and activations
+    kv_cache_dtype: str = "auto"  # the activations'; for GGUF files on CPU float16
     kv_cache_memory: int | None = None
     swap_space: int = 0  # host memory for the blocks of preempted requests
     gpu_memory_utilization: float = 0.9

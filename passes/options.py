@@ -26,7 +26,7 @@ class PipelineOptions:
     long_context_from: int = (
         0  # first position of long sequences, if they have their own frequencies
     )
-    kv_cache_dtype: str = "auto"  # a key of fp8.CACHE_DTYPES; "auto": the model's own dtype
+    kv_cache_dtype: str = "auto"  # a key of cache_dtype.CACHE_DTYPES; "auto": the model's own dtype
     quantization: Format | None = None
     kept: tuple[tuple[str, Quantization], ...] = ()  # weights that keep their stored format
     activation_bits: int | None = None  # of inputs of integer weights; None: not rounded

@@ -10,6 +10,7 @@ from torch import fx
 
 from llmc.errors import CompileError
 from llmc.kernels.attention import attention
+from llmc.kernels.cache_dtype import narrower
 from llmc.kernels.encoder_attention import encoder_attention
 from llmc.kernels.latent_attention import latent_attention
 from llmc.kernels.paged_attention import paged_attention
@@ -60,7 +61,8 @@ def page_attention(
 ) -> Notes:
     """Write each layer's keys and values to its cache and attend over block tables.
 
-    `cache_dtype` None: caches have the model's own dtype. Layers that attend to the keys and values
+    `cache_dtype` None: caches have the model's own dtype, as those of layers have for which
+    `cache_dtype` would not be narrower. Layers that attend to the keys and values
     of an earlier layer read its cache; a module that is called twice has a cache for each call.
 
     Bidirectional attention needs no cache, since all tokens of a sequence are in one step; this
@@ -147,7 +149,7 @@ def _size_caches(marker: fx.Node, block_size: int, cache_dtype: torch.dtype | No
         heads, dim = val(source).shape[1], val(source).shape[3]
         if source is given.value and _shared_channels(given.key, given.value):
             dim = 0
-        dtype = cache_dtype or val(source).dtype
+        dtype = narrower(val(source).dtype, cache_dtype)
         cache.meta["val"] = val(source).new_empty(2, heads, block_size, dim, dtype=dtype)
 
 

@@ -16,6 +16,7 @@ from torch import fx
 
 from llmc.errors import CompileError
 from llmc.kernels.attention import attention
+from llmc.kernels.cache_dtype import narrower
 from llmc.kernels.choose_keys import choose_keys
 from llmc.kernels.entries import entry_attention
 from llmc.kernels.paged_attention import paged_attention
@@ -226,7 +227,7 @@ def _page(
 ) -> None:
     given = arguments(marker)
     key = _flat(graph, given.key)
-    dim, dtype = val(key).shape[2], cache_dtype or val(key).dtype
+    dim, dtype = val(key).shape[2], narrower(val(key).dtype, cache_dtype)
     for part, cache, width in (("key", given.key_cache, dim), ("value", given.value_cache, 0)):
         old = input_of(cache)
         if not isinstance(old, CacheInput) or old.tokens:

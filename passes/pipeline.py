@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llmc.kernels.fp8 import CACHE_DTYPES
+from llmc.kernels.cache_dtype import CACHE_DTYPES
 from llmc.passes.absorb_mla import absorb_mla
 from llmc.passes.append_sampler import append_sampler
 from llmc.passes.apply_lora import apply_lora

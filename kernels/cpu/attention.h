@@ -5,8 +5,7 @@
 #pragma once
 
 #include "arena.h"
-#include "dtypes.h"
-#include "fp8.h"
+#include "cached.h"
 #include "kernels.h"
 #include "vec.h"
 
@@ -59,14 +58,13 @@ void find_rows(const AttentionArgs& a, const Item& item, int64_t first, int64_t 
   }
 }
 
-// Dequantizes n cached FP8 rows to T, contiguously, and sets `rows` to point to the results.
-template <class T>
-void widen_rows(Dtype cache, int64_t n, int64_t dim, const uint8_t* const* codes, T* to,
+// Converts n cached rows to T, contiguously, and sets `rows` to point to the results.
+template <class T, class E>
+void widen_rows(Dtype cache, int64_t n, int64_t dim, const E* const* stored, T* to,
                 const T** rows) {
-  const Fp8Table& table = fp8_table(cache);
   for (int64_t i = 0; i < n; ++i) {
     rows[i] = to + i * dim;
-    decode_row(codes[i], dim, table, to + i * dim);
+    widen_cached(stored[i], dim, cache, to + i * dim);
   }
 }
 

@@ -14,17 +14,20 @@ struct Row {  // a query of a request, and the KV head of some of its heads
   int64_t token, position, request, kv_head;
 };
 
-// One row of a cache in T: in the cache itself, or dequantized to `to` for FP8 caches.
+// One row of a cache in T: in the cache itself, or converted to `to` for narrower caches.
 template <class T>
 const T* row_at(const void* cache, Dtype dtype, int64_t offset, int64_t dim, T* to) {
-  if (!is_fp8(dtype)) return static_cast<const T*>(cache) + offset;
-  decode_row(static_cast<const uint8_t*>(cache) + offset, dim, fp8_table(dtype), to);
-  return to;
+  return with_element<T>(dtype, [&](auto e) -> const T* {
+    const auto* row = static_cast<const decltype(e)*>(cache) + offset;
+    if constexpr (std::is_same_v<decltype(e), T>) return row;
+    widen_cached(row, dim, dtype, to);
+    return to;
+  });
 }
 
 template <class T>
 void prefetch_at(const void* cache, Dtype dtype, int64_t offset, int64_t dim) {
-  const int64_t width = is_fp8(dtype) ? 1 : int64_t(sizeof(T));
+  const int64_t width = with_element<T>(dtype, [](auto e) { return int64_t(sizeof e); });
   const char* row = static_cast<const char*>(cache) + offset * width;
   for (int64_t i = 0; i < dim * width; i += 64) __builtin_prefetch(row + i, 0, 2);
 }

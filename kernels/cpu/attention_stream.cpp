@@ -8,7 +8,8 @@
 namespace llmc {
 namespace {
 
-// How rows of a cache are multiplied by queries, `kStep` elements at a time, and by weights.
+// How rows of a cache are multiplied by queries, `kStep` elements at a time, and by weights. T: of
+// the cache's elements, or what FP8 is converted to.
 template <class T>
 struct PlainRows {
   using Element = T;
@@ -24,7 +25,8 @@ struct PlainRows {
     std::memcpy(rest, key, left * sizeof(T));
     return acc + load_lanes<vf>(rest) * load_lanes<vf>(query);
   }
-  static void pack_query(const T* query, int64_t dim, float* to) {
+  template <class Input>
+  static void pack_query(const Input* query, int64_t dim, float* to) {
     for (int64_t i = 0; i < dim; ++i) to[i] = to_float(query[i]);
   }
   template <int G>
@@ -209,7 +211,10 @@ void stream(const Plan& plan, const Item& item) {
 }  // namespace
 
 void run_stream(const Plan& plan, const Item& item) {
-  if (plan.a.dtype == Dtype::f32) return stream<float, PlainRows<float>>(plan, item);
+  if (plan.a.dtype == Dtype::f32) {
+    if (is_fp8(plan.a.cache)) return stream<float, PlainRows<float>>(plan, item);
+    return with_type(plan.a.cache, [&](auto e) { stream<float, PlainRows<decltype(e)>>(plan, item); });
+  }
   if (plan.a.dtype == Dtype::f16) return stream<f16, PlainRows<f16>>(plan, item);
 #if defined(LLMC_FP8_BYTES) && defined(LLMC_AVX512_BF16)
   if (is_fp8(plan.a.cache) && are_whole<CodeRows>(plan.a))

@@ -115,15 +115,22 @@ void finish(const Plan& plan, const Item& item, const Panel& p, int64_t row, int
     finish_row<typename E::T>(plan, item, row + lane, p.m[lane], p.l[lane], lines + lane * v_dim);
 }
 
-// Pointers to n key and value rows from `first` on, as T: FP8 rows are dequantized to `to`.
+// Pointers to n key and value rows from `first` on, as T: rows of narrower caches are converted to
+// `to`.
 template <class T>
 void find_wide_rows(const AttentionArgs& a, const Item& item, int64_t first, int64_t n, T* to,
                     const T** keys, const T** values) {
-  if (!is_fp8(a.cache)) return find_rows(a, item, first, n, keys, values);
-  const uint8_t *key_codes[kTileKeys], *value_codes[kTileKeys];
-  find_rows(a, item, first, n, key_codes, value_codes);
-  widen_rows(a.cache, n, a.head_dim, key_codes, to, keys);
-  widen_rows(a.cache, n, a.v_dim, value_codes, to + kTileKeys * a.head_dim, values);
+  with_element<T>(a.cache, [&](auto e) {
+    using E = decltype(e);
+    if constexpr (std::is_same_v<E, T>) {
+      find_rows(a, item, first, n, keys, values);
+    } else {
+      const E *stored_keys[kTileKeys], *stored_values[kTileKeys];
+      find_rows(a, item, first, n, stored_keys, stored_values);
+      widen_rows(a.cache, n, a.head_dim, stored_keys, to, keys);
+      widen_rows(a.cache, n, a.v_dim, stored_values, to + kTileKeys * a.head_dim, values);
+    }
+  });
 }
 
 template <class E>

@@ -14,9 +14,10 @@ namespace llmc::ops {
 Dtype cache_dtype_of(const Tensor& t, const Tensor& beside) {
   if (t.scalar_type() == at::kFloat8_e4m3fn) return Dtype::e4m3;
   if (t.scalar_type() == at::kFloat8_e5m2) return Dtype::e5m2;
-  TORCH_CHECK(t.scalar_type() == beside.scalar_type(), "a cache must be ", beside.scalar_type(),
-              " or float8, got ", t.scalar_type());
-  return dtype_of(t);
+  const Dtype own = dtype_of(t), of_inputs = dtype_of(beside);
+  TORCH_CHECK(own == of_inputs || of_inputs == Dtype::f32, "a cache must be ",
+              beside.scalar_type(), " or narrower, got ", t.scalar_type());
+  return own;
 }
 
 void check(const Tensor& t, const char* name, at::ScalarType dtype, int64_t dims) {

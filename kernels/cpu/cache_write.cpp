@@ -1,6 +1,5 @@
 // write_kv and rope_write: they write a step's keys and values to the paged cache.
-#include "dtypes.h"
-#include "fp8.h"
+#include "cached.h"
 #include "kernels.h"
 #include "parallel.h"
 
@@ -16,12 +15,16 @@ T* slot_pointer(void* cache, const int64_t stride[3], int64_t block_size, int64_
          slot % block_size * stride[2];
 }
 
-// Rows of a cache with the inputs' type...
+// Rows of a cache with the inputs' type, or with 16 bits for float32...
 template <class T>
-struct SameCache {
+struct PlainCache {
   using Element = T;
   LLMC_METHOD void copy(const T* row, int64_t n, float, T* to) const {
     std::memcpy(to, row, n * sizeof(T));
+  }
+  template <class Input>
+  LLMC_METHOD void copy(const Input* row, int64_t n, float, T* to) const {
+    round(row, n, 1.0f, to);
   }
   LLMC_METHOD void round(const float* row, int64_t n, float, T* to) const {
     int64_t i = 0;
@@ -111,6 +114,19 @@ template <class T>
   for (i = width; i < dim; ++i) y[i] = x[i];
 }
 
+// Asks for the lines of a token's keys and values, whose addresses no hardware predicts.
+template <class E>
+void prefetch_slot(const WriteArgs& w, int64_t slot) {
+  constexpr int64_t kLine = 64 / sizeof(E);
+  if (slot < 0) return;
+  for (int64_t h = 0; h < w.kv_heads; ++h) {
+    const E* key = slot_pointer<E>(w.key_cache, w.key_cache_stride, w.block_size, slot, h);
+    const E* value = slot_pointer<E>(w.value_cache, w.value_cache_stride, w.block_size, slot, h);
+    for (int64_t i = 0; i < w.head_dim; i += kLine) __builtin_prefetch(key + i, 1, 3);
+    for (int64_t i = 0; i < w.v_dim; i += kLine) __builtin_prefetch(value + i, 1, 3);
+  }
+}
+
 template <class T, class Cache>
 void rope_rows(const RopeArgs& a, const Cache& cache) {
   const WriteArgs& w = a.write;
@@ -118,14 +134,16 @@ void rope_rows(const RopeArgs& a, const Cache& cache) {
   parallel_rows(w.tokens, cost, w.threads, [&](int64_t begin, int64_t end) {
     std::vector<float> scratch(2 * (w.head_dim + kLanes));
     float *x = scratch.data(), *y = x + w.head_dim + kLanes;
+    prefetch_slot<typename Cache::Element>(w, w.slots[begin]);
     for (int64_t t = begin; t < end; ++t) {
+      if (t + 1 < end) prefetch_slot<typename Cache::Element>(w, w.slots[t + 1]);
       const float* cos = a.cos + a.positions[t] * a.cos_stride;
       const float* sin = a.sin + a.positions[t] * a.sin_stride;
       const T* query = static_cast<const T*>(a.query) + t * a.query_stride[0];
       T* out = static_cast<T*>(a.out) + t * a.heads * w.head_dim;
       for (int64_t h = 0; h < a.heads; ++h) {
         turn_head<T>(a, query + h * a.query_stride[1], a.query_norm, cos, sin, x, y);
-        SameCache<T>().round(y, w.head_dim, 1.0f, out + h * w.head_dim);
+        PlainCache<T>().round(y, w.head_dim, 1.0f, out + h * w.head_dim);
       }
       const int64_t slot = w.slots[t];
       if (slot < 0) continue;
@@ -144,8 +162,12 @@ void rope_rows(const RopeArgs& a, const Cache& cache) {
 // Calls run(cache) with the class for the cache's type.
 template <class T, class Run>
 void with_cache(const WriteArgs& w, const Run& run) {
-  if (is_fp8(w.cache)) return run(Fp8Cache<T>{fp8_format(w.cache)});
-  run(SameCache<T>());
+  with_element<T>(w.cache, [&](auto e) {
+    if constexpr (std::is_same_v<decltype(e), uint8_t>)
+      run(Fp8Cache<T>{fp8_format(w.cache)});
+    else
+      run(PlainCache<decltype(e)>());
+  });
 }
 
 }  // namespace

@@ -19,10 +19,6 @@ inline Fp8Format fp8_format(Dtype dtype) {
   return dtype == Dtype::e4m3 ? Fp8Format{3, 7, 0x7f, 448.0f} : Fp8Format{2, 15, 0x7f, 57344.0f};
 }
 
-inline bool is_fp8(Dtype dtype) {
-  return dtype == Dtype::e4m3 || dtype == Dtype::e5m2;
-}
-
 // The codes of sixteen floats.
 LLMC_INLINE v16u encode(v16f x, const Fp8Format& f) {
   const v16u sign = ((v16u)x >> 24) & 0x80u;

@@ -12,6 +12,7 @@ from llmc.kernels.act_mul import act_mul
 from llmc.kernels.add_lora import add_lora
 from llmc.kernels.ban_words import ban_words
 from llmc.kernels.bmm import bmm
+from llmc.kernels.cache_dtype import caches_fit
 from llmc.kernels.causal_conv import causal_conv
 from llmc.kernels.choose_blocks import choose_blocks
 from llmc.kernels.choose_keys import choose_keys
@@ -20,7 +21,6 @@ from llmc.kernels.cpu.levels import multiplies_integers
 from llmc.kernels.decayed_softmax import decayed_softmax
 from llmc.kernels.delta_rule import delta_rule
 from llmc.kernels.expert_linear import expert_linear
-from llmc.kernels.fp8 import caches_fit
 from llmc.kernels.fused_linear import fused_linear
 from llmc.kernels.gated_rms_norm import gated_rms_norm
 from llmc.kernels.latent_attention import latent_attention

@@ -9,6 +9,10 @@ namespace llmc {
 
 enum class Dtype { f32, bf16, f16, e4m3, e5m2 };  // the last two: caches only
 
+inline bool is_fp8(Dtype dtype) {
+  return dtype == Dtype::e4m3 || dtype == Dtype::e5m2;
+}
+
 struct Rows {  // a tensor as rows with a contiguous last dimension and up to three outer dimensions
   void* data;
   int64_t size[3];

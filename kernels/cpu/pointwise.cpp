@@ -1,7 +1,7 @@
 // rms_norm, add_rms_norm, gated_rms_norm, act_mul, a sum and a copy: one pass over each row,
 // computed in float.
 #include "dtypes.h"
-#include "fp8.h"
+#include "cached.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "vec.h"
@@ -287,15 +287,12 @@ void round_typed(const RoundArgs& a) {
 
 template <class T>
 void copy_typed(const CopyArgs& a) {
-  const Fp8Table* table = is_fp8(a.cache) ? &fp8_table(a.cache) : nullptr;
   parallel_rows(count(a.to), a.width, a.threads, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       T* to = const_cast<T*>(row_pointer<T>(a.to, row));
-      if (table == nullptr) {
-        std::memcpy(to, row_pointer<T>(a.from, row), a.width * sizeof(T));
-        continue;
-      }
-      decode_row(row_pointer<uint8_t>(a.from, row), a.width, *table, to);
+      with_element<T>(a.cache, [&](auto e) {
+        widen_cached(row_pointer<decltype(e)>(a.from, row), a.width, a.cache, to);
+      });
       if (a.scale == 1.0f) continue;
       int64_t i = 0;
       for (; i + kLanes <= a.width; i += kLanes) store(to + i, load(to + i) * a.scale);

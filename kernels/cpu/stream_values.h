@@ -149,7 +149,7 @@ void walk_cached_tiles(const AttentionArgs& a, const Item& item, int64_t start, 
     }
 }
 
-// The same with rows as T: FP8 rows are dequantized first, while the next tile's are prefetched.
+// The same with rows as T: FP8 rows are converted first, while the next tile's are prefetched.
 template <class T, class Body>
 void walk_tiles(const AttentionArgs& a, const Item& item, int64_t start, const Body& body) {
   if (!is_fp8(a.cache)) return walk_cached_tiles<T>(a, item, start, body);

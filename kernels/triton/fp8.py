@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.fp8 import FP8
+from llmc.kernels.cache_dtype import FP8
 
 NONE, E4M3, E5M2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _FORMATS = {FP8[0]: 1, FP8[1]: 2}

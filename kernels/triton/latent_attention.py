@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmc.kernels.attention import expanded_dim
-from llmc.kernels.fp8 import caches_fit, from_cache, indexable
+from llmc.kernels.cache_dtype import caches_fit, from_cache, indexable
 from llmc.kernels.latent_attention import MAX_BYTES, expands, latent_attention
 from llmc.kernels.prompts import Prompts
 from llmc.kernels.triton.define import define, same_dtype, supports_tensors

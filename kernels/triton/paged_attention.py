@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmc.kernels.fp8 import caches_fit
+from llmc.kernels.cache_dtype import caches_fit
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.prompts import Prompts, fits_flash
 from llmc.kernels.triton import chosen_attention, dependent_launch, prompt_attention

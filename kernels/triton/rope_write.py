@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.fp8 import caches_fit
+from llmc.kernels.cache_dtype import caches_fit
 from llmc.kernels.rope_write import rope_write
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.configs import ROPE_ELEMENTS

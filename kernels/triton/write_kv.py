@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.fp8 import caches_fit
+from llmc.kernels.cache_dtype import caches_fit
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.configs import WRITE_ELEMENTS
 from llmc.kernels.triton.define import define, supports_tensors

@@ -13,7 +13,7 @@ from typing import Literal
 
 from llmc.check.variants import Subject, Variant, kernels_of
 
-Kind = Literal["compiler", "kernel", "pass", "engine", "capture"]
+Kind = Literal["compiler", "kernel", "pass", "engine", "capture", "cache"]
 Good = Callable[[Variant], bool]
 
 
@@ -32,6 +32,7 @@ class Culprit:
             "compiler": f"Inductor's code at {self.name}",
             "kernel": f"kernel {self.name}",
             "pass": f"pass {self.name}",
+            "cache": self.name,
             "engine": "a pass that can't be switched off",
             "capture": "the capture of the model's code",
         }

@@ -19,7 +19,7 @@ import torch
 
 import llmc.kernels
 from llmc.cache_dir import files_digest, write_atomically
-from llmc.check.bisect import Culprit
+from llmc.check.bisect import Culprit, Kind
 from llmc.check.compare import LogitsDeviation, Tolerance
 from llmc.kernels.cpu.levels import cpu_model, pick_level
 from llmc.weights.tensors import open_tensors, weight_files
@@ -46,11 +46,14 @@ class LayerResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedResult:
-    """A pass that changes the model on purpose, or rounds. `beside`: what the step is compared
-    with, either the captured graph with the pass or the step without it."""
+    """A pass that changes the model on purpose or rounds, or a KV cache of a narrower dtype.
+    `beside`: what the step is compared with, either the captured graph with the pass or the step
+    without it. `switch`: the option to serve without it."""
 
+    kind: Kind
     name: str
     beside: str
+    switch: str
     logits: LogitsDeviation
     limit: Tolerance
     is_good: bool

@@ -147,11 +147,13 @@ def _compare_float32(
 def fixed_config(config: EngineConfig, certificate: Certificate) -> EngineConfig:
     """The same options without the culprits."""
     off = {c.name: False for c in certificate.culprits if c.kind == "pass"}
-    compiled = any(c.kind == "compiler" for c in certificate.culprits)
+    kinds = {c.kind for c in certificate.culprits}
+    cache = certificate.dtype if "cache" in kinds else config.kv_cache_dtype
     return dataclasses.replace(
         config,
+        kv_cache_dtype=cache,
         passes={**config.passes, **off},
-        opt_level=0 if compiled else config.opt_level,
+        opt_level=0 if "compiler" in kinds else config.opt_level,
     )
 
 

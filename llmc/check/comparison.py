@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llmc.check.bisect import Culprit, Diagnosis, bisect
+from llmc.check.bisect import Culprit, Diagnosis, Kind, bisect
 from llmc.check.certificate import ChangedResult, LayerResult
 from llmc.check.compare import (
     TOLERANCES,
@@ -23,6 +23,7 @@ from llmc.check.compare import (
 from llmc.check.reference import Reference, Run
 from llmc.check.variants import Subject, Variant
 from llmc.errors import CompileError
+from llmc.kernels.cache_dtype import CACHE_DTYPES, FP8, narrower
 from llmc.passes.base import Pass
 from llmc.passes.inputs import WeightInput, input_of
 
@@ -55,7 +56,7 @@ class Comparison:
     def diagnose(self) -> Diagnosis:
         """Bisect by the logits and, if they can be compared, by the hidden states."""
         wrong = tuple(
-            Culprit(kind="pass", name=c.name, switch=f"--disable-pass {c.name}")
+            Culprit(kind=c.kind, name=c.name, switch=c.switch)
             for c in self.changed
             if not c.is_good
         )
@@ -104,7 +105,8 @@ def compare(
 ) -> Comparison:
     """Compare the step with transformers, without the passes that change the model on purpose. With
     each of these, compare it with the captured graph after the same pass. With each pass that
-    rounds, compare the step as served with the step without that pass."""
+    rounds, compare the step with the step without that pass, and with a narrower KV cache with the
+    step that has one in the model's dtype."""
     stated = TOLERANCES[str(subject.built.dtype).removeprefix("torch.")]
     noise = None
     if reference.has_noise:
@@ -137,6 +139,7 @@ def compare(
         changed=(
             *_compare_changed(subject, changing, off, switches, stated),
             *_compare_rounded(subject, rounding, switches, level),
+            *_compare_cache(subject, switches, level),
         ),
         notes=tuple(notes),
     )
@@ -213,6 +216,28 @@ def _compare_rounded(
     return tuple(results)
 
 
+def _compare_cache(
+    subject: Subject, switches: Mapping[str, bool], level: int
+) -> tuple[ChangedResult, ...]:
+    """The tolerance is that of the cache's dtype."""
+    name, own = subject.options.pipeline.kv_cache_dtype, subject.built.dtype
+    wanted = CACHE_DTYPES[name]
+    if wanted is None or narrower(own, wanted) == own:
+        return ()
+    plain = Variant(switches=switches, level=level)
+    own_name = str(own).removeprefix("torch.")
+    found = _result(
+        subject.run(plain),
+        subject.run(replace(plain, kv_cache_dtype=name)),
+        TOLERANCES["float8" if wanted in FP8 else name],
+        kind="cache",
+        name=f"a KV cache in {name}",
+        beside=f"the step with one in {own_name}",
+        switch=f"--kv-cache-dtype {own_name}",
+    )
+    return (found,)
+
+
 def _rounding_limit(subject: Subject, variant: Variant) -> Tolerance:
     options = subject.options.pipeline
     if options.float8_activations:
@@ -228,7 +253,27 @@ def _rounding_limit(subject: Subject, variant: Variant) -> Tolerance:
 def _changed(
     p: Pass, beside: str, wanted: Sequence[Tensor], have: Sequence[Tensor], limit: Tolerance
 ) -> ChangedResult:
+    switch = f"--disable-pass {p.name}"
+    return _result(wanted, have, limit, kind="pass", name=p.name, beside=beside, switch=switch)
+
+
+def _result(
+    wanted: Sequence[Tensor],
+    have: Sequence[Tensor],
+    limit: Tolerance,
+    *,
+    kind: Kind,
+    name: str,
+    beside: str,
+    switch: str,
+) -> ChangedResult:
     found = logits_deviation(wanted, have, 2 * limit.relative)
     return ChangedResult(
-        name=p.name, beside=beside, logits=found, limit=limit, is_good=within(found, limit)
+        kind=kind,
+        name=name,
+        beside=beside,
+        switch=switch,
+        logits=found,
+        limit=limit,
+        is_good=within(found, limit),
     )

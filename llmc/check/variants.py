@@ -40,11 +40,13 @@ from llmc.weights.lora import LoraWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """`switches` by pass; `kernels`: the ops whose fast versions are used (None: all)."""
+    """`switches` by pass; `kernels`: the ops whose fast versions are used (None: all);
+    `kv_cache_dtype`: auto for the model's own dtype."""
 
     switches: Mapping[str, bool]
     kernels: Collection[str] | None = None
     level: int = 0
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,10 @@ class Subject:
         """The graph after all passes, with its kernels chosen. `extra` passes run after those of
         users."""
         options = replace(
-            self.options, switches=variant.switches, extra=(*self.options.extra, *extra)
+            self.options,
+            pipeline=replace(self.options.pipeline, kv_cache_dtype=variant.kv_cache_dtype),
+            switches=variant.switches,
+            extra=(*self.options.extra, *extra),
         )
         program = rewrite(self.captured, options)
         return replace(program, graph=_with_kernels(program.graph, variant.kernels))

@@ -28,7 +28,6 @@ _HUB = "give MODEL as owner/name:FORMAT or owner/name/FILE.gguf"
 _NODES = "use --distributed-executor-backend ray for ranks on several machines"
 _ENGINES = "all engines of --data-parallel-size run on this machine"
 _DRAFTS = 'give --speculative-config \'{"method":"draft_model","model":...}\''
-_CACHE_TYPE = "give --kv-cache-dtype, for keys and values"
 _CACHE_SIZE = "set the cache size in bytes with --kv-cache-memory"
 _ADAPTERS = "give --enable-lora --lora-modules NAME=DIR, with adapters in PEFT format"
 _ONE_CACHE = "all requests share one cache: --kv-cache-memory"
@@ -351,10 +350,6 @@ REFUSED: Mapping[str, str] = {
     "-sm": "use --tensor-parallel-size",
     "--tensor-split": "use --tensor-parallel-size",
     "-ts": "use --tensor-parallel-size",
-    "--cache-type-k": _CACHE_TYPE,
-    "-ctk": _CACHE_TYPE,
-    "--cache-type-v": _CACHE_TYPE,
-    "-ctv": _CACHE_TYPE,
     "--cudagraph-capture-sizes": _GRAPHS,
     "--cuda-graph-bs": _GRAPHS,
     "--torchao-config": "choose --quantization int8 or int4",
@@ -383,6 +378,13 @@ REFUSED: Mapping[str, str] = {
     "--draft-min": _DRAFTS,
 }
 # Values of `--runner` and `--convert` as values of --task; None: as the model's files say.
+# Types of the KV cache as other servers call them, and flags for those of keys and of values.
+CACHE_TYPE_NAMES: Mapping[str, str] = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+_CACHE_TYPE = f"it can be {', '.join(CACHE_TYPE_NAMES)}; see --kv-cache-dtype for fp8"
+CACHE_TYPES: Mapping[str, str] = dict.fromkeys(
+    ("--cache-type-k", "-ctk", "--cache-type-v", "-ctv"), _CACHE_TYPE
+)
+
 RUNNERS: Mapping[str, Mapping[str, str | None]] = {
     "--runner": {"auto": None, "generate": "generate", "pooling": "pooling"},
     "--convert": {

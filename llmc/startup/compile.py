@@ -70,7 +70,7 @@ def rewrite_options(source: ModelSource, kept: KeptWeights | None = None) -> Rew
             block_size=config.block_size,
             max_positions=source.model_len,
             long_context_from=source.long_context_from or 0,
-            kv_cache_dtype=config.kv_cache_dtype,
+            kv_cache_dtype=source.kv_cache_dtype,
             quantization=None if config.quantization == "none" else config.quantization,
             kept=_kept(source) if kept is None else kept,
             device_type=device.type,

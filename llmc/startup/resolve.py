@@ -72,6 +72,17 @@ class ModelSource:
         return str(self.dtype).removeprefix("torch.")
 
     @property
+    def kv_cache_dtype(self) -> str:
+        """A key of CACHE_DTYPES. `auto` is float16 where only a GGUF file's weights are the reason
+        to compute in float32: reading the cache then takes half the time, and rounding keys and
+        values changes the answers no more than rounding the inputs of linears (docs/gguf.md)."""
+        name, config = self.config.kv_cache_dtype, self.config
+        is_gguf = self.stored is not None and self.stored.method == GGUF.method
+        chosen = config.dtype == "auto" and self.dtype_name == "float32"
+        rounds = config.activation_bits < 32
+        return "float16" if name == "auto" and is_gguf and chosen and rounds else name
+
+    @property
     def model_len(self) -> int:
         """The maximum context length: as configured, else the model's own."""
         most = self.pooling.max_tokens if self.pooling is not None else None
@@ -179,6 +190,7 @@ def resolve(
     if stated is None and config.dtype == "auto":
         stated = _dtype_of_weights(config, files)
     dtype = pick_dtype(config.dtype, stated)
+    _check_cache_dtype(config.kv_cache_dtype, dtype)
     source = ModelSource(
         config=config,
         files=files,
@@ -222,6 +234,16 @@ def _check_model_len(config: EngineConfig, facts: ConfigFacts) -> None:
         raise ConfigError(
             f"max_model_len {config.max_model_len} exceeds the model's context of {facts.context} "
             f"tokens{why if facts.dense_context else ''}"
+        )
+
+
+def _check_cache_dtype(name: str, dtype: torch.dtype) -> None:
+    """A 16-bit cache is for float32 keys and values, or has the model's own dtype."""
+    own = str(dtype).removeprefix("torch.")
+    if name in ("float32", "float16", "bfloat16") and own not in (name, "float32"):
+        raise ConfigError(
+            f"kv_cache_dtype {name} is for models in {name} or float32, not {own}; use auto, or "
+            f"give dtype {name}, too"
         )
 
 

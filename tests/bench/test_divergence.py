@@ -36,5 +36,5 @@ def test_rounded_inputs_deviate_no_further_than_those_of_llama_cpp() -> None:
     want = by_float32(path, ids, THREADS)
     theirs = divergence(want, by_llama_cpp(path, ids, THREADS, NEAR))
     assert theirs > 0
-    assert divergence(want, by_llmc(path, ids, 8)) <= theirs
-    assert divergence(want, by_llmc(path, ids, 16)) < theirs / 1000
+    assert divergence(want, by_llmc(path, ids, activation_bits=8)) <= theirs
+    assert divergence(want, by_llmc(path, ids)) < theirs / 1000

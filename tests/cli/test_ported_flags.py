@@ -74,6 +74,8 @@ LINES = {
         "--model m --max-model-len auto --root-path /x"
     ),
     "m --ctx-size=0": "m --max-model-len auto",
+    "-m m -ctk f16": "--model m --kv-cache-dtype float16",
+    "m --cache-type-v=bf16": "m --kv-cache-dtype bfloat16",
     "m --limit-mm-per-prompt.image 2": 'm --limit-mm-per-prompt={"image":2}',
     "m --structured-outputs-config.backend=x": "m",
     "m --max_batch_size 8 --max_num_tokens=64 --pp_size 1 --backend pytorch": (

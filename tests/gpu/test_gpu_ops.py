@@ -16,7 +16,7 @@ import torch
 from gpu import DEVICE, DRY_RUN, needs_gpu
 from torch import Tensor
 
-from llmc.kernels.fp8 import FP8
+from llmc.kernels.cache_dtype import FP8
 from llmc.kernels.paged_attention import make_case
 from llmc.kernels.quantized_linear import EXACT_BITS, Format, Quantization, quantize
 from llmc.kernels.registry import OPS, Impl

@@ -16,7 +16,7 @@ from state_draws import STATE_OPS, state_cases
 from torch import Tensor
 from torch_threads import torch_threads
 
-from llmc.kernels.fp8 import FP8, to_cache
+from llmc.kernels.cache_dtype import FP8, narrower, to_cache
 from llmc.kernels.latent_attention import expands, make_latent_case
 from llmc.kernels.paged_attention import cached_rows, make_case, paged_attention
 from llmc.kernels.registry import OPS, Impl
@@ -172,7 +172,7 @@ requests = st.lists(
     limits=st.sampled_from([(0, 0), (9, 0), (0, 16), (33, 24)]),
     extras=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     dtype=st.sampled_from(op_cases.DTYPES),
-    cache=st.sampled_from([None, None, *FP8]),
+    cache=st.sampled_from([None, torch.float16, torch.bfloat16, *FP8]),
     of_tokens=st.tuples(st.booleans(), st.sampled_from([0, 1, 7, 40])),
     seed=st.integers(0, 100),
 )
@@ -190,15 +190,15 @@ def test_attention_of_random_shapes(
 ) -> None:
     case = make_case(
         lengths, *heads, *dims, block_size, CPU, dtype, window=limits[0], chunk=limits[1],
-        softcap=3.0 if extras[0] else 0.0, sinks=extras[1], alibi=extras[2], cache=cache, seed=seed,
-        token_sinks=of_tokens[0], distances=of_tokens[1],
+        softcap=3.0 if extras[0] else 0.0, sinks=extras[1], alibi=extras[2], seed=seed,
+        token_sinks=of_tokens[0], distances=of_tokens[1], cache=narrower(dtype, cache),
     )  # fmt: skip
     assert_attention(case)
 
 
 @pytest.mark.parametrize("dtype", op_cases.DTYPES)
 @pytest.mark.parametrize("heads,dim", [((2, 1), 64), ((8, 1), 64), ((16, 1), 64), ((2, 1), 576)])
-@pytest.mark.parametrize("cache", [None, FP8[0]], ids=["same", "fp8"])
+@pytest.mark.parametrize("cache", [None, torch.float16, FP8[0]], ids=str)
 def test_attention_splits_long_contexts(
     threads: int,
     dtype: torch.dtype,
@@ -208,8 +208,9 @@ def test_attention_splits_long_contexts(
 ) -> None:
     lengths = [(1, 4100), (300, 700), (1, 5), (2, 1500)]
     case = make_case(
-        lengths, *heads, dim, dim, 32, CPU, dtype, sinks=True, cache=cache, seed=threads
-    )
+        lengths, *heads, dim, dim, 32, CPU, dtype, sinks=True, cache=narrower(dtype, cache),
+        seed=threads,
+    )  # fmt: skip
     assert_attention(case)
 
 

@@ -54,8 +54,8 @@ from llmc.kernels import (  # noqa: F401
     write_kv,
     write_segments,
 )
+from llmc.kernels.cache_dtype import FP8
 from llmc.kernels.cpu.build import load
-from llmc.kernels.fp8 import FP8
 from llmc.kernels.quantized_linear import EXACT_BITS
 from llmc.kernels.registry import OPS, Case, Impl, Op
 
@@ -150,16 +150,18 @@ def assert_same_effect(reference: Any, implementation: Any, case: Case, dtype: t
 
 def assert_same(actual: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> None:
     for want, got in zip(expected, actual, strict=True):
-        if want.dtype in FP8:
+        if want.is_floating_point() and want.dtype.itemsize < dtype.itemsize:
             assert_same_codes(got, want)
         else:
             torch.testing.assert_close(got, want, equal_nan=True, **TOLERANCE[dtype])
 
 
 def assert_same_codes(got: Tensor, want: Tensor) -> None:
-    """Float8: equal, except for a few values that round to a neighbor because of the last bit."""
+    """Values in a narrower dtype than the inputs: equal, except for a few that round to a neighbor
+    because of the last bit."""
     assert got.dtype == want.dtype
-    unequal = (got.view(torch.uint8) != want.view(torch.uint8)) & ~(got.isnan() & want.isnan())
+    bits = torch.uint8 if want.dtype.itemsize == 1 else torch.int16
+    unequal = (got.view(bits) != want.view(bits)) & ~(got.isnan() & want.isnan())
     assert int(unequal.sum()) <= 0.005 * unequal.numel()
     step = torch.finfo(want.dtype).eps
     torch.testing.assert_close(got.float(), want.float(), rtol=step, atol=1e-6, equal_nan=True)

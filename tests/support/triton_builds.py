@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from llmc.kernels.fp8 import FP8
+from llmc.kernels.cache_dtype import FP8
 from llmc.kernels.quantized_linear import Format, Quantization, Scale, quantization_of
 from llmc.kernels.triton import (
     act_mul,

@@ -1,7 +1,9 @@
-"""FP8 caches: how keys and values are quantized on writing and dequantized on reading.
+"""Caches of another dtype than the model's: how keys and values are converted on writing and
+reading.
 
-A cache holds x / scale, saturated and rounded to nearest (ties to even); a read multiplies by the
-scale. Scales are float32, [1] for the tensor or [Hkv], one per head; None is 1.
+An FP8 cache holds x / scale, saturated and rounded to nearest (ties to even); a read multiplies by
+the scale. Scales are float32, [1] for the tensor or [Hkv], one per head; None is 1. A cache of 16
+bits, which a float32 model can have, holds x, rounded to nearest.
 """
 
 from __future__ import annotations
@@ -10,7 +12,26 @@ import torch
 from torch import Tensor
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-CACHE_DTYPES = {"auto": None, "fp8_e4m3": FP8[0], "fp8_e5m2": FP8[1]}  # values of the option
+CACHE_DTYPES = {  # values of the option
+    "auto": None,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": FP8[0],
+    "fp8_e5m2": FP8[1],
+}
+
+
+def cache_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes that a cache of keys and values of dtype `dtype` can have, its own first."""
+    if dtype == torch.float32:
+        return (dtype, torch.float16, torch.bfloat16, *FP8)
+    return (dtype, *FP8)
+
+
+def narrower(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype of a cache: `wanted` if its elements are smaller than those of the keys' own."""
+    return own if wanted is None or wanted.itemsize >= own.itemsize else wanted
 
 
 def to_cache(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
@@ -23,7 +44,7 @@ def to_cache(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
 
 
 def from_cache(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Cached x [..., Hkv, D], dequantized to float32 if it is FP8, else unchanged."""
+    """Cached x [..., Hkv, D], dequantized to float32 if it is FP8, else as stored."""
     if x.dtype not in FP8:
         return x
     return x.float() if scale is None else x.float() * scale[:, None]
@@ -41,13 +62,13 @@ def caches_fit(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> bool:
-    """Whether fast versions support these caches for x: they have its dtype, or FP8 with contiguous
-    float32 scales of shape [1] or [Hkv]."""
+    """Whether fast versions support these caches for x: they have one of its cache_dtypes, if FP8
+    with contiguous float32 scales of shape [1] or [Hkv]."""
     heads = key_cache.shape[1]
     return (
         key_cache.dtype == value_cache.dtype
         and all(
-            c.device == x.device and c.dtype in (x.dtype, *FP8) and c.stride(-1) == 1
+            c.device == x.device and c.dtype in cache_dtypes(x.dtype) and c.stride(-1) == 1
             for c in (key_cache, value_cache)
         )
         and all(

@@ -1,0 +1,33 @@
+// Caches of keys and values in a narrower type than the inputs: FP8, or 16 bits for float32.
+#pragma once
+
+#include "dtypes.h"
+#include "fp8.h"
+
+#include <type_traits>
+
+namespace llmc {
+
+// run(E()) for the type of a cache's elements, where T is that of the inputs.
+template <class T, class Run>
+LLMC_INLINE decltype(auto) with_element(Dtype cache, const Run& run) {
+  if (is_fp8(cache)) return run(uint8_t{});
+  if constexpr (std::is_same_v<T, float>)
+    return with_type(cache, run);
+  else
+    return run(T{});
+}
+
+// to[0, n) = the cached elements from[0, n), exactly.
+template <class T, class E>
+void widen_cached(const E* from, int64_t n, Dtype cache, T* to) {
+  if constexpr (std::is_same_v<E, uint8_t>) {
+    decode_row(from, n, fp8_table(cache), to);
+  } else {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(to + i, load(from + i));
+    for (; i < n; ++i) assign(to[i], to_float(from[i]));
+  }
+}
+
+}  // namespace llmc
