@@ -39,7 +39,7 @@ NEAR = 20
 
 LLMC: dict[str, dict[str, Any]] = {
     "llmc": {},
-    "llmc, float16 cache": {"kv_cache_dtype": "float16"},
+    "llmc, float32 cache": {"kv_cache_dtype": "float32"},
     "llmc, bfloat16 cache": {"kv_cache_dtype": "bfloat16"},
     "llmc, 8 bits": {"activation_bits": 8},
     "llmc, exact": {"activation_bits": 32},
