@@ -134,14 +134,13 @@ def start(name: str, path: Path, clients: int) -> Iterator[str]:
         return
     command = [sys.executable, "-m", "bench.serve_peers", "--serve-llama-cpp", str(path)]
     command += ["--slots", str(clients)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        said = (line.split() for line in process.stdout)
-        yield next(words[1] for words in said if words[:1] == ["URL"])
-    finally:
-        process.kill()  # it does not end by itself
-        process.wait(60)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            said = (line.split() for line in process.stdout)
+            yield next(words[1] for words in said if words[:1] == ["URL"])
+        finally:
+            process.kill()  # it does not end by itself
 
 
 def run_llama_cpp(path: Path, slots: int) -> None:
