@@ -1,14 +1,14 @@
-"""Makes the interpreter of triton 3.6 and 3.7 (TRITON_INTERPRET=1) compute what GPUs compute, and
+"""Makes the interpreter of triton 3.6 to 3.8 (TRITON_INTERPRET=1) compute what GPUs compute, and
 take half the time.
 
 - 3.6 stores a scalar as a one-element array and converts it to a loop bound with `int(array)`,
   which numpy 2.4 supports only for 0-dimensional arrays.
 - 3.7 cannot use a global constexpr times a tensor: Python makes a constexpr of the product, where
   the compiler makes a tensor.
-- Both truncate float32 to bfloat16, while GPUs round to nearest: twice the error, always toward
-  zero.
-- Both patch `triton.language` with their own functions at each launch and again at each call of a
-  device function, although only the first patch of a launch changes anything.
+- 3.6 and 3.7 truncate float32 to bfloat16, while GPUs round to nearest: twice the error, always
+  toward zero.
+- 3.6 and 3.7 patch `triton.language` with their own functions at each launch and again at each
+  call of a device function, although only the first patch of a launch changes anything.
 """
 
 from __future__ import annotations
