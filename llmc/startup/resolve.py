@@ -75,7 +75,7 @@ class ModelSource:
     def kv_cache_dtype(self) -> str:
         """A key of CACHE_DTYPES. `auto` is float16 where only a GGUF file's weights are the reason
         to compute in float32: reading the cache then takes half the time, and rounding keys and
-        values changes the answers no more than rounding the inputs of linears (docs/gguf.md)."""
+        values costs 5e-7 nats per token (docs/gguf.md)."""
         name, config = self.config.kv_cache_dtype, self.config
         is_gguf = self.stored is not None and self.stored.method == GGUF.method
         chosen = config.dtype == "auto" and self.dtype_name == "float32"

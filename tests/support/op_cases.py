@@ -108,6 +108,11 @@ def has_fp8(case: Case) -> bool:
     return any(isinstance(x, Tensor) and x.dtype in FP8 for x in case)
 
 
+def is_narrowed(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether it is a cache in a narrower dtype than the inputs."""
+    return x.is_floating_point() and x.dtype.itemsize < dtype.itemsize
+
+
 def case_params(names: list[str]) -> list[Any]:
     """pytest parameters (name, dtype, index) for every case of the ops."""
     return [
@@ -150,7 +155,7 @@ def assert_same_effect(reference: Any, implementation: Any, case: Case, dtype: t
 
 def assert_same(actual: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> None:
     for want, got in zip(expected, actual, strict=True):
-        if want.is_floating_point() and want.dtype.itemsize < dtype.itemsize:
+        if is_narrowed(want, dtype):
             assert_same_codes(got, want)
         else:
             torch.testing.assert_close(got, want, equal_nan=True, **TOLERANCE[dtype])
