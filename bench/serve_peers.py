@@ -26,12 +26,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.serve_processes import START_S, serving
-from llmc.load_test.client import Target
+from bench.serve_processes import answered, find_target, numbers, serving
 from llmc.load_test.machine import describe_machine, package_versions
 from llmc.load_test.metrics import compute_metrics
 from llmc.load_test.report import context, write_json
-from llmc.load_test.serving import Load, find_model, run_load
 from llmc.load_test.workloads import BenchRequest
 from llmc.startup.default_model import default_model_path
 from llmc.weights.gguf.reader import read_header
@@ -73,17 +71,13 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path, nargs="?")
-    parser.add_argument("--clients", type=_numbers, default=(1, 8))
+    parser.add_argument("--clients", type=numbers, default=(1, 8))
     parser.add_argument("--requests-per-client", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output-json", type=Path)
     parser.add_argument("--serve-llama-cpp", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--slots", type=int, default=1, help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
 
 
 def _shown(found: dict[str, Any]) -> str:
@@ -115,11 +109,7 @@ def random_requests(path: Path, count: int) -> list[BenchRequest]:
 async def _load(
     url: str, first: Sequence[BenchRequest], requests: Sequence[BenchRequest], clients: int
 ) -> dict[str, Any]:
-    unnamed = Target(base_url=url)
-    target = Target(base_url=url, model=await find_model(unnamed, START_S), ignore_eos=True)
-    load = Load(max_concurrency=clients)
-    await run_load(target, load, first)  # to warm up
-    traces, seconds = await run_load(target, load, requests)
+    traces, seconds = await answered(await find_target(url), first, requests, clients)
     metrics = compute_metrics(traces, seconds, percentiles=[99.0], goodput_ms={})
     errors = sorted({trace.error for trace in traces if trace.error is not None})
     return {**metrics.as_json(), "errors": errors}

@@ -27,10 +27,11 @@ from typing import Any
 
 from llmc.load_test.client import Target
 from llmc.load_test.machine import describe_machine, package_versions
-from llmc.load_test.metrics import compute_metrics
+from llmc.load_test.metrics import RequestTrace, compute_metrics
 from llmc.load_test.prompts import random_prompts
 from llmc.load_test.report import context, write_json
 from llmc.load_test.serving import Load, find_model, run_load
+from llmc.load_test.workloads import BenchRequest
 
 MODES = {
     "one": ("--no-engine-process",),
@@ -60,7 +61,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--load-format", default="auto")
-    parser.add_argument("--clients", type=_numbers, default=(1, 32))
+    parser.add_argument("--clients", type=numbers, default=(1, 32))
     parser.add_argument("--modes", type=_modes, default=("one", "two"))
     parser.add_argument("--requests-per-client", type=int, default=3)
     parser.add_argument("--input-len", type=int, default=64)
@@ -69,7 +70,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
@@ -91,10 +92,7 @@ def measure(mode: str, args: argparse.Namespace) -> dict[int, dict[str, Any]]:
 
 
 async def _load(url: str, clients: int, args: argparse.Namespace) -> dict[str, Any]:
-    target = Target(base_url=url, ignore_eos=True, temperature=0.0)
-    target = Target(
-        base_url=url, model=await find_model(target, START_S), ignore_eos=True, temperature=0.0
-    )
+    target = await find_target(url)
     count = clients * args.requests_per_client
     requests = await random_prompts(
         target,
@@ -106,14 +104,27 @@ async def _load(url: str, clients: int, args: argparse.Namespace) -> dict[str, A
         seed=clients,
         tokenizer=None,
     )
-    load = Load(max_concurrency=clients)
-    await run_load(target, load, requests[count:])  # to warm up, all at once
-    traces, seconds = await run_load(target, load, requests[:count])
+    traces, seconds = await answered(target, requests[count:], requests[:count], clients)
     failed = [trace.error for trace in traces if trace.error is not None]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed; the first: {failed[0]}")
     metrics = compute_metrics(traces, seconds, percentiles=[50.0, 99.0], goodput_ms={})
     return {**metrics.as_json(), "duration_s": seconds}
+
+
+async def find_target(url: str) -> Target:
+    model = await find_model(Target(base_url=url), START_S)
+    return Target(base_url=url, model=model, ignore_eos=True, temperature=0.0)
+
+
+async def answered(
+    target: Target, first: Sequence[BenchRequest], requests: Sequence[BenchRequest], clients: int
+) -> tuple[list[RequestTrace], float]:
+    """The traces of `requests`, and the seconds they took; `first` warm the server up, all at
+    once."""
+    load = Load(max_concurrency=clients)
+    await run_load(target, load, first)
+    return await run_load(target, load, requests)
 
 
 @contextlib.contextmanager
