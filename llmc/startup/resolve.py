@@ -238,12 +238,15 @@ def _check_model_len(config: EngineConfig, facts: ConfigFacts) -> None:
 
 
 def _check_cache_dtype(name: str, dtype: torch.dtype) -> None:
-    """A 16-bit cache is for float32 keys and values, or has the model's own dtype."""
-    own = str(dtype).removeprefix("torch.")
-    if name in ("float32", "float16", "bfloat16") and own not in (name, "float32"):
+    from llmc.kernels.cache_dtype import CACHE_DTYPES, cache_dtypes
+
+    wanted = CACHE_DTYPES[name]
+    if wanted is not None and wanted not in cache_dtypes(dtype):
+        known = " or ".join(dict.fromkeys((name, "float32")))
+        own = str(dtype).removeprefix("torch.")
         raise ConfigError(
-            f"kv_cache_dtype {name} is for models in {name} or float32, not {own}; use auto, or "
-            f"give dtype {name}, too"
+            f"kv_cache_dtype {name} is for models in {known}, not {own}; use auto, or give dtype "
+            f"{name}, too"
         )
 
 
