@@ -213,7 +213,9 @@ void stream(const Plan& plan, const Item& item) {
 void run_stream(const Plan& plan, const Item& item) {
   if (plan.a.dtype == Dtype::f32) {
     if (is_fp8(plan.a.cache)) return stream<float, PlainRows<float>>(plan, item);
-    return with_type(plan.a.cache, [&](auto e) { stream<float, PlainRows<decltype(e)>>(plan, item); });
+    return with_type(plan.a.cache, [&](auto e) {
+      stream<float, PlainRows<decltype(e)>>(plan, item);
+    });
   }
   if (plan.a.dtype == Dtype::f16) return stream<f16, PlainRows<f16>>(plan, item);
 #if defined(LLMC_FP8_BYTES) && defined(LLMC_AVX512_BF16)

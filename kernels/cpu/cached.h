@@ -4,6 +4,7 @@
 #include "dtypes.h"
 #include "fp8.h"
 
+#include <cstring>
 #include <type_traits>
 
 namespace llmc {
@@ -23,6 +24,8 @@ template <class T, class E>
 void widen_cached(const E* from, int64_t n, Dtype cache, T* to) {
   if constexpr (std::is_same_v<E, uint8_t>) {
     decode_row(from, n, fp8_table(cache), to);
+  } else if constexpr (std::is_same_v<E, T>) {
+    std::memcpy(to, from, n * sizeof(T));
   } else {
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) store(to + i, load(from + i));
