@@ -41,6 +41,7 @@ LLMC: dict[str, dict[str, Any]] = {
     "llmc": {},
     "llmc, float32 cache": {"kv_cache_dtype": "float32"},
     "llmc, bfloat16 cache": {"kv_cache_dtype": "bfloat16"},
+    "llmc, int8 cache": {"kv_cache_dtype": "int8"},
     "llmc, 8 bits": {"activation_bits": 8},
     "llmc, exact": {"activation_bits": 32},
 }

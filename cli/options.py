@@ -317,8 +317,8 @@ ENGINE_OPTIONS = (
         field="kv_cache_dtype",
         panel=BATCH_PANEL,
         metavar=_choices(KV_CACHE_DTYPES),
-        help="Type of the KV cache. 16 bits hold twice the tokens of float32, fp8 twice those of "
-        "16 bits.",
+        help="Type of the KV cache. 16 bits hold twice the tokens of float32, int8 and fp8 about "
+        "twice those of 16 bits.",
     ),
     EngineOption(
         field="kv_cache_memory",

@@ -18,6 +18,7 @@ from llmc.errors import ConfigError
 from llmc.frontend.ported_options import (
     CACHE_TYPE_NAMES,
     CACHE_TYPES,
+    KV_CACHE_NAMES,
     MAX_GIB,
     NEUTRAL_SAMPLING,
     NOT_NEEDED,
@@ -57,7 +58,7 @@ def _quantization(value: str, left_out: dict[str, str]) -> list[str]:
 
 
 def _kv_cache_dtype(value: str, left_out: dict[str, str]) -> list[str]:
-    return ["--kv-cache-dtype", "fp8_e4m3" if value == "fp8" else value]
+    return ["--kv-cache-dtype", KV_CACHE_NAMES.get(value, value)]
 
 
 def _swap_space(value: str, left_out: dict[str, str]) -> list[str]:

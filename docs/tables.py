@@ -146,7 +146,10 @@ def ported_flags() -> str:
     stored = ", ".join(f"`{name}`" for name in sorted(flags.STORED))
     rows += [
         ("`--quantization`", f"left out for what a checkpoint is stored in: {stored}"),
-        ("`--kv-cache-dtype fp8`", "`--kv-cache-dtype fp8_e4m3`"),
+        *(
+            (f"`--kv-cache-dtype {old}`", f"`--kv-cache-dtype {new}`")
+            for old, new in flags.KV_CACHE_NAMES.items()
+        ),
         ("`--swap-space 4`", "`--swap-space 4G`"),
         ("`--ctx-size 0`, `-c 0`", "`--max-model-len auto`"),
         ('`--allowed-origins \'["a", "b"]\'`', "`--allowed-origin a --allowed-origin b`"),

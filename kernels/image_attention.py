@@ -54,8 +54,8 @@ def image_attention(
         span = attended_span[:, rows, None]
         out[rows] = attend(
             query[rows],
-            cached_rows(key_cache, k_scale, block_table[r], seen, length),
-            cached_rows(value_cache, v_scale, block_table[r], seen, length),
+            cached_rows(key_cache, k_scale, block_table[r], seen, length, keys=True),
+            cached_rows(value_cache, v_scale, block_table[r], seen, length, keys=False),
             rows - first + first_query,
             places,
             scale,

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from llmc.kernels.attention import among, attend, first_visible
-from llmc.kernels.cache_dtype import FP8, cache_dtypes, from_cache, indexable, to_cache
+from llmc.kernels.cache_dtype import (
+    FP8,
+    block_tokens,
+    cache_dtypes,
+    read_blocks,
+    rotate,
+    row_scales,
+    to_cache,
+    to_int8,
+    zero_blocks,
+)
 from llmc.kernels.registry import Case, op
 
 
@@ -49,7 +59,7 @@ def paged_attention(
     sinks [H], or [T, H] for each query: a logit per head without a value.
     slopes [H]: ALiBi, slope * (key pos - query pos).
     Caches have one of the query's cache_dtypes, if float8 with k_scale and v_scale
-    (`cache_dtype.py`).
+    (`cache_dtype.py`); int8 is not supported together with chosen or v_dim.
     prompts, on the host: which requests are prompts (`prompts.py`), a hint that does not change
     results.
     chosen [T, G, N] int32: the sparse blocks that each query attends to, up to itself, without
@@ -77,14 +87,14 @@ def paged_attention(
         first_query = length - (last - first)
         seen = first_visible(first_query, window, chunk)
         key_pos = torch.arange(seen, length, device=query.device)
-        values = cached_rows(value_cache, v_scale, block_table[r], seen, length)
+        values = cached_rows(value_cache, v_scale, block_table[r], seen, length, keys=v_dim > 0)
         allowed = None
         if chosen is not None:
             allowed = among(chosen[first:last], sparse_block_size, length)
             values = values.masked_fill(~allowed.any(1).T[:, :, None], 0.0)
         out[first:last] = attend(
             query[first:last],
-            cached_rows(key_cache, k_scale, block_table[r], seen, length),
+            cached_rows(key_cache, k_scale, block_table[r], seen, length, keys=True),
             values,
             key_pos[first_query - seen :],
             key_pos,
@@ -101,16 +111,14 @@ def paged_attention(
 
 
 def cached_rows(
-    cache: Tensor, scale: Tensor | None, table: Tensor, first: int, last: int
+    cache: Tensor, scale: Tensor | None, table: Tensor, first: int, last: int, *, keys: bool
 ) -> Tensor:
-    """The rows [last - first, Hkv, D] of positions [first, last) in a cache [num_blocks, Hkv,
-    block_size, D], for a request with blocks `table` [max_blocks] int32; read as in
-    `cache_dtype.py`."""
-    block_size = cache.shape[2]
+    """The rows [last - first, Hkv, D] of positions [first, last) in a cache of `keys` or values,
+    for a request with blocks `table` [max_blocks] int32; read as in `cache_dtype.py`."""
+    block_size = block_tokens(cache)
     blocks = table[first // block_size : -(-last // block_size)].long()
-    picked = indexable(cache)[blocks].view(cache.dtype)
-    rows = picked.transpose(1, 2).flatten(0, 1)[first % block_size :][: last - first]
-    return from_cache(rows, scale)
+    rows = read_blocks(cache, blocks, scale, keys=keys).flatten(0, 1)
+    return rows[first % block_size :][: last - first]
 
 
 def make_case(
@@ -155,13 +163,20 @@ def make_case(
     k_scale, v_scale = (torch.rand(n, generator=gen) + 0.1 for n in (1, kv_heads))
     cached = cache or dtype
 
-    def filled(width: int, scale: Tensor) -> Tensor:
+    def filled(width: int, scale: Tensor, *, keys: bool) -> Tensor:
         whole = torch.full((num_blocks, kv_heads, block_size, width), float("nan"))
         whole[owned] = torch.randn(len(owned), kv_heads, block_size, width, generator=gen)
+        if cached == torch.int8:
+            cache = zero_blocks(num_blocks, kv_heads, block_size, width, cached)
+            cache[:, :, :block_size], row_scales(cache)[:] = to_int8(
+                rotate(whole) if keys else whole
+            )
+            return cache.to(device)
         stored = to_cache(whole.transpose(1, 2), cached, scale)
         return stored.transpose(1, 2).contiguous().to(device)
 
-    key_cache, value_cache = filled(dim, k_scale), filled(0 if shared else v_dim, v_scale)
+    key_cache = filled(dim, k_scale, keys=True)
+    value_cache = filled(0 if shared else v_dim, v_scale, keys=False)
     starts = torch.tensor([0, *(new for new, _ in lengths)]).cumsum(0).int()
     query = torch.randn(int(starts[-1]), heads, dim, generator=gen)
     logits = torch.randn(heads, generator=gen) if sinks else None
@@ -225,7 +240,15 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_case(mixed, 8, 2, 64, 48, 16, device, dtype, cache=FP8[0], sinks=True)
     yield make_case(mixed, 4, 4, 40, 32, 8, device, dtype, cache=FP8[1], window=7)
     yield make_case([(1, 70), (12, 60)], 16, 1, 64, 64, 16, device, dtype, cache=FP8[0])
-    for cache in cache_dtypes(dtype)[1 : -len(FP8)]:
+    for block_size, window, chunk in ((16, 0, 0), (8, 20, 0), (32, 0, 12)):
+        yield make_case(
+            mixed, 6, 2, 64, 128, block_size, device, dtype,
+            cache=torch.int8, window=window, chunk=chunk, sinks=True,
+        )  # fmt: skip
+    yield make_case(mixed, 4, 4, 44, 20, 16, device, dtype, cache=torch.int8, softcap=5.0)
+    yield make_case([(1, 170), (70, 90)], 9, 3, 64, 64, 16, device, dtype, cache=torch.int8)
+    yield make_case([(1, 70), (12, 60)], 16, 1, 80, 64, 16, device, dtype, cache=torch.int8)
+    for cache in cache_dtypes(dtype)[1 : -len(FP8) - 1]:
         yield make_case(mixed, 6, 2, 48, 40, 16, device, dtype, cache=cache, window=20)
         yield make_case([(1, 170), (70, 90)], 9, 3, 64, 64, 16, device, dtype, cache=cache)
         yield make_case([(1, 70), (3, 60)], 4, 1, 64, 64, 16, device, dtype, chosen=9, cache=cache)

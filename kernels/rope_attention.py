@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmc.kernels.cache_dtype import FP8, cache_dtypes, indexable
+from llmc.kernels.cache_dtype import FP8, cache_dtypes, indexable, row_scales
 from llmc.kernels.paged_attention import make_case, paged_attention
 from llmc.kernels.registry import Case, op
 from llmc.kernels.rope_write import rope_write
@@ -97,8 +97,11 @@ def make_rope_case(
             place.append(position)
     stored = torch.tensor(slots, dtype=torch.int64, device=device)
     for cache in (of["key_cache"], of["value_cache"]):
-        nan = 0x7F if cache.dtype in FP8 else float("nan")
-        indexable(cache)[stored // block_size, :, stored % block_size] = nan
+        blocks, offset = stored // block_size, stored % block_size
+        if cache.dtype == torch.int8:
+            row_scales(cache)[blocks, :, offset] = float("nan")
+            continue
+        indexable(cache)[blocks, :, offset] = 0x7F if cache.dtype in FP8 else float("nan")
     if padding:
         of["query_start"] = torch.cat([of["query_start"], of["query_start"][-1:] + padding])
         for name in ("context_len", "block_table"):
@@ -143,7 +146,9 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_rope_case(decode, 8, 2, 64, 64, 32, device, dtype, sinks=True, window=20)
     yield make_rope_case(few, 4, 4, 32, 32, 8, device, dtype, chunk=12, padding=1)
     yield make_rope_case(few, 40, 2, 32, 32, 8, device, dtype, window=3, alibi=True)
-    for cache in cache_dtypes(dtype)[1 : -len(FP8)]:
+    yield make_rope_case(decode, 6, 2, 64, 48, 16, device, dtype, cache=torch.int8)
+    yield make_rope_case(decode, 4, 4, 40, 32, 8, device, dtype, cache=torch.int8, window=7)
+    for cache in cache_dtypes(dtype)[1 : -len(FP8) - 1]:
         yield make_rope_case(decode, 6, 2, 64, 48, 16, device, dtype, cache=cache)
     yield make_rope_case(decode, 8, 2, 64, 48, 16, device, dtype, cache=FP8[0], normed=False)
     yield make_rope_case(decode, 4, 4, 40, 32, 8, device, dtype, cache=FP8[1], window=7)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmc.kernels.cache_dtype import FP8, cache_dtypes
+from llmc.kernels.cache_dtype import FP8, cache_dtypes, zero_blocks
 from llmc.kernels.registry import Case, op
 from llmc.kernels.rms_norm import normalize
 from llmc.kernels.write_kv import write_kv
@@ -100,8 +100,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
                 angle.sin().to(device),
                 torch.randint(0, 64, (tokens,), generator=gen).to(device),
                 interleaved,
-                torch.zeros(num_blocks, kv_heads, block_size, dim, device=device, dtype=cache),
-                torch.zeros(num_blocks, kv_heads, block_size, v_dim, device=device, dtype=cache),
+                zero_blocks(num_blocks, kv_heads, block_size, dim, cache).to(device),
+                zero_blocks(num_blocks, kv_heads, block_size, v_dim, cache).to(device),
                 slots.to(device),
                 *(s.to(device) if cache in FP8 else None for s in scales),
             )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmc.kernels.cache_dtype import FP8, cache_dtypes, indexable, to_cache
+from llmc.kernels.cache_dtype import FP8, block_tokens, cache_dtypes, write_rows, zero_blocks
 from llmc.kernels.registry import Case, op
 
 
@@ -28,11 +28,11 @@ def write_kv(
     Caches have one of the key's cache_dtypes, if float8 with k_scale and v_scale
     (`cache_dtype.py`).
     """
-    block_size = key_cache.shape[2]
+    block_size = block_tokens(key_cache)
     live = slot_mapping >= 0
     block, offset = slot_mapping[live] // block_size, slot_mapping[live] % block_size
-    for x, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
-        indexable(cache)[block, :, offset] = indexable(to_cache(x[live], cache.dtype, scale))
+    write_rows(key_cache, block, offset, key[live], k_scale, keys=True)
+    write_rows(value_cache, block, offset, value[live], v_scale, keys=False)
 
 
 @write_kv.cases
@@ -51,8 +51,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             yield (
                 torch.randn(tokens, heads, dim, generator=gen).to(device, dtype),
                 torch.randn(tokens, heads, v_dim, generator=gen).to(device, dtype),
-                torch.zeros(num_blocks, heads, block_size, dim, device=device, dtype=cache),
-                torch.zeros(num_blocks, heads, block_size, v_dim, device=device, dtype=cache),
+                zero_blocks(num_blocks, heads, block_size, dim, cache).to(device),
+                zero_blocks(num_blocks, heads, block_size, v_dim, cache).to(device),
                 slots.to(device),
                 *(s.to(device) if cache in FP8 else None for s in scales),
             )

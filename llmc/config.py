@@ -20,7 +20,7 @@ DTYPE_ALIASES = {
 MAX_SEQS = 16383  # rows that the kernels' planning vectors hold
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 QUANTIZATIONS = ("int8", "int4", "fp8", "none")
-KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8")
 EXECUTOR_BACKENDS = ("mp", "ray")
 DEVICES = ("auto", "cpu", "cuda")
 # the optimization levels from which steps are CUDA graphs on GPUs, and Inductor's code

@@ -10,7 +10,7 @@ from torch import fx
 
 from llmc.errors import CompileError
 from llmc.kernels.attention import attention
-from llmc.kernels.cache_dtype import narrower
+from llmc.kernels.cache_dtype import cache_rows, narrower
 from llmc.kernels.encoder_attention import encoder_attention
 from llmc.kernels.latent_attention import latent_attention
 from llmc.kernels.paged_attention import paged_attention
@@ -39,16 +39,14 @@ class CacheSpec:
     head_dim: int
     v_head_dim: int  # 0: only keys, as for a sparse indexer or if values are a part of the keys
     dtype: torch.dtype
-    rows: int = 1  # a block has `rows` rows for every `tokens` tokens
+    rows: int = 1  # a block has so many rows of keys for every `tokens` tokens
+    v_rows: int = 1  # the same for values
     tokens: int = 1
 
     @property
     def bytes_per_token(self) -> int:
-        row = self.kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
-        return -(-row * self.rows // self.tokens)
-
-    def block_rows(self, block_size: int) -> int:
-        return block_size * self.rows // self.tokens
+        channels = self.rows * self.head_dim + self.v_rows * self.v_head_dim
+        return -(-self.kv_heads * channels * self.dtype.itemsize // self.tokens)
 
 
 @graph_pass(required=True)
@@ -62,8 +60,10 @@ def page_attention(
     """Write each layer's keys and values to its cache and attend over block tables.
 
     `cache_dtype` None: caches have the model's own dtype, as those of layers have for which
-    `cache_dtype` would not be narrower. Layers that attend to the keys and values
-    of an earlier layer read its cache; a module that is called twice has a cache for each call.
+    `cache_dtype` would not be narrower, or is int8 and not supported: heads whose size is not a
+    multiple of 4, values that are channels of the keys, chosen positions. Layers that attend to the
+    keys and values of an earlier layer read its cache; a module that is called twice has a cache
+    for each call.
 
     Bidirectional attention needs no cache, since all tokens of a sequence are in one step; this
     holds only for an `encoder`. Raises CompileError if another model has such attention.
@@ -115,7 +115,11 @@ def page_attention(
             owners[role.layer] = marker.name
         given = arguments(marker)
         written[tensors] = (given.key_cache, given.value_cache)
-        _size_caches(marker, block_size, cache_dtype)
+        dtype = narrower(val(given.key).dtype, cache_dtype)
+        if dtype == torch.int8 and (reason := _needs_floats(given)):
+            dtype = val(given.key).dtype
+            notes.append(f"{marker.name}: the cache is {str(dtype)[6:]}, not int8: {reason}")
+        _size_caches(marker, block_size, dtype)
         _page(graph, marker, write=True)
     return notes
 
@@ -143,14 +147,26 @@ def _give_caches(graph: fx.Graph, marker: fx.Node) -> None:
     )
 
 
-def _size_caches(marker: fx.Node, block_size: int, cache_dtype: torch.dtype | None) -> None:
+def _needs_floats(given: Any) -> str:
+    """Why an attention's caches can't be int8; empty if they can."""
+    dims = [int(val(x).shape[3]) for x in (given.key, given.value)]
+    if _shared_channels(given.key, given.value):
+        return "values are channels of the keys"
+    if given.chosen is not None:
+        return "each query reads the positions that were chosen for it"
+    if any(dim % 4 for dim in dims):
+        return f"heads of {dims[0]} and {dims[1]} channels are not all multiples of 4"
+    return ""
+
+
+def _size_caches(marker: fx.Node, block_size: int, dtype: torch.dtype) -> None:
     given = arguments(marker)
     for cache, source in ((given.key_cache, given.key), (given.value_cache, given.value)):
         heads, dim = val(source).shape[1], val(source).shape[3]
         if source is given.value and _shared_channels(given.key, given.value):
             dim = 0
-        dtype = narrower(val(source).dtype, cache_dtype)
-        cache.meta["val"] = val(source).new_empty(2, heads, block_size, dim, dtype=dtype)
+        rows = cache_rows(block_size, dim, dtype)
+        cache.meta["val"] = val(source).new_empty(2, heads, rows, dim, dtype=dtype)
 
 
 def _shared_channels(key: Any, value: Any) -> int:

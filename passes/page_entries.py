@@ -41,7 +41,7 @@ def page_entries(
     If an index would choose all entries of a context of `max_positions` tokens, it is dropped. If
     no context has an entry, only attention to the window remains. Raises CompileError if long
     sequences have their own rotary frequencies (`long_texts`), since positions are then not indices
-    into a request.
+    into a request. The cache has the dtype that `page_attention` would give it, but is never int8.
 
     Before:
         o = llmc.entry_attention(q [1, H, T, D], k, entry [T, D], iq, ik, iw, key_cache, ...)
@@ -227,7 +227,8 @@ def _page(
 ) -> None:
     given = arguments(marker)
     key = _flat(graph, given.key)
-    dim, dtype = val(key).shape[2], narrower(val(key).dtype, cache_dtype)
+    dim, own = val(key).shape[2], val(key).dtype
+    dtype = own if cache_dtype == torch.int8 else narrower(own, cache_dtype)
     for part, cache, width in (("key", given.key_cache, dim), ("value", given.value_cache, 0)):
         old = input_of(cache)
         if not isinstance(old, CacheInput) or old.tokens:

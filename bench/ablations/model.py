@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -119,10 +120,10 @@ def _bfloat16(bench: Bench) -> Subject:
     return bench.variant("bfloat16 weights", model=str(path))
 
 
-def _float8_cache(bench: Bench) -> Figures:
+def _narrow_cache(dtype: str, bench: Bench) -> Figures:
     """Steps of many rows with long contexts, which read more of the cache than of the weights."""
     rows, length = bench.size(8, 2), bench.size(1000, 64)
-    subjects = {True: bench.variant("fp8 cache", kv_cache_dtype="fp8_e4m3"), False: bench.small}
+    subjects = {True: bench.variant(f"{dtype} cache", kv_cache_dtype=dtype), False: bench.small}
     prompts = [bench.small.prompt(length) for _ in range(rows)]
     tokens = bench.size(32, 4)
 
@@ -391,14 +392,17 @@ ROWS = (
     ),
     _token_row("huge-pages", "weights in huge pages", "with", "without", _small, _in_small_pages),
     _token_row("low-bits", "weights of 4 bits", "Q4_1", "BF16", _small, _bfloat16),
-    Row(
-        name="fp8-cache",
-        what="8-bit KV cache",
-        on="fp8_e4m3",
-        off="the model's dtype",
-        unit="ms a step",
-        model=SMALL,
-        measure=_float8_cache,
+    *(
+        Row(
+            name=f"{dtype.partition('_')[0]}-cache",
+            what="8-bit KV cache",
+            on=dtype,
+            off="the default",
+            unit="ms a step",
+            model=SMALL,
+            measure=partial(_narrow_cache, dtype),
+        )
+        for dtype in ("fp8_e4m3", "int8")
     ),
     Row(
         name="paged-kernel",

@@ -10,6 +10,7 @@
 #include "vec.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace llmc {
 
@@ -37,34 +38,63 @@ LLMC_INLINE int64_t first_visible(const AttentionArgs& a, int64_t position) {
   return first;
 }
 
-// Pointers to the key and value rows of [first, first + n), for the item's first KV head.
-template <class T>
-void find_rows(const AttentionArgs& a, const Item& item, int64_t first, int64_t n, const T** keys,
-               const T** values) {
+// body(i, count, inside, keys, values) for the keys [first, first + n) of the item's first KV head,
+// block by block: keys i to i + count of them are in the block with `keys` and `values`, from slot
+// `inside` on.
+template <class T, class Body>
+LLMC_INLINE void each_block(const AttentionArgs& a, const Item& item, int64_t first, int64_t n,
+                            const Body& body) {
   const int32_t* table = a.block_table + item.request * a.table_stride;
-  int64_t i = 0;
-  while (i < n) {
-    const int64_t at = first + i, block = table[at / a.block_size];
-    const int64_t run = std::min(n - i, a.block_size - at % a.block_size);
-    const T* key = static_cast<const T*>(a.key_cache) + block * a.key_stride[0] +
-                   item.kv_head * a.key_stride[1] + at % a.block_size * a.key_stride[2];
-    const T* value = static_cast<const T*>(a.value_cache) + block * a.value_stride[0] +
-                     item.kv_head * a.value_stride[1] + at % a.block_size * a.value_stride[2];
-    for (int64_t j = 0; j < run; ++j) {
-      keys[i + j] = key + j * a.key_stride[2];
-      values[i + j] = value + j * a.value_stride[2];
-    }
-    i += run;
+  for (int64_t i = 0; i < n;) {
+    const int64_t at = first + i, block = table[at / a.block_size], inside = at % a.block_size;
+    const int64_t count = std::min(n - i, a.block_size - inside);
+    body(i, count, inside,
+         static_cast<const T*>(a.key_cache) + block * a.key_stride[0] +
+             item.kv_head * a.key_stride[1],
+         static_cast<const T*>(a.value_cache) + block * a.value_stride[0] +
+             item.kv_head * a.value_stride[1]);
+    i += count;
   }
 }
 
-// Converts n cached rows to T, contiguously, and sets `rows` to point to the results.
+// Pointers to the key and value rows of [first, first + n), for the item's first KV head. The
+// scales of an int8 cache are asked for.
+template <class T>
+void find_rows(const AttentionArgs& a, const Item& item, int64_t first, int64_t n, const T** keys,
+               const T** values) {
+  each_block<T>(a, item, first, n, [&](int64_t i, int64_t count, int64_t inside, const T* key_block,
+                                       const T* value_block) {
+    if constexpr (std::is_same_v<T, int8_t>) {
+      __builtin_prefetch(block_scales(key_block, a.block_size, a.key_stride[2]) + inside, 0, 2);
+      __builtin_prefetch(block_scales(value_block, a.block_size, a.value_stride[2]) + inside, 0, 2);
+    }
+    for (int64_t j = 0; j < count; ++j) {
+      keys[i + j] = key_block + (inside + j) * a.key_stride[2];
+      values[i + j] = value_block + (inside + j) * a.value_stride[2];
+    }
+  });
+}
+
+// The scales of the same rows of an int8 cache.
+inline void copy_scales(const AttentionArgs& a, const Item& item, int64_t first, int64_t n,
+                        float* keys, float* values) {
+  each_block<int8_t>(a, item, first, n, [&](int64_t i, int64_t count, int64_t inside,
+                                            const int8_t* key_block, const int8_t* value_block) {
+    const float* from = block_scales(key_block, a.block_size, a.key_stride[2]) + inside;
+    std::memcpy(keys + i, from, count * sizeof(float));
+    from = block_scales(value_block, a.block_size, a.value_stride[2]) + inside;
+    std::memcpy(values + i, from, count * sizeof(float));
+  });
+}
+
+// Converts n cached rows to T, contiguously, and sets `rows` to point to the results. `scales`: of
+// the rows of an int8 cache.
 template <class T, class E>
-void widen_rows(Dtype cache, int64_t n, int64_t dim, const E* const* stored, T* to,
-                const T** rows) {
+void widen_rows(Dtype cache, int64_t n, int64_t dim, const E* const* stored, T* to, const T** rows,
+                const float* scales = nullptr) {
   for (int64_t i = 0; i < n; ++i) {
     rows[i] = to + i * dim;
-    widen_cached(stored[i], dim, cache, to + i * dim);
+    widen_cached(stored[i], dim, cache, to + i * dim, scales ? scales[i] : 1.0f);
   }
 }
 

@@ -21,14 +21,24 @@ Scales scales_of(const optional<Tensor>& key, const optional<Tensor>& value,
     check(*t, name, at::kFloat, 1);
     TORCH_CHECK(t->size(0) == 1 || t->size(0) == cache.size(1), name, " must have 1 element or ",
                 cache.size(1), ", got ", t->size(0));
-    TORCH_CHECK(cache.element_size() == 1, name, " is for caches of float8, got ",
-                cache.scalar_type());
+    TORCH_CHECK(cache.element_size() == 1 && cache.scalar_type() != at::kChar, name,
+                " is for caches of float8, got ", cache.scalar_type());
     stride = t->size(0) == 1 ? 0 : 1;
     return t->data_ptr<float>();
   };
   scales.key = read(key, "k_scale", scales.key_stride);
   scales.value = read(value, "v_scale", scales.value_stride);
   return scales;
+}
+
+// The tokens of a block [rows, D]: an int8 cache has their scales, 4 bytes each, in its last rows.
+int64_t block_tokens(const Tensor& cache, const char* name) {
+  const int64_t rows = cache.size(2), dim = cache.size(3);
+  if (cache.scalar_type() != at::kChar) return rows;
+  TORCH_CHECK(dim > 0 && dim % 4 == 0 && cache.stride(2) == dim, name,
+              " must have dense blocks with a multiple of 4 channels if it is int8, got ",
+              cache.sizes(), " with strides ", cache.strides());
+  return rows * dim / (dim + 4);
 }
 
 WriteArgs write_args(const Tensor& key, const Tensor& value, const Tensor& key_cache,
@@ -44,7 +54,7 @@ WriteArgs write_args(const Tensor& key, const Tensor& value, const Tensor& key_c
                   key.size(1) == value.size(1) && key.size(1) == key_cache.size(1) &&
                   key.size(2) == key_cache.size(3) && value.size(1) == value_cache.size(1) &&
                   value.size(2) == value_cache.size(3) &&
-                  key_cache.size(2) == value_cache.size(2),
+                  block_tokens(key_cache, "key_cache") == block_tokens(value_cache, "value_cache"),
               "key ", key.sizes(), ", value ", value.sizes(), " and the caches ",
               key_cache.sizes(), ", ", value_cache.sizes(), " do not fit together");
   WriteArgs w{};
@@ -60,7 +70,7 @@ WriteArgs write_args(const Tensor& key, const Tensor& value, const Tensor& key_c
   w.kv_heads = key.size(1);
   w.head_dim = key.size(2);
   w.v_dim = value.size(2);
-  w.block_size = key_cache.size(2);
+  w.block_size = block_tokens(key_cache, "key_cache");
   copy_strides(key, w.key_stride, 2);
   copy_strides(value, w.value_stride, 2);
   copy_strides(key_cache, w.key_cache_stride, 3);
@@ -154,13 +164,16 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   check(block_table, "block_table", at::kInt, 2);
   const int64_t heads = query.size(1), kv_heads = key_cache.size(1);
   TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0 && value_cache.size(1) == kv_heads &&
-                  key_cache.size(3) == query.size(2) && key_cache.size(2) == value_cache.size(2),
+                  key_cache.size(3) == query.size(2) &&
+                  block_tokens(key_cache, "key_cache") == block_tokens(value_cache, "value_cache"),
               "query ", query.sizes(), " does not fit the caches ", key_cache.sizes(), ", ",
               value_cache.sizes());
   TORCH_CHECK(query_start.size(0) == context_len.size(0) + 1 &&
                   block_table.size(0) >= context_len.size(0),
               "query_start ", query_start.sizes(), " and block_table ", block_table.sizes(),
               " do not fit context_len ", context_len.sizes());
+  TORCH_CHECK(key_cache.scalar_type() != at::kChar || !(chosen.has_value() && chosen->defined()),
+              "chosen keys are not read from an int8 cache");
   TORCH_CHECK(v_dim >= 0 && v_dim <= key_cache.size(3) && (v_dim == 0 || value_cache.size(3) == 0),
               "v_dim ", v_dim, " does not fit the caches ", key_cache.sizes(), ", ",
               value_cache.sizes());
@@ -187,7 +200,7 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   a.kv_heads = kv_heads;
   a.head_dim = query.size(2);
   a.v_dim = value_width;
-  a.block_size = key_cache.size(2);
+  a.block_size = block_tokens(key_cache, "key_cache");
   copy_strides(query, a.query_stride, 2);
   copy_strides(key_cache, a.key_stride, 3);
   copy_strides(values, a.value_stride, 3);

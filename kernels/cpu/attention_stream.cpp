@@ -2,6 +2,8 @@
 //
 // For each tile of 64 keys: scores by dot products, softmax along the keys, then weights times
 // values. Meanwhile the next tile is prefetched, since block tables defeat the hardware prefetcher.
+#include "hadamard.h"
+#include "stream_integers.h"
 #include "stream_pairs.h"
 #include "sums.h"
 
@@ -9,11 +11,12 @@ namespace llmc {
 namespace {
 
 // How rows of a cache are multiplied by queries, `kStep` elements at a time, and by weights. T: of
-// the cache's elements, or what FP8 is converted to.
+// the cache's elements, or what FP8 is converted to. pack_query returns a factor for the products.
 template <class T>
 struct PlainRows {
   using Element = T;
   using Query = float;
+  using Sum = vf;
   using Tables = int;
   static constexpr int64_t kStep = kNative;
   static Tables tables(Dtype) { return 0; }
@@ -26,12 +29,21 @@ struct PlainRows {
     return acc + load_lanes<vf>(rest) * load_lanes<vf>(query);
   }
   template <class Input>
-  static void pack_query(const Input* query, int64_t dim, float* to) {
+  static float pack_query(const Input* query, int64_t dim, float* to) {
     for (int64_t i = 0; i < dim; ++i) to[i] = to_float(query[i]);
+    if (std::is_same_v<T, int8_t>) rotate_row(to, dim);  // as the keys are
+    return 1;
   }
   template <int G>
   static void add(const Tile<T>& tile, int64_t v_dim, const float (*scores)[kTile], float* acc,
                   int64_t padded, Tables) {
+    alignas(64) float scaled[std::is_same_v<T, int8_t> ? G : 1][kTile];
+    if constexpr (std::is_same_v<T, int8_t>) {
+      for (int g = 0; g < G; ++g)
+        for (int64_t k = 0; k < kTile; k += kLanes)
+          store(scaled[g] + k, load(scores[g] + k) * load(tile.value_scales + k));
+      scores = scaled;
+    }
     add_values<T, G>(tile.values, tile.next_values, 0, tile.end, v_dim, {scores[0], kTile, 1}, acc,
                      padded);
   }
@@ -40,7 +52,10 @@ struct PlainRows {
   }
   template <class Body>
   static void walk(const AttentionArgs& a, const Item& item, const Body& body) {
-    walk_tiles<T>(a, item, item.first_key, body);
+    if constexpr (std::is_same_v<T, int8_t>)
+      walk_cached_tiles<T>(a, item, item.first_key, body);
+    else
+      walk_tiles<T>(a, item, item.first_key, body);
   }
 };
 
@@ -69,6 +84,9 @@ bool are_whole(const AttentionArgs& a) {
 }
 #endif
 
+LLMC_INLINE vf as_floats(vf sum) { return sum; }
+LLMC_INLINE vf as_floats(vi sum) { return convert<vf>(sum); }
+
 // scores[g][key] for the keys of a tile; rows past the end repeat the last.
 template <class Rows, int G>
 void tile_scores(const typename Rows::Element* const* keys,
@@ -78,7 +96,7 @@ void tile_scores(const typename Rows::Element* const* keys,
   constexpr int kKeys = kSums / G;
   for (int64_t begin = 0; begin < kTile; begin += kKeys) {
     const int64_t k = std::min(begin, kTile - kKeys);  // the last ones overlap those before
-    vf acc[kSums] = {};
+    typename Rows::Sum acc[kSums] = {};
     const typename Rows::Element* row[kKeys];
 #pragma GCC unroll 16
     for (int j = 0; j < kKeys; ++j) {
@@ -97,16 +115,24 @@ void tile_scores(const typename Rows::Element* const* keys,
       for (int j = 0; j < kKeys; ++j)
 #pragma GCC unroll 8
         for (int g = 0; g < G; ++g) {
-          vf& sum = acc[j * G + g];
+          auto& sum = acc[j * G + g];
           sum = Rows::dot_rest(sum, row[j] + d, query + g * padded + d, dim - d);
         }
+    vf wide[kSums];
     float sums[kSums];
-    sum_each(acc, sums);
+#pragma GCC unroll 16
+    for (int i = 0; i < kSums; ++i) wide[i] = as_floats(acc[i]);
+    sum_each(wide, sums);
 #pragma GCC unroll 16
     for (int j = 0; j < kKeys; ++j)
 #pragma GCC unroll 8
       for (int g = 0; g < G; ++g) scores[g][k + j] = sums[j * G + g];
   }
+}
+
+// Multiplies scores by the scales of their keys.
+LLMC_INLINE void scale_scores(float* scores, const float* scales) {
+  for (int64_t i = 0; i < kTile; i += kLanes) store(scores + i, load(scores + i) * load(scales + i));
 }
 
 struct Transform {  // from a raw dot product to a score in units of log2
@@ -167,18 +193,20 @@ void stream(const Plan& plan, const Item& item) {
   const int64_t dim = (a.head_dim + 31) / 32 * 32, v_dim = (a.v_dim + 31) / 32 * 32;
   const int64_t group = plan.group, rows = item.num_heads * group;
   static thread_local Arena arena;
-  arena.reset(rows * (dim + v_dim + 2) * sizeof(float) + 4096);
+  arena.reset(rows * (dim + v_dim + 3) * sizeof(float) + 4096);
   Query* query = arena.take<Query>(rows * dim);
   float* acc = arena.take<float>(rows * v_dim);
   float *m = arena.take<float>(rows), *l = arena.take<float>(rows);
+  float* factor_of = arena.take<float>(rows);  // of a query's products
   std::memset(query, 0, rows * dim * sizeof(Query));
   std::fill(acc, acc + rows * v_dim, 0.0f);
   std::fill(m, m + rows, -kInf);
   std::fill(l, l + rows, 0.0f);
   for (int64_t row = 0; row < rows; ++row)
-    Rows::pack_query(static_cast<const T*>(a.query) + item.token * a.query_stride[0] +
-                         (item.kv_head * group + row) * a.query_stride[1],
-                     a.head_dim, query + row * dim);
+    factor_of[row] = Rows::pack_query(
+        static_cast<const T*>(a.query) + item.token * a.query_stride[0] +
+            (item.kv_head * group + row) * a.query_stride[1],
+        a.head_dim, query + row * dim);
   const typename Rows::Tables tables = Rows::tables(a.cache);
   alignas(64) float scores[kMaxStreamRows][kTile];
   using Keys = Tile<typename Rows::Element>;
@@ -191,7 +219,9 @@ void stream(const Plan& plan, const Item& item) {
     });
     for (int64_t g = 0; g < group; ++g) {
       const float slope = a.slopes ? a.slopes[item.kv_head * group + row + g] : 0.0f;
-      finish_scores(scores[g], tile.first, tile.end, {scale, a.softcap, slope, item.position});
+      if (tile.key_scales) scale_scores(scores[g], tile.key_scales);
+      finish_scores(scores[g], tile.first, tile.end,
+                    {scale * factor_of[row + g], a.softcap, slope, item.position});
       if (a.distance_bias.data != nullptr)
         add_distance_bias(a, item.token, item.kv_head * group + row + g, item.position, tile.first,
                           tile.end, scores[g], 1);
@@ -211,6 +241,15 @@ void stream(const Plan& plan, const Item& item) {
 }  // namespace
 
 void run_stream(const Plan& plan, const Item& item) {
+  if (plan.a.cache == Dtype::i8) {
+    return with_type(plan.a.dtype, [&](auto t) {
+      using T = decltype(t);
+#ifdef __AVX2__
+      if (IntegerRows::are_whole(plan.a)) return stream<T, IntegerRows>(plan, item);
+#endif
+      stream<T, PlainRows<int8_t>>(plan, item);
+    });
+  }
   if (plan.a.dtype == Dtype::f32) {
     if (is_fp8(plan.a.cache)) return stream<float, PlainRows<float>>(plan, item);
     return with_type(plan.a.cache, [&](auto e) {

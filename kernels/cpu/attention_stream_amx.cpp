@@ -106,7 +106,7 @@ void pack_query(const bf16* query, int64_t stride, int64_t heads, int64_t dim, u
 
 bool amx_streams(const AttentionArgs& a) {
   const int64_t group = a.heads / a.kv_heads;
-  return a.dtype == Dtype::bf16 && group >= kMinGroup && group <= kMaxStreamRows &&
+  return a.dtype == Dtype::bf16 && a.cache != Dtype::i8 && group >= kMinGroup && group <= kMaxStreamRows &&
          a.head_dim % kTileDim == 0 && a.v_dim % kTileDim == 0 && a.block_size % kTileRows == 0 &&
          a.distance_bias.data == nullptr && amx_ready();
 }

@@ -2,6 +2,7 @@
 //
 // An item's rows are panels of 16 lanes. For each tile of 128 keys, K and V are packed once and
 // used by every panel that can see the tile: scores, softmax, weights times values.
+#include "hadamard.h"
 #include "tile_engine.h"
 
 #ifdef LLMC_AMX
@@ -115,6 +116,18 @@ void finish(const Plan& plan, const Item& item, const Panel& p, int64_t row, int
     finish_row<typename E::T>(plan, item, row + lane, p.m[lane], p.l[lane], lines + lane * v_dim);
 }
 
+// Copies the rows of a panel, rotated as the keys of an int8 cache are.
+template <class T>
+void rotate_rows(const T** rows, int64_t dim, float* wide, T* to) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (rows[lane] == nullptr) continue;
+    rotate_row(rows[lane], dim, wide);
+    T* row = to + lane * dim;
+    for (int64_t i = 0; i < dim; ++i) assign(row[i], wide[i]);
+    rows[lane] = row;
+  }
+}
+
 // Pointers to n key and value rows from `first` on, as T: rows of narrower caches are converted to
 // `to`.
 template <class T>
@@ -127,8 +140,12 @@ void find_wide_rows(const AttentionArgs& a, const Item& item, int64_t first, int
     } else {
       const E *stored_keys[kTileKeys], *stored_values[kTileKeys];
       find_rows(a, item, first, n, stored_keys, stored_values);
-      widen_rows(a.cache, n, a.head_dim, stored_keys, to, keys);
-      widen_rows(a.cache, n, a.v_dim, stored_values, to + kTileKeys * a.head_dim, values);
+      float key_scales[kTileKeys], value_scales[kTileKeys];
+      constexpr bool kScaled = std::is_same_v<E, int8_t>;
+      if (kScaled) copy_scales(a, item, first, n, key_scales, value_scales);
+      widen_rows(a.cache, n, a.head_dim, stored_keys, to, keys, kScaled ? key_scales : nullptr);
+      widen_rows(a.cache, n, a.v_dim, stored_values, to + kTileKeys * a.head_dim, values,
+                 kScaled ? value_scales : nullptr);
     }
   });
 }
@@ -170,6 +187,7 @@ void tiles(const Plan& plan, const Item& item) {
                      (item.token + row / plan.group) * a.query_stride[0] +
                      (item.kv_head * plan.group + row % plan.group) * a.query_stride[1];
     }
+    if (a.cache == Dtype::i8) rotate_rows(from, a.head_dim, scores, wide);
     E::pack_panel(from, a.head_dim, query + p * words, dim);
   }
   const float raw_scale = a.scale * a.scales.key_of(item.kv_head);

@@ -14,6 +14,7 @@ namespace llmc::ops {
 Dtype cache_dtype_of(const Tensor& t, const Tensor& beside) {
   if (t.scalar_type() == at::kFloat8_e4m3fn) return Dtype::e4m3;
   if (t.scalar_type() == at::kFloat8_e5m2) return Dtype::e5m2;
+  if (t.scalar_type() == at::kChar) return Dtype::i8;
   const Dtype own = dtype_of(t), of_inputs = dtype_of(beside);
   TORCH_CHECK(own == of_inputs || of_inputs == Dtype::f32, "a cache must be ",
               beside.scalar_type(), " or narrower, got ", t.scalar_type());

@@ -1,48 +1,113 @@
 // write_kv and rope_write: they write a step's keys and values to the paged cache.
 #include "cached.h"
+#include "hadamard.h"
 #include "kernels.h"
 #include "parallel.h"
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
 namespace llmc {
 namespace {
 
-template <class T>  // the type of the cache's elements
-T* slot_pointer(void* cache, const int64_t stride[3], int64_t block_size, int64_t slot, int64_t h) {
-  return static_cast<T*>(cache) + slot / block_size * stride[0] + h * stride[1] +
-         slot % block_size * stride[2];
+template <class E>
+struct Slot {  // where a row of a cache is
+  E* block;
+  int64_t block_size, inside, stride;
+  LLMC_METHOD E* row() const { return block + inside * stride; }
+  LLMC_METHOD float* scale() const { return block_scales(block, block_size, stride) + inside; }
+};
+
+template <class E>
+LLMC_INLINE Slot<E> slot_of(void* cache, const int64_t stride[3], int64_t block_size, int64_t slot,
+                            int64_t h) {
+  E* block = static_cast<E*>(cache) + slot / block_size * stride[0] + h * stride[1];
+  return {block, block_size, slot % block_size, stride[2]};
 }
 
-// Rows of a cache with the inputs' type, or with 16 bits for float32...
+// As `to_int8` in cache_dtype.py: the codes of a row, and its scale.
+template <class Input>
+float quantize_row(const Input* row, int64_t n, int8_t* to) {
+  constexpr float kLeast = 1e-30f;
+  int32_t bits = 0;  // of the largest magnitude; those of NaN are above all others
+  int64_t i = 0;
+  v16i magnitudes = {};
+  auto magnitude = [](v16f x) { return (v16i)((v16u)x & 0x7fffffffu); };
+  auto take = [&](v16f x) {
+    const v16i m = magnitude(x), more = m > magnitudes;
+    magnitudes = (m & more) | (magnitudes & ~more);
+  };
+  for (; i + kLanes <= n; i += kLanes) take(load(row + i));
+  if (i < n) take(load_n(row + i, n - i));
+  for (int lane = 0; lane < kLanes; ++lane) bits = std::max<int32_t>(bits, magnitudes[lane]);
+  const float largest = std::bit_cast<float>(bits);
+  if (largest <= kLeast || !(largest < kInf)) {
+    std::memset(to, 0, n);
+    return largest <= kLeast ? 0.0f : largest / 127;
+  }
+  const float inverse = 127 / largest;
+  auto codes = [&](v16f x) { return (v16u)convert<v16i>(round_lanes(x * inverse)); };
+  for (i = 0; i + kLanes <= n; i += kLanes) narrow_to<uint8_t>(to + i, codes(load(row + i)));
+  if (i < n) {
+    uint8_t rest[kLanes];
+    narrow_to<uint8_t>(rest, codes(load_n(row + i, n - i)));
+    std::memcpy(to + i, rest, n - i);
+  }
+  return largest / 127;
+}
+
+// How rows are stored in a cache with the inputs' type, or with 16 bits for float32...
 template <class T>
 struct PlainCache {
   using Element = T;
-  LLMC_METHOD void copy(const T* row, int64_t n, float, T* to) const {
-    std::memcpy(to, row, n * sizeof(T));
+  template <class Input>
+  LLMC_METHOD void value(const Input* row, int64_t n, float, const Slot<T>& to) const {
+    copy(row, n, to.row());
   }
   template <class Input>
-  LLMC_METHOD void copy(const Input* row, int64_t n, float, T* to) const {
-    round(row, n, 1.0f, to);
+  LLMC_METHOD void key(const Input* row, int64_t n, float, const Slot<T>& to) const {
+    copy(row, n, to.row());
   }
-  LLMC_METHOD void round(const float* row, int64_t n, float, T* to) const {
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) store(to + i, load(row + i));
-    for (; i < n; ++i) assign(to[i], row[i]);
+  template <class Input>
+  LLMC_METHOD static void copy(const Input* row, int64_t n, T* to) {
+    if constexpr (std::is_same_v<Input, T>) {
+      std::memcpy(to, row, n * sizeof(T));
+    } else {
+      int64_t i = 0;
+      for (; i + kLanes <= n; i += kLanes) store(to + i, load(row + i));
+      for (; i < n; ++i) assign(to[i], to_float(row[i]));
+    }
   }
 };
 
-// ... and of an FP8 cache.
-template <class T>
+// ... of an FP8 cache...
 struct Fp8Cache {
   using Element = uint8_t;
   Fp8Format format;
-  LLMC_METHOD void copy(const T* row, int64_t n, float scale, uint8_t* to) const {
-    encode_row(row, n, scale, format, to);
+  template <class Input>
+  LLMC_METHOD void value(const Input* row, int64_t n, float scale, const Slot<uint8_t>& to) const {
+    encode_row(row, n, scale, format, to.row());
   }
-  LLMC_METHOD void round(const float* row, int64_t n, float scale, uint8_t* to) const {
-    encode_row(row, n, scale, format, to);
+  template <class Input>
+  LLMC_METHOD void key(const Input* row, int64_t n, float scale, const Slot<uint8_t>& to) const {
+    value(row, n, scale, to);
+  }
+};
+
+// ... and of an int8 cache.
+struct Int8Cache {
+  using Element = int8_t;
+  template <class Input>
+  LLMC_METHOD void value(const Input* row, int64_t n, float, const Slot<int8_t>& to) const {
+    *to.scale() = quantize_row(row, n, to.row());
+  }
+  template <class Input>
+  LLMC_METHOD void key(const Input* row, int64_t n, float, const Slot<int8_t>& to) const {
+    static thread_local std::vector<float> rotated;
+    rotated.resize(n);
+    rotate_row(row, n, rotated.data());
+    *to.scale() = quantize_row(rotated.data(), n, to.row());
   }
 };
 
@@ -50,18 +115,18 @@ template <class T, class Cache>
 void write_value(const WriteArgs& w, const Cache& cache, int64_t t, int64_t slot) {
   const T* value = static_cast<const T*>(w.value) + t * w.value_stride[0];
   for (int64_t h = 0; h < w.kv_heads; ++h)
-    cache.copy(value + h * w.value_stride[1], w.v_dim, w.scales.value_of(h),
-               slot_pointer<typename Cache::Element>(w.value_cache, w.value_cache_stride,
-                                                     w.block_size, slot, h));
+    cache.value(value + h * w.value_stride[1], w.v_dim, w.scales.value_of(h),
+                slot_of<typename Cache::Element>(w.value_cache, w.value_cache_stride, w.block_size,
+                                                 slot, h));
 }
 
 template <class T, class Cache>
 void write_key(const WriteArgs& w, const Cache& cache, int64_t t, int64_t slot) {
   const T* key = static_cast<const T*>(w.key) + t * w.key_stride[0];
   for (int64_t h = 0; h < w.kv_heads; ++h)
-    cache.copy(key + h * w.key_stride[1], w.head_dim, w.scales.key_of(h),
-               slot_pointer<typename Cache::Element>(w.key_cache, w.key_cache_stride,
-                                                     w.block_size, slot, h));
+    cache.key(key + h * w.key_stride[1], w.head_dim, w.scales.key_of(h),
+              slot_of<typename Cache::Element>(w.key_cache, w.key_cache_stride, w.block_size, slot,
+                                               h));
 }
 
 template <class T, class Cache>
@@ -120,10 +185,13 @@ void prefetch_slot(const WriteArgs& w, int64_t slot) {
   constexpr int64_t kLine = 64 / sizeof(E);
   if (slot < 0) return;
   for (int64_t h = 0; h < w.kv_heads; ++h) {
-    const E* key = slot_pointer<E>(w.key_cache, w.key_cache_stride, w.block_size, slot, h);
-    const E* value = slot_pointer<E>(w.value_cache, w.value_cache_stride, w.block_size, slot, h);
-    for (int64_t i = 0; i < w.head_dim; i += kLine) __builtin_prefetch(key + i, 1, 3);
-    for (int64_t i = 0; i < w.v_dim; i += kLine) __builtin_prefetch(value + i, 1, 3);
+    const auto key = slot_of<E>(w.key_cache, w.key_cache_stride, w.block_size, slot, h);
+    const auto value = slot_of<E>(w.value_cache, w.value_cache_stride, w.block_size, slot, h);
+    for (int64_t i = 0; i < w.head_dim; i += kLine) __builtin_prefetch(key.row() + i, 1, 3);
+    for (int64_t i = 0; i < w.v_dim; i += kLine) __builtin_prefetch(value.row() + i, 1, 3);
+    if (!std::is_same_v<E, int8_t>) continue;
+    __builtin_prefetch(key.scale(), 1, 3);
+    __builtin_prefetch(value.scale(), 1, 3);
   }
 }
 
@@ -143,16 +211,16 @@ void rope_rows(const RopeArgs& a, const Cache& cache) {
       T* out = static_cast<T*>(a.out) + t * a.heads * w.head_dim;
       for (int64_t h = 0; h < a.heads; ++h) {
         turn_head<T>(a, query + h * a.query_stride[1], a.query_norm, cos, sin, x, y);
-        PlainCache<T>().round(y, w.head_dim, 1.0f, out + h * w.head_dim);
+        PlainCache<T>::copy(y, w.head_dim, out + h * w.head_dim);
       }
       const int64_t slot = w.slots[t];
       if (slot < 0) continue;
       const T* key = static_cast<const T*>(w.key) + t * w.key_stride[0];
       for (int64_t h = 0; h < w.kv_heads; ++h) {
         turn_head<T>(a, key + h * w.key_stride[1], a.key_norm, cos, sin, x, y);
-        cache.round(y, w.head_dim, w.scales.key_of(h),
-                    slot_pointer<typename Cache::Element>(w.key_cache, w.key_cache_stride,
-                                                          w.block_size, slot, h));
+        cache.key(y, w.head_dim, w.scales.key_of(h),
+                  slot_of<typename Cache::Element>(w.key_cache, w.key_cache_stride, w.block_size,
+                                                   slot, h));
       }
       write_value<T>(w, cache, t, slot);
     }
@@ -164,7 +232,9 @@ template <class T, class Run>
 void with_cache(const WriteArgs& w, const Run& run) {
   with_element<T>(w.cache, [&](auto e) {
     if constexpr (std::is_same_v<decltype(e), uint8_t>)
-      run(Fp8Cache<T>{fp8_format(w.cache)});
+      run(Fp8Cache{fp8_format(w.cache)});
+    else if constexpr (std::is_same_v<decltype(e), int8_t>)
+      run(Int8Cache());
     else
       run(PlainCache<decltype(e)>());
   });

@@ -100,7 +100,7 @@ def _paged_attention(
     **others: Any,
 ) -> bool:
     fits = query.shape[2] <= _MAX_HEAD_DIM and value_cache.shape[3] <= _MAX_HEAD_DIM
-    taken = fits and _takes(query) and _takes_chosen(chosen, others)
+    taken = fits and _takes(query) and _takes_chosen(chosen, {"key_cache": key_cache, **others})
     taken = taken and _takes(others["distance_bias"])
     return taken and caches_fit(query, key_cache, value_cache, k_scale, v_scale)
 
@@ -109,6 +109,7 @@ def _latent_attention(
     *, query: Tensor, weight: Tensor, key_cache: Tensor, k_scale: Tensor | None, **others: object
 ) -> bool:
     fits = max(query.shape[2], key_cache.shape[3]) <= _MAX_HEAD_DIM
+    fits = fits and key_cache.dtype != torch.int8
     return (
         fits and _takes(query, weight) and caches_fit(query, key_cache, key_cache, k_scale, k_scale)
     )
@@ -117,6 +118,7 @@ def _latent_attention(
 def _takes_chosen(chosen: Tensor | None, others: Mapping[str, Any]) -> bool:
     biases = (others["slopes"], others["distance_bias"])
     plain = others["window"] == others["chunk"] == 0 and not any(b is not None for b in biases)
+    plain = plain and others["key_cache"].dtype != torch.int8
     return chosen is None or (plain and chosen.dtype == torch.int32 and chosen.stride(-1) == 1)
 
 

@@ -7,7 +7,7 @@
 
 namespace llmc {
 
-enum class Dtype { f32, bf16, f16, e4m3, e5m2 };  // the last two: caches only
+enum class Dtype { f32, bf16, f16, e4m3, e5m2, i8 };  // the last three: caches only
 
 inline bool is_fp8(Dtype dtype) {
   return dtype == Dtype::e4m3 || dtype == Dtype::e5m2;
@@ -92,7 +92,8 @@ struct WriteArgs {
   const void *key, *value;
   void *key_cache, *value_cache;
   const int64_t* slots;
-  int64_t tokens, kv_heads, head_dim, v_dim, block_size;
+  int64_t tokens, kv_heads, head_dim, v_dim;
+  int64_t block_size;  // tokens; an int8 cache has their scales in further rows behind theirs
   int64_t key_stride[2], value_stride[2];              // token, head
   int64_t key_cache_stride[3], value_cache_stride[3];  // block, head, slot
   int threads;
@@ -118,7 +119,7 @@ struct ByHead {  // rows of numbers per token and head; data may be null
 };
 
 struct AttentionArgs {
-  Dtype dtype, cache;  // the cache has dtype or FP8
+  Dtype dtype, cache;
   Scales scales;
   const void *query, *key_cache, *value_cache;
   void* out;  // [T, H, Dv] dense

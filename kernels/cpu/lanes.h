@@ -143,6 +143,9 @@ LLMC_INLINE To convert(const V& x) {
 LLMC_INLINE __m512i widen_bytes(const void* p) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
 }
+LLMC_INLINE __m512i widen_signed_bytes(const void* p) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+}
 template <class V>
 LLMC_INLINE void narrow_to_bytes(void* p, V x) {
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x));
@@ -150,6 +153,9 @@ LLMC_INLINE void narrow_to_bytes(void* p, V x) {
 #else
 LLMC_INLINE __m256i widen_bytes(const void* p) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+}
+LLMC_INLINE __m256i widen_signed_bytes(const void* p) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
 }
 template <class V>
 LLMC_INLINE void narrow_to_bytes(void* p, V x) {
@@ -172,6 +178,8 @@ LLMC_INLINE V widen_from(const void* p) {
 #ifdef __AVX2__
   } else if constexpr (std::is_same_v<Element, uint8_t>) {
     return (V)widen_bytes(p);
+  } else if constexpr (std::is_same_v<Element, int8_t>) {
+    return (V)widen_signed_bytes(p);
 #endif
   } else {
     typedef Element Narrow __attribute__((vector_size(kNative * sizeof(Element))));

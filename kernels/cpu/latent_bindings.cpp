@@ -120,6 +120,7 @@ Tensor latent_attention(const Tensor& query, const Tensor& weight, const Tensor&
   check(query, "query", query.scalar_type(), 3);
   check(weight, "weight", query.scalar_type(), 2);
   check(key_cache, "key_cache", key_cache.scalar_type(), 4);
+  TORCH_CHECK(key_cache.scalar_type() != at::kChar, "latents are not read from an int8 cache");
   check(query_start, "query_start", at::kInt, 1);
   check(context_len, "context_len", at::kInt, 1);
   check(block_table, "block_table", at::kInt, 2);

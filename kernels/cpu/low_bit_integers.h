@@ -3,6 +3,7 @@
 // finer than their own rounding, and float32 uses 24, which is similar to its own.
 #pragma once
 
+#include "integer_products.h"
 #include "low_bit.h"
 #include "low_bit_packed.h"
 
@@ -11,51 +12,6 @@
 
 #ifdef __AVX2__
 namespace llmc {
-
-LLMC_INLINE vi round_to_int(vf x) {
-#ifdef LLMC_AVX512
-  return (vi)_mm512_cvtps_epi32((__m512)x);
-#else
-  return (vi)_mm256_cvtps_epi32((__m256)x);
-#endif
-}
-
-template <class Half>
-LLMC_INLINE v16i round_to_int(const Pair<float, Half>& x) {
-  return {round_to_int(x.lo), round_to_int(x.hi)};
-}
-
-// Reductions over lanes.
-#ifdef LLMC_AVX512
-LLMC_INLINE int32_t sum_ints(vi x) { return _mm512_reduce_add_epi32((__m512i)x); }
-LLMC_INLINE int32_t max_ints(vi x) { return _mm512_reduce_max_epi32((__m512i)x); }
-#else
-LLMC_INLINE int32_t sum_ints(vi x) {
-  const __m256i all = (__m256i)x;
-  __m128i part = _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-  part = _mm_add_epi32(part, _mm_shuffle_epi32(part, 0x4e));
-  return _mm_cvtsi128_si32(_mm_add_epi32(part, _mm_shuffle_epi32(part, 0xb1)));
-}
-LLMC_INLINE int32_t max_ints(vi x) {
-  const __m256i all = (__m256i)x;
-  __m128i part = _mm_max_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-  part = _mm_max_epi32(part, _mm_shuffle_epi32(part, 0x4e));
-  return _mm_cvtsi128_si32(_mm_max_epi32(part, _mm_shuffle_epi32(part, 0xb1)));
-}
-#endif
-LLMC_INLINE vi larger(vi a, vi b) { return a > b ? a : b; }
-template <class Half>
-LLMC_INLINE int32_t sum_ints(const Pair<int32_t, Half>& x) {
-  return sum_ints(x.lo + x.hi);
-}
-template <class Half>
-LLMC_INLINE int32_t max_ints(const Pair<int32_t, Half>& x) {
-  return max_ints(larger(x.lo, x.hi));
-}
-template <class Half>
-LLMC_INLINE Pair<int32_t, Half> larger(const Pair<int32_t, Half>& a, const Pair<int32_t, Half>& b) {
-  return {larger(a.lo, b.lo), larger(a.hi, b.hi)};
-}
 
 // x [count] as signed digits, lowest first, with a common scale.
 template <class Digit, int kDigits, int kBits = 8 * sizeof(Digit)>
@@ -135,28 +91,6 @@ Packed pack_nibbles(const float* x, int64_t count, DigitWords<kDigits>* to) {
   return fixed.packed;
 }
 
-#ifdef LLMC_AVX512
-using Register = __m512i;
-LLMC_INLINE Register multiply_bytes(Register w, Register x) { return _mm512_maddubs_epi16(w, x); }
-LLMC_INLINE Register multiply_words(Register w, Register x) { return _mm512_madd_epi16(w, x); }
-LLMC_INLINE Register add_words(Register a, Register b) { return _mm512_add_epi16(a, b); }
-LLMC_INLINE Register subtract_words(Register a, Register b) { return _mm512_sub_epi16(a, b); }
-LLMC_INLINE Register every_word(int x) { return _mm512_set1_epi16(short(x)); }
-LLMC_INLINE Register every_pair(int32_t x) { return _mm512_set1_epi32(x); }
-LLMC_INLINE Register shift_up(Register x) { return _mm512_slli_epi16(x, 8); }
-LLMC_INLINE Register shift_down(Register x) { return _mm512_srai_epi16(x, 8); }
-#else
-using Register = __m256i;
-LLMC_INLINE Register multiply_bytes(Register w, Register x) { return _mm256_maddubs_epi16(w, x); }
-LLMC_INLINE Register multiply_words(Register w, Register x) { return _mm256_madd_epi16(w, x); }
-LLMC_INLINE Register add_words(Register a, Register b) { return _mm256_add_epi16(a, b); }
-LLMC_INLINE Register subtract_words(Register a, Register b) { return _mm256_sub_epi16(a, b); }
-LLMC_INLINE Register every_word(int x) { return _mm256_set1_epi16(short(x)); }
-LLMC_INLINE Register every_pair(int32_t x) { return _mm256_set1_epi32(x); }
-LLMC_INLINE Register shift_up(Register x) { return _mm256_slli_epi16(x, 8); }
-LLMC_INLINE Register shift_down(Register x) { return _mm256_srai_epi16(x, 8); }
-#endif
-
 // Signed 16-bit values of a step of int8 or of codes: inputs j and j + kSteps of a line are a pair.
 template <Format kFormat>
 struct SignedWords {
@@ -169,29 +103,6 @@ struct SignedWords {
     return shift_down((Register)look_up(table, codes));
   }
 };
-
-// LLMC_BYTE_PRODUCTS: sum + w * x in 32 bits, of four unsigned by signed bytes or two words per lane.
-#if defined(LLMC_AVX512) && defined(__AVX512VNNI__)
-#define LLMC_BYTE_PRODUCTS 1
-LLMC_INLINE Register add_bytes(Register sum, Register w, Register x) {
-  return _mm512_dpbusd_epi32(sum, w, x);
-}
-LLMC_INLINE Register add_pairs(Register sum, Register w, Register x) {
-  return _mm512_dpwssd_epi32(sum, w, x);
-}
-#elif !defined(LLMC_AVX512) && defined(__AVXVNNI__)
-#define LLMC_BYTE_PRODUCTS 1
-LLMC_INLINE Register add_bytes(Register sum, Register w, Register x) {
-  return _mm256_dpbusd_avx_epi32(sum, w, x);
-}
-LLMC_INLINE Register add_pairs(Register sum, Register w, Register x) {
-  return _mm256_dpwssd_avx_epi32(sum, w, x);
-}
-#else
-LLMC_INLINE Register add_pairs(Register sum, Register w, Register x) {
-  return (Register)((vi)sum + (vi)multiply_words(w, x));
-}
-#endif
 
 // Unsigned bytes, four inputs a step, from the lines that are stored together: nibbles of int4 as
 // stored, or the integers of codes plus offset().

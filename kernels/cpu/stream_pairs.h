@@ -11,6 +11,7 @@ namespace llmc {
 struct PairRows {  // rows of bf16
   using Element = bf16;
   using Query = bf16;
+  using Sum = v16f;
   static constexpr int64_t kStep = 32, kVectors = 2;  // elements, and vectors of pairs of them
   using Tables = int;
   static Tables tables(Dtype) { return 0; }
@@ -24,8 +25,9 @@ struct PairRows {  // rows of bf16
     out[0] = _mm512_unpacklo_epi16(x, y);
     out[1] = _mm512_unpackhi_epi16(x, y);
   }
-  static void pack_query(const bf16* query, int64_t dim, bf16* to) {
+  static float pack_query(const bf16* query, int64_t dim, bf16* to) {
     std::memcpy(to, query, dim * sizeof(bf16));
+    return 1;
   }
 };
 
@@ -33,6 +35,7 @@ struct PairRows {  // rows of bf16
 struct CodeRows {  // rows of FP8 codes
   using Element = uint8_t;
   using Query = bf16;
+  using Sum = v16f;
   static constexpr int64_t kStep = 64, kVectors = 4;
   using Tables = Fp8Bytes;
   static Tables tables(Dtype cache) { return Tables(fp8_table(cache)); }
@@ -58,10 +61,11 @@ struct CodeRows {  // rows of FP8 codes
     return (__m512bh)_mm512_loadu_si512(query);
   }
   // In the order in which 64 codes are unpacked: the low halves of each 16 first.
-  static void pack_query(const bf16* query, int64_t dim, bf16* to) {
+  static float pack_query(const bf16* query, int64_t dim, bf16* to) {
     for (int64_t d = 0; d < dim; d += 64)
       for (int64_t i = 0; i < 64; i += 8)
         std::memcpy(to + d + i % 16 * 4 + i / 16 * 8, query + d + i, 8 * sizeof(bf16));
+    return 1;
   }
 };
 #endif

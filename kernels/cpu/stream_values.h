@@ -117,6 +117,7 @@ struct Tile {  // the keys [first, first + end) of one KV head; row pointers pas
   int64_t head, first, end;
   const T* const *keys, *const *values;
   const T* const *next_keys, *const *next_values;  // of the next tile, or null
+  const float *key_scales, *value_scales;  // of an int8 cache, zeros past `end`; else null
 };
 
 // Calls body(tile) for every tile from `start` on and each of the item's heads, with rows as stored
@@ -133,6 +134,8 @@ void walk_cached_tiles(const AttentionArgs& a, const Item& item, int64_t start, 
     std::fill(keys + n, keys + kTile, keys[n - 1]);
     std::fill(values + n, values + kTile, values[n - 1]);
   };
+  constexpr bool kScaled = std::is_same_v<T, int8_t>;
+  alignas(64) float scales[2][kScaled ? kTile : 1] = {};
   int now = 0;
   find(start, 0, rows[0][0], rows[0][1]);
   for (int64_t i = 0; i < count(start); ++i) prefetch_row(rows[0][0][i], a.head_dim);
@@ -141,11 +144,17 @@ void walk_cached_tiles(const AttentionArgs& a, const Item& item, int64_t start, 
     for (int64_t head = 0; head < item.num_heads; ++head, now ^= 1) {
       const bool same = head + 1 < item.num_heads;
       const bool more = same || first + kTile < item.last_key;
+      if constexpr (kScaled) {
+        std::fill(scales[0], scales[2], 0.0f);
+        of_head.kv_head = item.kv_head + head;
+        copy_scales(a, of_head, first, count(first), scales[0], scales[1]);
+      }
       if (more)
         find(same ? first : first + kTile, same ? head + 1 : 0, rows[now ^ 1][0],
              rows[now ^ 1][1]);
       body(Tile<T>{head, first, count(first), rows[now][0], rows[now][1],
-                   more ? rows[now ^ 1][0] : nullptr, more ? rows[now ^ 1][1] : nullptr});
+                   more ? rows[now ^ 1][0] : nullptr, more ? rows[now ^ 1][1] : nullptr,
+                   kScaled ? scales[0] : nullptr, kScaled ? scales[1] : nullptr});
     }
 }
 
@@ -166,7 +175,8 @@ void walk_tiles(const AttentionArgs& a, const Item& item, int64_t start, const B
       }
     widen_rows(a.cache, kTile, a.head_dim, codes.keys, keys, key_rows);
     widen_rows(a.cache, kTile, a.v_dim, codes.values, values, value_rows);
-    body(Tile<T>{codes.head, codes.first, codes.end, key_rows, value_rows, nullptr, nullptr});
+    body(Tile<T>{codes.head, codes.first, codes.end, key_rows, value_rows, nullptr, nullptr,
+                 nullptr, nullptr});
   });
 }
 

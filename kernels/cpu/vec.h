@@ -104,6 +104,15 @@ LLMC_INLINE V load_lanes(const f16* p) {
   }
 }
 
+template <class V>
+LLMC_INLINE V load_lanes(const int8_t* p) {
+  if constexpr (kIsPair<V>) {
+    return {load_lanes<decltype(V::lo)>(p), load_lanes<decltype(V::lo)>(p + sizeof(V) / 8)};
+  } else {
+    return convert<V>(widen_from<vi, int8_t>(p));
+  }
+}
+
 template <class T>
 LLMC_INLINE v16f load(const T* p) {
   return load_lanes<v16f>(p);
@@ -169,6 +178,10 @@ LLMC_INLINE float to_float(bf16 x) {
   float y;
   std::memcpy(&y, &bits, sizeof y);
   return y;
+}
+
+LLMC_INLINE float to_float(int8_t x) {
+  return x;
 }
 
 LLMC_INLINE float to_float(f16 x) {

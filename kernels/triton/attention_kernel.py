@@ -17,9 +17,9 @@ import triton.language as tl
 from llmc.kernels.triton.attention_combine import MINUS_INF, combine
 from llmc.kernels.triton.attention_plan import at, divide, first_visible, locate, total_before
 from llmc.kernels.triton.attention_rope import write_new
+from llmc.kernels.triton.cached import INT8, NONE, rotate, slot_scale, widen
 from llmc.kernels.triton.counters import is_last
 from llmc.kernels.triton.dependent_launch import wait_for_previous
-from llmc.kernels.triton.fp8 import NONE, widen
 from llmc.kernels.triton.rope_write import turn
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -34,7 +34,7 @@ def tanh(x):
 def load_tile(cache, blocks, inside, stride_block, stride_slot, live, DTYPE: tl.constexpr,
               DIM: tl.constexpr, DIM_PAD: tl.constexpr, MASKED: tl.constexpr,
               FORMAT: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
-    """A tile [BLOCK_N, DIM_PAD] of a cache, in DTYPE; `cache` points to the head."""
+    """A tile [BLOCK_N, DIM_PAD] of a cache, in DTYPE, unscaled; `cache` points to the head."""
     d = tl.arange(0, DIM_PAD)[None, :]
     at_key = blocks * stride_block + inside * stride_slot
     pointers = cache + at_key[:, None] + d
@@ -50,8 +50,17 @@ def load_tile(cache, blocks, inside, stride_block, stride_slot, live, DTYPE: tl.
 
 
 @triton.jit
+def load_scales(scale, blocks, inside, stride_block, stride_slot, live,
+                BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """The scales [1, BLOCK_N] of a tile; `scale` points to the head in an int8 cache's floats."""
+    of_row = slot_scale(scale, blocks, inside, stride_block, stride_slot, BLOCK_SIZE, INT8)
+    found = tl.load(of_row, mask=live, other=0.0) if MASKED else tl.load(of_row)
+    return found[None, :]
+
+
+@triton.jit
 def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
-                key_cache, value_cache, key_row, value_row,
+                key_cache, value_cache, key_scale, value_scale, key_row, value_row,
                 kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
                 BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                 DIM: tl.constexpr, DIM_PAD: tl.constexpr,
@@ -88,7 +97,8 @@ def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
         distance = pos[:, None] - n[None, :]
         near = (distance >= 0) & (distance < DISTANCES)
         added = tl.load(bias[:, None] + distance, mask=near, other=0.0).to(tl.float32)
-    if DISTANCES > 0 and not SOFTCAP:  # added to products, scores keep the layout of those
+    # added to products, scores keep the layout of those
+    if DISTANCES > 0 and not SOFTCAP and FORMAT != INT8:
         s = tl.dot(q, tl.trans(k), added / scale, input_precision=PRECISION)
     else:
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -96,12 +106,14 @@ def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
         v = load_tile(value_cache, blocks, inside, vc_block, vc_slot, live, q.dtype,
                       V_DIM, V_DIM_PAD, MASKED, FORMAT, NATIVE)  # fmt: skip
         s = tl.dot(q_value, tl.trans(v), s, input_precision=PRECISION)
+    if FORMAT == INT8:
+        s *= load_scales(key_scale, blocks, inside, kc_block, kc_slot, live, BLOCK_SIZE, MASKED)
     s *= scale
     if SOFTCAP:
         s = softcap * tanh(s / softcap)
     if ALIBI:
         s += slope[:, None] * (n[None, :] - pos[:, None]).to(tl.float32)
-    if DISTANCES > 0 and SOFTCAP:
+    if DISTANCES > 0 and (SOFTCAP or FORMAT == INT8):
         s += added
     s *= LOG2E
     if MASKED:
@@ -116,12 +128,15 @@ def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
     p = tl.exp2(s - base[:, None])
     fade = tl.exp2(m - base)
     norm = norm * fade + tl.sum(p, axis=1)
+    if FORMAT == INT8:  # weights take the scales, which can be too small for float16
+        p *= load_scales(value_scale, blocks, inside, vc_block, vc_slot, live, BLOCK_SIZE, MASKED)
+    V_DTYPE: tl.constexpr = tl.bfloat16 if FORMAT == INT8 and q.dtype == tl.float16 else q.dtype
     if DESCRIPTORS:
         v = value_cache.load([value_row + blocks * vc_block + start % BLOCK_SIZE, 0]).to(q.dtype)
         if MASKED:  # 0 * NaN is NaN; of the keys, other scores are replaced
             v = tl.where(live[:, None], v, 0)
     elif not SHARED:
-        v = load_tile(value_cache, blocks, inside, vc_block, vc_slot, live, q.dtype,
+        v = load_tile(value_cache, blocks, inside, vc_block, vc_slot, live, V_DTYPE,
                       V_DIM, V_DIM_PAD, MASKED, FORMAT, NATIVE)  # fmt: skip
     acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     return higher, norm, acc
@@ -186,7 +201,12 @@ def attention_kernel(
     q_end = tl.load(query_start + row + 1, mask=row < num_rows, other=num_tokens)
     context = tl.load(context_len + row, mask=row < num_rows, other=0)
     kv_head = tl.program_id(1) // GROUP_TILES
-    if k_scale is not None:
+    key_scale = k_scale
+    value_scale = v_scale
+    if FORMAT == INT8:
+        key_scale += kv_head.to(tl.int64) * kc_head // 4
+        value_scale += kv_head.to(tl.int64) * vc_head // 4
+    elif k_scale is not None:
         scale *= tl.load(k_scale + kv_head * K_SCALE_STRIDE)
     m_index = tl.arange(0, BLOCK_M)
     token = q_start + item * BLOCK_Q + m_index // GROUP_TILE
@@ -206,6 +226,8 @@ def attention_kernel(
                  DIM, DIM_PAD, WIDTH, INTERLEAVED).to(query.dtype.element_ty)  # fmt: skip
     else:
         q = tl.load(of_row + OWN + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
+    if FORMAT == INT8:  # as the keys are
+        q = rotate(q.to(tl.float32), DIM).to(q.dtype)
     q_value = q
     if SHARED:
         mask = valid[:, None] & (dv < V_DIM)[None, :]
@@ -267,7 +289,7 @@ def attention_kernel(
         for start in tl.range(lo, open_end, BLOCK_N, warp_specialize=SPECIALIZE):
             m, norm, acc = attend_tile(
                 q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
-                keys_of_head, values_of_head, key_row, value_row,
+                keys_of_head, values_of_head, key_scale, value_scale, key_row, value_row,
                 kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
                 BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, V_DIM, V_DIM_PAD,
                 WINDOW, CHUNK, SOFTCAP, ALIBI, DISTANCES, SHARED, False, PRECISION, FORMAT, NATIVE,
@@ -277,14 +299,14 @@ def attention_kernel(
     for start in tl.range(lo, hi, BLOCK_N, warp_specialize=SPECIALIZE):
         m, norm, acc = attend_tile(
             q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
-            keys_of_head, values_of_head, key_row, value_row,
+            keys_of_head, values_of_head, key_scale, value_scale, key_row, value_row,
             kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
             BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, V_DIM, V_DIM_PAD,
             WINDOW, CHUNK, SOFTCAP, ALIBI, DISTANCES, SHARED, True, PRECISION, FORMAT, NATIVE,
             DESCRIPTORS,
         )  # fmt: skip
 
-    if v_scale is not None:
+    if FORMAT != INT8 and v_scale is not None:
         acc *= tl.load(v_scale + kv_head * V_SCALE_STRIDE)
     if row_splits == 1:
         result = acc / tl.where(norm > 0, norm, 1.0)[:, None]

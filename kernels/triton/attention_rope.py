@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmc.kernels.triton.cached import slot_scale, store_heads
 from llmc.kernels.triton.counters import barrier
-from llmc.kernels.triton.fp8 import scales_of, store_cached
 from llmc.kernels.triton.rope_write import turn
 from llmc.kernels.triton.write_kv import copy_heads
 
@@ -73,17 +73,24 @@ def write_new(key, value, key_norm, cos_table, sin_table, positions, slots,
         x = turn(key + token * key_token + (head + one) * key_head, key_norm,
                  cos_table + position * cos_row, sin_table + position * sin_row, one == 0, eps,
                  norm_offset, NORM, DIM, DIM_PAD, WIDTH, INTERLEAVED)  # fmt: skip
-        store_cached(
+        kept = tl.where(is_kept, heads, 0)
+        store_heads(
             key_cache + block * kc_block + inside * kc_slot + (head + one) * kc_head + d,
             x,
-            scales_of(k_scale, head, heads, K_SCALE_STRIDE),
+            slot_scale(k_scale, block, inside, kc_block, kc_slot, BLOCK_SIZE, FORMAT),
+            head + one,
+            kept,
+            kc_head,
             (d < DIM) & is_kept,
+            DIM,
+            K_SCALE_STRIDE,
             FORMAT,
+            True,
         )
         copy_heads(value + token * value_token,
-                   value_cache + block * vc_block + inside * vc_slot, value_head, vc_head,
-                   tl.where(is_kept, heads, 0), v_scale, 1, V_DIM, V_DIM_PAD, FORMAT,
-                   V_SCALE_STRIDE, head)  # fmt: skip
+                   value_cache + block * vc_block + inside * vc_slot, value_head, vc_head, kept,
+                   slot_scale(v_scale, block, inside, vc_block, vc_slot, BLOCK_SIZE, FORMAT),
+                   1, V_DIM, V_DIM_PAD, FORMAT, V_SCALE_STRIDE, False, head)  # fmt: skip
     barrier()
 
 

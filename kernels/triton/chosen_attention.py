@@ -17,10 +17,11 @@ from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.attention_combine import MINUS_INF
 from llmc.kernels.triton.attention_kernel import LOG2E, load_tile, tanh
 from llmc.kernels.triton.attention_plan import request_of
+from llmc.kernels.triton.cached import as_bytes, format_constants
 from llmc.kernels.triton.configs import attention_config, rows_capacity
 from llmc.kernels.triton.define import dot_precision, needs_upcast, token_stride
 from llmc.kernels.triton.dependent_launch import wait_for_previous
-from llmc.kernels.triton.fp8 import as_bytes, converts, format_constants
+from llmc.kernels.triton.fp8 import converts
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.write_kv import cache_strides
 

@@ -1,25 +1,19 @@
-"""Float8 caches in Triton: codes are moved as bytes and converted in hardware or by bit operations.
+"""Float8 in Triton: codes are moved as bytes and converted in hardware or by bit operations.
 
-A cache is passed to kernels as uint8, since targets without float8 (sm_80) have no such pointers.
-Codes are read as float16, which represents every code exactly. If the GPU supports the conversion
-(NATIVE), it is used; otherwise codes are shifted, since a code has the bits of a float16 with a
-different exponent bias.
+Targets without float8 (sm_80) have no pointers to it. Codes are read as float16, which represents
+every code exactly. If the GPU supports the conversion (NATIVE), it is used; otherwise codes are
+shifted, since a code has the bits of a float16 with a different exponent bias.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from llmc.kernels.cache_dtype import FP8
-
-NONE, E4M3, E5M2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_FORMATS = {FP8[0]: 1, FP8[1]: 2}
+E4M3, E5M2 = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -60,39 +54,6 @@ def narrow(x, FORMAT: tl.constexpr):
     code = tl.where(bits >= ((128 - BIAS) << 23), normal, small)
     code = tl.where(x != x, 0x7F, code)
     return (code | sign).to(tl.uint8)
-
-
-@triton.jit
-def store_cached(pointers, x, scale, mask, FORMAT: tl.constexpr):
-    """Store x at `pointers` of the cache, divided by `scale` if the cache has 8 bits."""
-    if FORMAT == NONE:
-        tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
-    else:
-        tl.store(pointers, narrow(tl.div_rn(x.to(tl.float32), scale), FORMAT), mask=mask)
-
-
-@triton.jit
-def scales_of(scale, head, heads, STRIDE: tl.constexpr):
-    """The scale of each head, 1 if there are no scales. STRIDE: 0 if all heads share one scale."""
-    if scale is None:
-        found = head * 0.0 + 1.0
-    else:
-        found = tl.load(scale + head * STRIDE, mask=head < heads, other=1.0)
-    return found
-
-
-def as_bytes(cache: Tensor) -> Tensor:
-    return cache.view(torch.uint8) if cache.dtype in FP8 else cache
-
-
-def format_constants(
-    cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
-) -> dict[str, Any]:
-    return {
-        "FORMAT": _FORMATS.get(cache.dtype, 0),
-        "K_SCALE_STRIDE": int(k_scale is not None and k_scale.shape[0] > 1),
-        "V_SCALE_STRIDE": int(v_scale is not None and v_scale.shape[0] > 1),
-    }
 
 
 @lru_cache

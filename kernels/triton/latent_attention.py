@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmc.kernels.attention import expanded_dim
-from llmc.kernels.cache_dtype import caches_fit, from_cache, indexable
+from llmc.kernels.cache_dtype import caches_fit, read_blocks
 from llmc.kernels.latent_attention import MAX_BYTES, expands, latent_attention
 from llmc.kernels.prompts import Prompts
 from llmc.kernels.triton.define import define, same_dtype, supports_tensors
@@ -123,8 +123,10 @@ def _expanded(step: Step, contexts: tuple[int, ...]) -> Tensor:
     split, size = weight.shape[1] - v_dim, key_cache.shape[2]
     counts = [cdiv(context, size) for context in contexts]
     blocks = torch.cat([step["block_table"][r, :n] for r, n in enumerate(counts)]).long()
-    pages = indexable(key_cache)[blocks].view(key_cache.dtype).transpose(1, 2)
-    cached = from_cache(pages, step["k_scale"]).to(query.dtype)  # [blocks, block_size, 1, R + Dr]
+    pages = read_blocks(
+        key_cache, blocks, step["k_scale"], keys=True
+    )  # [blocks, block_size, 1, R + Dr]
+    cached = pages.to(query.dtype)
     latent, common = cached.split([rank, cached.shape[3] - rank], -1)
     ends = torch.div(step["context_len"] + size - 1, size, rounding_mode="floor").cumsum(0)
     starts = F.pad(ends[:-1], (1, 0))
@@ -164,6 +166,7 @@ def _supports(
         supports_tensors(query, weight)
         and same_dtype(query, weight)
         and caches_fit(query, key_cache, key_cache, k_scale, k_scale)
+        and key_cache.dtype != torch.int8
         and max(rank, width - rank, query.shape[2], value_dim) <= MAX_HEAD_DIM
         and rank < width
         and (not isinstance(rows, int) or rows <= MAX_REQUESTS)

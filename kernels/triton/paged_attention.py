@@ -7,18 +7,20 @@ to the host, so the op can run in a CUDA graph. How a long context is split is d
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmc.kernels.cache_dtype import caches_fit
+from llmc.kernels.cache_dtype import block_tokens, caches_fit
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.prompts import Prompts, fits_flash
 from llmc.kernels.triton import chosen_attention, dependent_launch, prompt_attention
 from llmc.kernels.triton.attention_kernel import attention_kernel
 from llmc.kernels.triton.attention_rope import Rope, rope_args, rope_constants
 from llmc.kernels.triton.attention_tiles import fits_descriptors, specializes, tiles
+from llmc.kernels.triton.cached import as_bytes, format_constants, scales_for
 from llmc.kernels.triton.configs import attention_config, rows_capacity
 from llmc.kernels.triton.counters import counters
 from llmc.kernels.triton.define import (
@@ -28,7 +30,7 @@ from llmc.kernels.triton.define import (
     supports_tensors,
     token_stride,
 )
-from llmc.kernels.triton.fp8 import as_bytes, converts, format_constants
+from llmc.kernels.triton.fp8 import converts
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors, power_of_2
 from llmc.kernels.triton.write_kv import cache_strides
 
@@ -57,7 +59,7 @@ def plan(
 ) -> Plan[Tensor]:
     """`rope`: normalize and rotate the queries, and write this step's keys and values first."""
     tokens, heads, dim = query.shape
-    kv_heads, block_size, shared = key_cache.shape[1], key_cache.shape[2], v_dim > 0
+    kv_heads, block_size, shared = key_cache.shape[1], block_tokens(key_cache), v_dim > 0
     if shared:  # a key's channels are those of the value, then the others
         value_cache, v_scale, dim = key_cache, k_scale, dim - v_dim
     else:
@@ -68,6 +70,9 @@ def plan(
         group * cdiv(tokens, max(rows, 1)), max(dim_pad, v_dim_pad), query.element_size(),
         key_cache.element_size(), distance_bias is not None,
     )  # fmt: skip
+    if key_cache.dtype == torch.int8:  # the scales of keys and values take registers too
+        block_m, block_n = min(config.block_m, 32), min(config.block_n, 32)
+        config = replace(config, block_m=block_m, block_n=block_n)
     block_m = config.block_m
     group_tile = min(group, block_m)
     group_tiles = cdiv(group, group_tile)
@@ -111,7 +116,8 @@ def plan(
             **(tiles(key_cache, value_cache, config.block_n) if descriptors else {}),
             "query_start": query_start, "context_len": context_len, "block_table": block_table,
             "sinks": sinks, "slopes": slopes, "distance_bias": distance_bias,
-            "k_scale": k_scale, "v_scale": v_scale, "out": out, **scratch,
+            "k_scale": scales_for(key_cache, k_scale),
+            "v_scale": scales_for(value_cache, v_scale), "out": out, **scratch,
             "query_token": query.stride(0), "query_head": query.stride(1),
             "sinks_token": token_stride(sinks),
             "bias_token": 0 if distance_bias is None else distance_bias.stride(0),
@@ -190,6 +196,7 @@ def supports(
         and max(query.shape[2] - v_dim, v_dim, value_cache.shape[3]) <= MAX_HEAD_DIM
         and v_dim < query.shape[2]
         and (chosen is None or (plain and chosen.stride(-1) == 1 and not v_dim))
+        and (chosen is None or key_cache.dtype != torch.int8)
         and (not isinstance(rows, int) or rows <= MAX_REQUESTS)
     )
 

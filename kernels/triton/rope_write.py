@@ -11,13 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.cache_dtype import caches_fit
+from llmc.kernels.cache_dtype import block_tokens, caches_fit
 from llmc.kernels.rope_write import rope_write
 from llmc.kernels.triton import dependent_launch
+from llmc.kernels.triton.cached import (
+    as_bytes,
+    format_constants,
+    scales_for,
+    slot_scale,
+    store_heads,
+)
 from llmc.kernels.triton.configs import ROPE_ELEMENTS
 from llmc.kernels.triton.define import define, same_dtype, supports_tensors
 from llmc.kernels.triton.dependent_launch import wait_for_previous
-from llmc.kernels.triton.fp8 import as_bytes, format_constants, scales_of, store_cached
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.write_kv import cache_strides, copy_heads
 
@@ -95,18 +101,28 @@ def rope_write_kernel(
                          (head < KV_HEADS)[:, None], eps, offset, KEY_NORM, DIM, DIM_PAD, WIDTH,
                          INTERLEAVED)  # fmt: skip
                 place = key_cache + block * kc_block + inside * kc_slot
-                store_cached(
-                    place + head[:, None] * kc_head + d[None, :],
+                head = head[:, None]
+                store_heads(
+                    place + head * kc_head + d[None, :],
                     x,
-                    scales_of(k_scale, head, KV_HEADS, K_SCALE_STRIDE)[:, None],
-                    (head < KV_HEADS)[:, None] & (d < DIM)[None, :],
+                    slot_scale(k_scale, block, inside, kc_block, kc_slot, BLOCK_SIZE, FORMAT),
+                    head,
+                    KV_HEADS,
+                    kc_head,
+                    (head < KV_HEADS) & (d < DIM)[None, :],
+                    DIM,
+                    K_SCALE_STRIDE,
                     FORMAT,
+                    True,
                 )
             else:
                 copy_heads(value + token * value_token,
                            value_cache + block * vc_block + inside * vc_slot,
-                           value_head, vc_head, KV_HEADS, v_scale, HEADS, V_DIM, V_DIM_PAD,
-                           FORMAT, V_SCALE_STRIDE,
+                           value_head, vc_head, KV_HEADS,
+                           slot_scale(v_scale, block, inside, vc_block, vc_slot, BLOCK_SIZE,
+                                      FORMAT),
+                           HEADS, V_DIM, V_DIM_PAD,
+                           FORMAT, V_SCALE_STRIDE, False,
                            (part - QUERY_BLOCKS - KV_BLOCKS) * HEADS)  # fmt: skip
 
 
@@ -143,7 +159,8 @@ def plan(
             "query_norm": query_norm, "key_norm": key_norm,
             "cos_table": cos_table, "sin_table": sin_table, "positions": positions,
             "key_cache": as_bytes(key_cache), "value_cache": as_bytes(value_cache),
-            "slots": slot_mapping, "k_scale": k_scale, "v_scale": v_scale,
+            "slots": slot_mapping, "k_scale": scales_for(key_cache, k_scale),
+            "v_scale": scales_for(value_cache, v_scale),
             "query_token": query.stride(0), "query_head": query.stride(1),
             "key_token": key.stride(0), "key_head": key.stride(1),
             "value_token": value.stride(0), "value_head": value.stride(1),
@@ -153,7 +170,7 @@ def plan(
         constants={
             "QUERY_HEADS": query_heads, "KV_HEADS": kv_heads, "HEADS": heads,
             "QUERY_BLOCKS": query_blocks, "KV_BLOCKS": kv_blocks,
-            "BLOCK_SIZE": key_cache.shape[2],
+            "BLOCK_SIZE": block_tokens(key_cache),
             "DIM": dim, "DIM_PAD": power_of_2(dim), "V_DIM": v_dim, "V_DIM_PAD": power_of_2(v_dim),
             "WIDTH": cos_table.shape[-1], "INTERLEAVED": interleaved,
             "QUERY_NORM": query_norm is not None, "KEY_NORM": key_norm is not None,

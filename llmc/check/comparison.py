@@ -219,7 +219,7 @@ def _compare_rounded(
 def _compare_cache(
     subject: Subject, switches: Mapping[str, bool], level: int
 ) -> tuple[ChangedResult, ...]:
-    """The tolerance is that of the cache's dtype."""
+    """The tolerance is that of the cache's dtype; that of int8 is bfloat16's."""
     name, own = subject.options.pipeline.kv_cache_dtype, subject.built.dtype
     wanted = CACHE_DTYPES[name]
     if wanted is None or narrower(own, wanted) == own:
@@ -229,7 +229,7 @@ def _compare_cache(
     found = _result(
         subject.run(plain),
         subject.run(replace(plain, kv_cache_dtype=name)),
-        TOLERANCES["float8" if wanted in FP8 else name],
+        TOLERANCES["float8" if wanted in FP8 else "bfloat16" if wanted == torch.int8 else name],
         kind="cache",
         name=f"a KV cache in {name}",
         beside=f"the step with one in {own_name}",

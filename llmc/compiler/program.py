@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from llmc.kernels.cache_dtype import block_tokens
 from llmc.kernels.cpu.pages import HugePages
 from llmc.passes.base import OUTLINE, Pass, PassReport, check_names, op_name, run_passes
 from llmc.passes.group_caches import CacheGroup, cache_groups
@@ -231,27 +232,28 @@ def lowered(program: Program) -> fx.GraphModule:
 
 def _caches(graph: fx.GraphModule) -> tuple[CacheSpec, ...]:
     """Cache shapes, read from the placeholders."""
-    parts: dict[int, dict[str, tuple[int, int]]] = {}
-    dtypes: dict[int, torch.dtype] = {}
-    rows: dict[int, tuple[int, int]] = {}
+    parts: dict[int, dict[str, tuple[CacheInput, Tensor]]] = {}
     for node in graph.graph.nodes:
         role = input_of(node)
         if isinstance(role, CacheInput):
-            _, heads, block_rows, dim = node.meta["val"].shape
-            rows[role.layer] = (int(block_rows), role.tokens) if role.tokens else (1, 1)
-            parts.setdefault(role.layer, {})[role.part] = (int(heads), int(dim))
-            dtypes[role.layer] = node.meta["val"].dtype
-    return tuple(
-        CacheSpec(
-            layer=layer,
-            kv_heads=part["key"][0],
-            head_dim=part["key"][1],
-            v_head_dim=part["value"][1] if "value" in part else 0,
-            dtype=dtypes[layer],
-            rows=rows[layer][0],
-            tokens=rows[layer][1],
-        )
-        for layer, part in sorted(parts.items())
+            parts.setdefault(role.layer, {})[role.part] = (role, node.meta["val"])
+    return tuple(_cache_spec(layer, part) for layer, part in sorted(parts.items()))
+
+
+def _cache_spec(layer: int, parts: dict[str, tuple[CacheInput, Tensor]]) -> CacheSpec:
+    role, key = parts["key"]
+    value = parts["value"][1] if "value" in parts else key[..., :0]
+    # blocks with more rows than tokens
+    tokens = role.tokens or (block_tokens(key) if key.dtype == torch.int8 else 0)
+    return CacheSpec(
+        layer=layer,
+        kv_heads=int(key.shape[1]),
+        head_dim=int(key.shape[3]),
+        v_head_dim=int(value.shape[3]),
+        dtype=key.dtype,
+        rows=int(key.shape[2]) if tokens else 1,
+        v_rows=int(value.shape[2]) if tokens else 1,
+        tokens=tokens or 1,
     )
 
 

@@ -377,14 +377,22 @@ REFUSED: Mapping[str, str] = {
     "--draft-max": _DRAFTS,
     "--draft-min": _DRAFTS,
 }
-# Values of `--runner` and `--convert` as values of --task; None: as the model's files say.
+
+# Values of --kv-cache-dtype as vLLM calls them.
+KV_CACHE_NAMES: Mapping[str, str] = {"fp8": "fp8_e4m3", "int8_per_token_head": "int8"}
 # Types of the KV cache as other servers call them, and flags for those of keys and of values.
-CACHE_TYPE_NAMES: Mapping[str, str] = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+CACHE_TYPE_NAMES: Mapping[str, str] = {
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "q8_0": "int8",
+}
 _CACHE_TYPE = f"it can be {', '.join(CACHE_TYPE_NAMES)}; see --kv-cache-dtype for fp8"
 CACHE_TYPES: Mapping[str, str] = dict.fromkeys(
     ("--cache-type-k", "-ctk", "--cache-type-v", "-ctv"), _CACHE_TYPE
 )
 
+# Values of `--runner` and `--convert` as values of --task; None: as the model's files say.
 RUNNERS: Mapping[str, Mapping[str, str | None]] = {
     "--runner": {"auto": None, "generate": "generate", "pooling": "pooling"},
     "--convert": {
@@ -445,8 +453,8 @@ def port_keywords(options: Mapping[str, Any], known: frozenset[str]) -> dict[str
         flag = "--" + name.replace("_", "-")
         if name == "quantization" and value in STORED:
             left_out[name] = "a quantized checkpoint is served in its stored format"
-        elif name == "kv_cache_dtype" and value == "fp8":
-            out[name] = "fp8_e4m3"
+        elif name == "kv_cache_dtype" and value in KV_CACHE_NAMES:
+            out[name] = KV_CACHE_NAMES[value]
         elif name == "swap_space" and isinstance(value, int | float) and 0 < value < MAX_GIB:
             out[name] = int(value * 2**30)
         elif name == "max_model_len" and value in ("auto", -1):

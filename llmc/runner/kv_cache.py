@@ -25,16 +25,17 @@ def allocate(
     block_size: int,
     device: torch.device,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Allocate (key [num_blocks, Hkv, block_size, D], value [..., Dv]) for each cache, in order.
+    """Allocate (key [num_blocks, Hkv, rows, D], value [num_blocks, Hkv, rows, Dv]) for each cache,
+    in order; there are block_size rows, or those of the spec.
 
     Not zeroed: memory is committed when blocks are first written, and nothing unwritten is read.
     """
 
-    def half(spec: CacheSpec, dim: int) -> Tensor:
-        shape = (num_blocks, spec.kv_heads, spec.block_rows(block_size), dim)
+    def half(spec: CacheSpec, rows: int, dim: int) -> Tensor:
+        shape = (num_blocks, spec.kv_heads, block_size * rows // spec.tokens, dim)
         return advise_huge_pages(torch.empty(shape, dtype=spec.dtype, device=device))
 
-    return [(half(s, s.head_dim), half(s, s.v_head_dim)) for s in specs]
+    return [(half(s, s.rows, s.head_dim), half(s, s.v_rows, s.v_head_dim)) for s in specs]
 
 
 def copy_blocks(caches: Sequence[Tensor], source: Tensor, target: Tensor) -> None:

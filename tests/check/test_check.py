@@ -19,6 +19,7 @@ from tiny_models import save_checkpoint
 from llmc.check import check as check_module
 from llmc.check.certificate import Certificate, CertificateStore, fingerprint, from_json
 from llmc.check.check import check_model, find_certificate, fixed_config
+from llmc.check.compare import TOLERANCES, Tolerance
 from llmc.check.identity import identify
 from llmc.check.variants import RoundedWeights
 from llmc.config import EngineConfig
@@ -114,6 +115,23 @@ def test_quantizing_is_certified(quantization: str, tmp_path: Path) -> None:
     assert found.certified
     results = {result.name: result for result in found.changed}
     assert results["quantize_linears"].limit.relative == 2e-5
+
+
+@pytest.mark.parametrize("name", ["float16", "fp8_e4m3", "int8"])
+def test_a_narrower_cache_is_compared_with_the_models_own(name: str, checkpoint: Path) -> None:
+    given = config(checkpoint, kv_cache_dtype=name)
+    found = check_model(given, longest_prompt=8)
+    assert found.certified
+    [result] = found.changed
+    assert (result.kind, result.name) == ("cache", f"a KV cache in {name}")
+    assert 0 < result.logits.relative < result.limit.relative
+    none = Tolerance(relative=0.0, kl=0.0, top1=1.0)
+    strict = {**TOLERANCES, **dict.fromkeys(("float16", "bfloat16", "float8"), none)}
+    with mock.patch("llmc.check.comparison.TOLERANCES", strict):
+        found = check_model(given, longest_prompt=8)
+    assert not found.certified
+    assert found.switches == ("--kv-cache-dtype float32",)
+    assert fixed_config(given, found).kv_cache_dtype == "float32"
 
 
 def test_a_wrong_kernel_is_named(checkpoint: Path) -> None:

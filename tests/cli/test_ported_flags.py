@@ -76,6 +76,8 @@ LINES = {
     "m --ctx-size=0": "m --max-model-len auto",
     "-m m -ctk f16": "--model m --kv-cache-dtype float16",
     "m --cache-type-v=bf16": "m --kv-cache-dtype bfloat16",
+    "m -ctk q8_0 -ctv q8_0": "m --kv-cache-dtype int8 --kv-cache-dtype int8",
+    "m --kv-cache-dtype int8_per_token_head": "m --kv-cache-dtype int8",
     "m --limit-mm-per-prompt.image 2": 'm --limit-mm-per-prompt={"image":2}',
     "m --structured-outputs-config.backend=x": "m",
     "m --max_batch_size 8 --max_num_tokens=64 --pp_size 1 --backend pytorch": (
@@ -133,7 +135,7 @@ def test_all_that_is_refused_is_told_at_once() -> None:
 
 REFUSED_LINES = [
     "--hf-repo a/b --hf-file c.gguf",
-    "-m m --cache-type-k q8_0 -ctv q8_0",
+    "-m m --cache-type-k q4_0 -ctv q4_0",
     "m -O.cudagraph_mode=FULL",
     "m --cudagraph-capture-sizes 1 2 4",
     "m --enable-chunked-prefill False",

@@ -122,6 +122,13 @@ def test_layers_that_share_keys_and_values_go_on_sharing_them() -> None:
     assert "reads the keys and values of an earlier layer" in str(report)
 
 
+def test_a_latent_is_not_stored_in_int8() -> None:
+    absorbed, _ = apply(latent_attention(), ABSORB)
+    paging = page_attention(block_size=BLOCK_SIZE, cache_dtype=torch.int8)
+    _, (report,) = apply(absorbed, paging)
+    assert "the cache is float32, not int8: values are channels of the keys" in str(report)
+
+
 @pytest.mark.parametrize(
     ("how", "reason"),
     [

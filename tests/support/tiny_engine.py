@@ -76,7 +76,7 @@ class Running:
             )
             num_blocks = layout.blocks_for(tight_for) + 2
         for tensor in (*self.caches, *self.states):
-            tensor.fill_(float("nan"))
+            poison(tensor)
         info = self.started.info
         return EngineCore(
             runner or self.started.runner,
@@ -104,6 +104,11 @@ class Running:
         )
 
 
+def poison(cache: Tensor) -> None:
+    """Fill it with NaN; in an int8 cache, the scales are."""
+    cache.fill_(float("nan") if cache.is_floating_point() else -1)
+
+
 def start(path: Path, **options: Any) -> Running:
     """start_engine at -O0, with every cache tensor that it allocates recorded and poisoned."""
     made: list[list[Tensor]] = []
@@ -112,7 +117,9 @@ def start(path: Path, **options: Any) -> Running:
 
     def poisoned(*args: Any, **kwargs: Any) -> Any:
         layers = allocate(*args, **kwargs)
-        made.append([cache.fill_(float("nan")) for layer in layers for cache in layer])
+        made.append([cache for layer in layers for cache in layer])
+        for cache in made[-1]:
+            poison(cache)
         return layers
 
     def poisoned_states(*args: Any, **kwargs: Any) -> Any:

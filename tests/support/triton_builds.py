@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from llmc.kernels.cache_dtype import FP8
+from llmc.kernels.cache_dtype import FP8, cache_rows
 from llmc.kernels.quantized_linear import Format, Quantization, Scale, quantization_of
 from llmc.kernels.triton import (
     act_mul,
@@ -77,6 +77,10 @@ def floats(*shape: int) -> Tensor:
     return meta(*shape, dtype=torch.float32)
 
 
+def blocks(kv_heads: int, block_size: int, dim: int, dtype: torch.dtype) -> Tensor:
+    return meta(64, kv_heads, cache_rows(block_size, dim, dtype), dim, dtype=dtype)
+
+
 def attention(
     tokens: int,
     rows: int,
@@ -100,8 +104,8 @@ def attention(
 ) -> Plan[Tensor]:
     return paged_attention.plan(
         meta(tokens, heads, dim, dtype=dtype),
-        meta(64, kv_heads, block_size, dim, dtype=cache or dtype),
-        meta(64, kv_heads, block_size, 0 if shared else v_dim or dim, dtype=cache or dtype),
+        blocks(kv_heads, block_size, dim, cache or dtype),
+        blocks(kv_heads, block_size, 0 if shared else v_dim or dim, cache or dtype),
         ints(rows + 1),
         ints(rows),
         ints(rows, max_blocks),
@@ -158,7 +162,7 @@ def entries() -> Plan[Tensor]:
 
 
 def caches(tokens: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
-    return *(meta(64, 8, 16, 128, dtype=dtype) for _ in "kv"), longs(tokens)
+    return blocks(8, 16, 128, dtype), blocks(8, 16, 128, dtype), longs(tokens)
 
 
 def rope(*, interleaved: bool, normed: bool, cache: torch.dtype = BF16) -> Plan[Tensor]:
@@ -188,7 +192,7 @@ def rope_decode(
     return rope_attention.plan(
         q.unflatten(-1, (heads, dim)), k.unflatten(-1, (8, dim)), v.unflatten(-1, (8, dim)),
         weight, weight, 1e-6, 0.0, floats(4096, dim), floats(4096, dim), longs(64), False,
-        *(meta(64, 8, 16, dim, dtype=cache) for _ in "kv"), longs(64),
+        *(blocks(8, 16, dim, cache) for _ in "kv"), longs(64),
         ints(65), ints(64), ints(64, 2048), dim**-0.5, window, 0, 0.0,
         meta(heads) if window else None, None,
     )  # fmt: skip
@@ -533,6 +537,7 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "attention decode": lambda: attention(64, 64, 32, 8, 128),
     "rope_attention": lambda: rope_decode(32, 128),
     "rope_attention window sinks": lambda: rope_decode(64, 64, window=128, normed=False),
+    "rope_attention int8": lambda: rope_decode(32, 128, cache=torch.int8),
     "rope_attention fp8_e4m3": lambda: rope_decode(32, 128, cache=FP8[0]),
     "attention prefill": lambda: attention(4096, 4, 32, 8, 128),
     "attention prefill copied": lambda: copied(4096, 4, 128, specialize=False),
@@ -592,11 +597,14 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "write_kv fp8_e5m2": lambda: write_kv.plan(
         meta(64, 8, 128), meta(64, 8, 128), *caches(64, FP8[1]), floats(8), floats(1)
     ),
+    "rope_write int8": lambda: rope(interleaved=False, normed=True, cache=torch.int8),
     "rope_write fp8_e4m3": lambda: rope(interleaved=False, normed=True, cache=FP8[0]),
     "attention latent decode": lambda: latent(64, 64),
     "attention latent prefill": lambda: latent(4096, 4),
     "attention latent prompts expanded": lambda: attention(4096, 4, 32, 32, 192, 128),
     "attention latent decode fp8_e4m3": lambda: latent(64, 64, cache=FP8[0]),
+    "attention decode int8": lambda: attention(64, 64, 32, 8, 128, cache=torch.int8),
+    "attention prefill int8": lambda: attention(4096, 4, 32, 8, 128, cache=torch.int8),
     "attention decode fp8_e4m3": lambda: attention(64, 64, 32, 8, 128, cache=FP8[0]),
     "attention decode fp8_e5m2": lambda: attention(64, 64, 32, 8, 128, cache=FP8[1]),
     "attention prefill fp8_e4m3": lambda: attention(4096, 4, 32, 8, 128, cache=FP8[0]),
