@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import fast_interpreter  # noqa: F401 - the tests take a third of the time
+import fast_interpreter  # noqa: F401 - the tests take a fraction of the time
 import pytest
 import tiny_engine
 import tiny_models

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import bench_package  # noqa: F401 - makes `bench` importable
-import fast_interpreter  # noqa: F401 - the tests take a third of the time
+import fast_interpreter  # noqa: F401 - the tests take a fraction of the time
 import pytest
 import tiny_engine
 import torch
@@ -194,6 +195,17 @@ def start(path: Path, **options: Any) -> ModelRunner:
         return tiny_engine.start(path, max_num_seqs=MANY, **options).started.runner
 
 
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], ModelRunner]:
+    """Starts a kind with so many layers, once for all tests: a start takes seconds."""
+
+    @cache
+    def once(kind: str, layers: int) -> ModelRunner:
+        return start(save(kind, layers, tmp_path_factory.mktemp("model")))
+
+    return once
+
+
 def launches(runner: ModelRunner, rows: int) -> Counter[str]:
     """What a decode step of `rows` requests launches."""
     return Counter(recorded_step(runner, rows).names)
@@ -237,8 +249,8 @@ def described(names: Counter[str]) -> str:
 
 
 @pytest.mark.parametrize("kind", tiered(MODELS, "dense", "routed", "hybrid"))
-def test_launches_of_a_further_layer(kind: str, tmp_path: Path) -> None:
-    less, more = (start(save(kind, layers, tmp_path / str(layers))) for layers in (2, 3))
+def test_launches_of_a_further_layer(kind: str, started: Callable[[str, int], ModelRunner]) -> None:
+    less, more = (started(kind, layers) for layers in (2, 3))
     made, besides = [], []
     for rows in ROWS:
         few, many = launches(less, rows), launches(more, rows)
@@ -252,10 +264,10 @@ def test_launches_of_a_further_layer(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", tiered(MODELS, "dense", "routed", "hybrid"))
 def test_the_kernels_of_a_layer_are_launched_before_the_previous_one_ends(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, started: Callable[[str, int], ModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On GPUs since sm_90."""
-    runner = start(save(kind, 2, tmp_path))
+    runner = started(kind, 2)
     monkeypatch.setattr(dependent_launch, "applies_to", lambda device: True)
     for rows in (1, MANY):
         recorded = recorded_step(runner, rows)

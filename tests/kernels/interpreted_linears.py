@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 import bench_package  # noqa: F401 - makes `bench` importable
-import fast_interpreter  # noqa: F401 - the tests take a third of the time
+import fast_interpreter  # noqa: F401 - the tests take a fraction of the time
 import op_cases
 import pytest
 import torch

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-import fast_interpreter  # noqa: F401 - the tests take a third of the time
+import fast_interpreter  # noqa: F401 - the tests take a fraction of the time
 import op_cases
 import pytest
 import torch

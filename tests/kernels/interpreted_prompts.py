@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import fast_interpreter  # noqa: F401 - the tests take a third of the time
+import fast_interpreter  # noqa: F401 - the tests take a fraction of the time
 import pytest
 import torch
 from torch import Tensor

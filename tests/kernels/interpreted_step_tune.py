@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_package  # noqa: F401 - makes `bench` importable
-import fast_interpreter  # noqa: F401 - the tests take a third of the time
+import fast_interpreter  # noqa: F401 - the tests take a fraction of the time
 import pytest
 import torch
 from fake_graphs import FakeGraphs

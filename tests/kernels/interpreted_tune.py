@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_package  # noqa: F401 - makes `bench` importable
-import fast_interpreter  # noqa: F401 - the tests take a third of the time
+import fast_interpreter  # noqa: F401 - the tests take a fraction of the time
 import pytest
 import torch
 from tiny_configs import tiny_config
