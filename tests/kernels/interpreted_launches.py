@@ -24,6 +24,7 @@ import fast_interpreter  # noqa: F401 - the tests take a fraction of the time
 import pytest
 import tiny_engine
 import torch
+from shared_captures import sharing  # noqa: F401 - bench.tune captures the models too
 from tiers import tiered
 from tiny_configs import save_random, tiny_config
 from torch import Tensor

@@ -20,6 +20,7 @@ import bench_package  # noqa: F401 - makes `bench` importable
 import fast_interpreter  # noqa: F401 - the tests take a fraction of the time
 import pytest
 import torch
+from shared_captures import sharing  # noqa: F401 - in all formats, a model is the same
 from tiny_configs import tiny_config
 from triton.runtime.errors import OutOfResources
 
