@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import op_cases
@@ -146,11 +147,17 @@ def test_rare_codes_of_fp8_among_plain_ones(rows: int) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-2, equal_nan=True)
 
 
+@cache
+def drawn(format: Format, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """A weight for many tests, which only read it: (codes, scale)."""
+    return quantize(rand(n, k) * k**-0.5, kept_as(format, n, k))
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 9, 12, 13, 17, 40, 200])
 def test_every_row_count(format: Format, rows: int, threads: int) -> None:
     for k, n in ((256, 80), (1056, 2080)):
-        weight, scale = quantize(rand(n, k) * k**-0.5, kept_as(format, n, k))
+        weight, scale = drawn(format, n, k)
         x = rand(rows, k, seed=1).bfloat16()
         assert_near(run(x, weight, scale), x, weight, scale)
 
