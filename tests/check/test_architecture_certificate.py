@@ -32,7 +32,9 @@ PLANTED = Path(__file__).with_name("planted_passes.py")
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty store in which the C++ ops of other runs are found."""
     from llmc.cache_dir import cache_dir
+    from llmc.kernels.cpu.build import load
 
+    load()  # the first test of a machine builds them, for all others too
     root = tmp_path / "cache"
     root.mkdir()
     for entry in cache_dir().iterdir() if cache_dir().is_dir() else ():
