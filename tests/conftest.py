@@ -11,6 +11,7 @@ import logging
 import os
 import random
 import sys
+from collections.abc import Generator
 
 import pytest
 
@@ -61,10 +62,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Check that groups work: otherwise each worker would silently create nearly all fixtures."""
     if _is_worker(session.config) and any("@" not in item.nodeid for item in session.items):
         raise pytest.UsageError("pytest-xdist's groups don't work with this pytest; use pytest<9.2")
-    # Modules and tests are never freed: a garbage collection that scans them takes up to a second,
-    # and every start of an engine triggers one.
+    _keep_what_is_left()
+
+
+def _keep_what_is_left() -> None:
+    """Modules, tests and captured graphs are never freed: a garbage collection that scans them
+    takes up to a second, and every start of an engine triggers one."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, None, None]:
+    """After a file's fixtures ended: what its tests imported or captured stays, too."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        _keep_what_is_left()
 
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture is created
