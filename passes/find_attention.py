@@ -274,6 +274,8 @@ def _biased(product: fx.Node, scores: Tensor) -> Any:
     if not is_call(product, aten.baddbmm.default):
         return scores
     beta, alpha = (float(product.kwargs.get(k, 1.0)) for k in ("beta", "alpha"))  # type: ignore[arg-type]
+    if beta == 0:  # what is multiplied by it may be uninitialized memory
+        return alpha * scores
     return lambda value: beta * value(arguments(product).self) + alpha * scores
 
 
