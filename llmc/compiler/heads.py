@@ -228,21 +228,27 @@ class HeadOutput(nn.Module):
         self.classifies = _reads_tokens(model, head)
         self.inner = model if self.classifies else inner
         parameters = inspect.signature(self.inner.forward).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.takes_ids = takes_any or "input_ids" in parameters
         self.takes_positions = "position_ids" in parameters
-        self.takes_cache = not head.encoder or "use_cache" in parameters
+        self.takes_cache = "use_cache" in parameters or (takes_any and not head.encoder)
         self.takes_types = head.token_types and "token_type_ids" in parameters
         self.first_position = first_position(model.config) if head.encoder else 0
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         given: dict[str, Any] = {"use_cache": False} if self.takes_cache else {}
         if self.takes_positions:
-            given["position_ids"] = position_ids + self.first_position
+            first = self.first_position  # a sum with 0 would hide that these are the positions
+            given["position_ids"] = position_ids + first if first else position_ids
         if self.head.token_types:
             types = (input_ids >= SECOND_TEXT).long()
             input_ids = input_ids - types * SECOND_TEXT
             if self.takes_types:
                 given["token_type_ids"] = types
-        out = self.inner(input_ids=input_ids, **given)
+        if self.takes_ids:
+            out = self.inner(input_ids=input_ids, **given)
+        else:  # code of its own may have another name for them
+            out = self.inner(input_ids, **given)
         if self.classifies:
             scores: Tensor = out.logits[None]
             return pool_tokens.overload(scores) if pools_last(self.model) else scores
