@@ -89,9 +89,13 @@ def _does_nothing(node: fx.Node) -> bool:
 
 
 def _drop_empty_parts(node: fx.Node) -> None:
-    """cat((a, b), dim) is a if b is empty along dim."""
+    """cat((a, b), dim) is a if b is empty along dim, or torch.tensor([]) as in an empty cache."""
     given = arguments(node)
-    kept = [part for part in given.tensors if str(val(part).shape[given.dim]) != "0"]
+    kept = [
+        part
+        for part in given.tensors
+        if tuple(val(part).shape) != (0,) and str(val(part).shape[given.dim]) != "0"
+    ]
     if len(kept) == 1 and len(kept) < len(given.tensors) and val(kept[0]).dtype == val(node).dtype:
         replace(node, kept[0])
 

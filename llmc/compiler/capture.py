@@ -29,7 +29,12 @@ from llmc.compiler.heads import HeadOutput
 from llmc.compiler.interface import KEY_CACHE, NAME, VALUE_CACHE, unpacked_positions
 from llmc.compiler.program import CapturedModel
 from llmc.compiler.recurrent import replaced_functions
-from llmc.compiler.traceable import lists_to_slices, meta_by_default, traceable_torch
+from llmc.compiler.traceable import (
+    lists_to_slices,
+    meta_by_default,
+    spelled_attention,
+    traceable_torch,
+)
 from llmc.errors import CompileError
 from llmc.passes.base import remove_dead_code, run_passes
 from llmc.passes.find_key_biases import find_key_biases
@@ -286,7 +291,7 @@ def _to_aten(gm: fx.GraphModule) -> fx.GraphModule:
     mode = detect_fake_mode(fakes)
     if mode is None:
         raise CompileError("capture produced no fake tensors")
-    with torch.no_grad(), mode:
+    with torch.no_grad(), mode, spelled_attention(gm.graph):
         return make_fx(gm, pre_dispatch=True)(*fakes)
 
 

@@ -2,11 +2,14 @@
 
 Numbers that become tensors have no data on meta. `torch.tensor(2.0)` is replaced with a fill.
 In Dynamo's graph, `x[..., [-2], :]` becomes a slice, and the list of `x[..., [3, 5]]` fills.
+Torch's attention becomes its parts. Messages to logs are left out.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +33,9 @@ def _constant(data: Any, *, dtype: torch.dtype | None = None, device: Any = None
         dtype = dtype or torch.int64
     elif isinstance(data, float):
         dtype = dtype or torch.get_default_dtype()
-    elif isinstance(data, list | tuple) and data and all(_is_number(x) for x in data):
+    elif isinstance(data, list | tuple) and not data:  # how caches begin
+        return torch.empty(0, dtype=dtype or torch.get_default_dtype(), device=device)
+    elif isinstance(data, list | tuple) and all(_is_number(x) for x in data):
         return torch.stack([_constant(x, dtype=dtype, device=device) for x in data])
     else:
         return _tensor(data, dtype=dtype, device=device)
@@ -70,19 +75,48 @@ def _attention(
 
 
 @contextmanager
+def spelled_attention(graph: fx.Graph) -> Iterator[None]:
+    """Inside this context, Dynamo's graph computes torch's attention in parts, also where code
+    imported it by name, or calls it in torch's own functions, which Dynamo does not look into."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
+            node.target = _attention
+    with mock.patch.object(F, "scaled_dot_product_attention", _attention):
+        yield
+
+
+@contextmanager
 def traceable_torch() -> Iterator[None]:
     """Inside this context, captured models use the replacements above."""
-    init = FakeTensorMode.__init__
+    from torch._dynamo.variables.ctx_manager import AutocastModeVariable  # late: slow to import
+
+    init, create = FakeTensorMode.__init__, AutocastModeVariable.create
 
     def lenient(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **(kwargs | {"allow_non_fake_inputs": True}))
+
+    def autocast(*args: Any) -> Any:
+        made = create(*args)
+        device, _, enabled, _ = made.target_values
+        if device == "meta" and not enabled:  # meta has no autocast that could be disabled
+            made.target_values = ["cpu", *made.target_values[1:]]
+        return made
 
     with (
         mock.patch.object(torch, "tensor", _constant),
         mock.patch.object(F, "scaled_dot_product_attention", _attention),
         mock.patch.object(FakeTensorMode, "__init__", lenient),
+        mock.patch.object(AutocastModeVariable, "create", autocast),
+        torch._dynamo.config.patch(ignore_logging_functions=_messages()),
     ):
         yield
+
+
+def _messages() -> set[Any]:
+    """Functions that tell the user something, and compute nothing."""
+    kinds = ("debug", "info", "warning", "warning_once", "warning_advice", "error", "log")
+    methods = (getattr(logging.Logger, kind, None) for kind in kinds)  # transformers adds some
+    return {warnings.warn, print, *(method for method in methods if method is not None)}
 
 
 @contextmanager
