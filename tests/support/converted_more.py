@@ -442,6 +442,10 @@ MORE = {
     "joined heads in pairs": Case(
         architecture="llama", name="llama", fields=SIZES, change=joined_heads(pairs)
     ),
+    "no number of key heads": Case(
+        architecture="llama", name="llama", fields={**SIZES, "num_key_value_heads": 4},
+        metadata={"attention.head_count_kv": None}, change=pairs,
+    ),
     "joined experts": Case(
         architecture="qwen3moe", name="qwen3_moe",
         fields={**SIZES, **MOE, "head_dim": 16, "norm_topk_prob": True}, change=joined_experts,

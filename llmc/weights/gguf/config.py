@@ -157,12 +157,18 @@ def _computed(values: Mapping[str, Any], one: str, operation: str, other: str | 
 
 
 def _ours(header: GgufHeader) -> dict[str, Any]:
-    """The architecture's metadata without its prefix; float32 values as their shortest decimals."""
+    """The architecture's metadata without its prefix; float32 values as their shortest decimals.
+
+    A file that states no number of key heads has one for each head of queries: a config's own
+    default does not apply.
+    """
     prefix = f"{header.architecture}."
     values = {k.removeprefix(prefix): v for k, v in header.metadata.items() if k.startswith(prefix)}
     values["block_count"] = _layers(values, header)
     if values.get("feed_forward_length") == 0:  # a model without feed-forward layers
         del values["feed_forward_length"]
+    if "attention.head_count" in values:
+        values.setdefault("attention.head_count_kv", values["attention.head_count"])
     return {k: _plain(k, v) for k, v in values.items()}
 
 
