@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -89,20 +90,24 @@ def build(
     for field, off in _SWITCHED_OFF.items():
         if getattr(config, field, off):
             setattr(config, field, off)
-    try:
-        with torch.device("meta"):
-            module = make_module(
+
+    def make() -> nn.Module:
+        try:
+            return make_module(
                 config,
                 head,
                 trust_remote_code=trust_remote_code,
                 attn_implementation=attention,
                 dtype=dtype,
             )
-    except _BUILD_ERRORS as e:
-        raise CheckpointError(
-            f"transformers can't build a causal {_KINDS[head.kind]} from this config "
-            f"({type(config).__name__}): {reason_of(e)}"
-        ) from e
+        except _BUILD_ERRORS as e:
+            raise CheckpointError(
+                f"transformers can't build a causal {_KINDS[head.kind]} from this config "
+                f"({type(config).__name__}): {reason_of(e)}"
+            ) from e
+
+    with torch.device("meta"):
+        module = make()
     module.eval()
     for name in apart:  # not by the config, which may tie shared layers by the same field
         path, _, leaf = name.rpartition(".")
@@ -116,6 +121,8 @@ def build(
     if attention == interface.NAME:  # other attention would see rows that are not entries
         use_compressors(module)
     buffers = materialize_buffers(module) | computed_tables(module)
+    if not type(module).__module__.startswith("transformers."):
+        buffers |= _constructed_buffers(module, buffers, make)
     text = getattr(config, "get_text_config", lambda: config)()
     context = context or getattr(text, "max_position_embeddings", None) or 0
     has_tables = use_tables(module, buffers, context)
@@ -245,6 +252,61 @@ def computed_tables(module: nn.Module) -> dict[str, Tensor]:
         for name, buffer in old.items():
             owner._buffers[name.rpartition(".")[2]] = None if buffer is None else buffer.detach()
     return found
+
+
+def _constructed_buffers(
+    module: nn.Module, known: Mapping[str, Tensor], make: Callable[[], nn.Module]
+) -> dict[str, Tensor]:
+    """Values of the buffers that a model's own code computes when it is constructed. Code written
+    before transformers built all models on meta relies on that: its initializer sets no buffers.
+
+    Buffers in state_dict are excluded if they are random, or all elements are equal, as they are
+    initial values of what is trained.
+    """
+    saved = set(module.state_dict())
+    names = [
+        name
+        for name, _ in module.named_buffers(remove_duplicate=False)
+        if (_may_be_unset(known[name]) if name in known else name in saved)
+    ]
+    if not names:
+        return {}
+    one, other = (_construct(make, seed) for seed in (0, 1))
+    found: dict[str, Tensor] = {}
+    for name in names:
+        value = one[name].detach()
+        if value.is_meta or is_unset(value) or not torch.equal(value, other[name]):
+            continue
+        if name not in saved or len(value.unique()) > 1:
+            found[name] = value
+    return found
+
+
+def _may_be_unset(value: Tensor) -> bool:
+    return is_unset(value) or (value.dtype == torch.bool and not value.any())
+
+
+def _construct(make: Callable[[], nn.Module], seed: int) -> dict[str, Tensor]:
+    """The buffers of a module with parameters on meta, which take no memory and no time. What
+    `torch.empty` leaves uninitialized is NaN."""
+    register, strict = nn.Module.register_parameter, torch.are_deterministic_algorithms_enabled()
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), param.requires_grad)
+        register(self, name, param)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        with (
+            mock.patch.object(nn.Module, "register_parameter", on_meta),
+            torch.random.fork_rng(devices=[]),
+            torch.no_grad(),
+        ):
+            torch.manual_seed(seed)
+            return dict(make().named_buffers(remove_duplicate=False))
+    finally:
+        torch.use_deterministic_algorithms(strict)
 
 
 def _is_table(value: Tensor) -> bool:

@@ -126,7 +126,11 @@ def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedMo
     for node in aten.graph.nodes:
         role = node.meta.get("input")
         if isinstance(role, ConstantInput) and is_unset(role.tensor):
-            raise CompileError(f"the model does not initialize buffer {node.name}")
+            names = [name for name, value in built.buffers.items() if value is role.tensor]
+            raise CompileError(
+                f"the model's code does not initialize its buffer {', '.join(names) or node.name}, "
+                "which is not in checkpoints"
+            )
     aten.graph.lint()
     aten.recompile()
     logits: Any = aten.graph.output_node().args[0]

@@ -1,0 +1,234 @@
+"""Models with their own code, as repositories have it, get the logits that this code computes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as by_another_name
+from transformers.modeling_outputs import CausalLMOutput
+
+from llmc import LLM, SamplingParams
+
+HEADS, DIM, WIDTH, VOCAB, CONTEXT = 4, 8, 32, 64, 64
+PROMPTS = ([3, 9, 4, 33, 12, 7, 3], [5], [3, 3, 8, 60, 1, 22, 14, 2, 9])
+LOG, THEIR_LOG = logging.getLogger(__name__), tf.logging.get_logger("transformers")
+Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class OwnConfig(tf.PretrainedConfig):
+    model_type = "llmc-test-own-code"
+    form: str = ""
+    vocab_size: int = VOCAB
+    hidden_size: int = WIDTH
+    num_hidden_layers: int = 2
+    num_attention_heads: int = HEADS
+    max_position_embeddings: int = CONTEXT
+
+
+def _frequencies() -> Tensor:
+    return 100.0 ** (-torch.arange(0, DIM, 2).float() / DIM)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    one, other = x.chunk(2, -1)
+    return x * cos + torch.cat((-other, one), -1) * sin
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def tables(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """Computed when the module is constructed, cut to the text, and read by position."""
+    cos, sin = (x[: q.shape[2]].to(q.dtype)[positions][:, None] for x in (layer.cos, layer.sin))
+    return _causal(_turned(q, cos, sin), _turned(k, cos, sin), v)
+
+
+def saved_mask(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    tokens = q.shape[2]
+    scores = q @ k.mT / math.sqrt(DIM)
+    shown = layer.mask[:, :, :tokens, :tokens]
+    return scores.masked_fill(shown == 0, float("-inf")).softmax(-1) @ v
+
+
+def mask(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    tokens = q.shape[2]
+    shown = layer.is_shown[:tokens, :tokens]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=shown)
+
+
+def slopes(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    index = torch.arange(q.shape[2], device=q.device)
+    bias = (index - index[:, None]) * layer.slopes[:, None, None]
+    bias = bias.masked_fill(index > index[:, None], float("-inf"))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
+
+
+def autocast(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    with torch.autocast(device_type=q.device.type, enabled=False):
+        angles = positions[:, None, :, None].float() * _frequencies().to(q.device)
+        angles = torch.cat((angles, angles), -1)
+    cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+    return _causal(_turned(q, cos, sin), _turned(k, cos, sin), v)
+
+
+def messages(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    LOG.info("attention of %d tokens", q.shape[2])
+    THEIR_LOG.warning_once("this method is deprecated")
+    return _causal(q, k, v)
+
+
+def another_name(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    return by_another_name(q, k, v, is_causal=True)
+
+
+def torchs_module(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    x = (q + k + v).transpose(1, 2).flatten(2)
+    out = layer.attention(x, x, x, attn_mask=later, need_weights=False)[0]
+    return out.unflatten(-1, (HEADS, DIM)).transpose(1, 2)
+
+
+def cache(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    k, v = tf.DynamicCache().update(k, v, 0)
+    return _causal(q, k, v)
+
+
+def uninitialized(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    tokens = q.shape[2]
+    ignored = torch.empty(HEADS, tokens, tokens, device=q.device, dtype=q.dtype)
+    scores = torch.baddbmm(ignored, q[0], k[0].mT, beta=0.0, alpha=DIM**-0.5)
+    later = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
+    return (scores.masked_fill(later, float("-inf")).softmax(-1) @ v[0])[None]
+
+
+FORMS: dict[str, Attend] = {
+    form.__name__: form
+    for form in (
+        tables,
+        saved_mask,
+        mask,
+        slopes,
+        autocast,
+        messages,
+        another_name,
+        torchs_module,
+        cache,
+        uninitialized,
+    )
+}
+
+
+class OwnLayer(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        if form == "torchs_module":
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        angles = torch.outer(torch.arange(CONTEXT).float(), _frequencies()).repeat(1, 2)
+        shown = torch.ones(CONTEXT, CONTEXT).tril()
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.register_buffer("is_shown", shown.bool(), persistent=False)
+        self.register_buffer("mask", shown.view(1, 1, CONTEXT, CONTEXT))
+        self.register_buffer("slopes", 0.5 ** torch.arange(1, HEADS + 1))
+        # only the checkpoint has the values of these
+        self.register_buffer("gain", torch.empty(WIDTH))
+        self.register_buffer("drawn", torch.rand(WIDTH))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        split = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, DIM)).transpose(1, 3)
+        q, k, v = (split[:, :, i] for i in range(3))
+        attended = FORMS[self.form](self, q, k, v, positions)
+        return x * self.gain + self.out(attended.transpose(1, 2).flatten(2)) + self.drawn
+
+
+class OwnModel(tf.PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config: OwnConfig) -> None:
+        super().__init__(config)
+        self.embed, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.layers = nn.ModuleList(OwnLayer(config.form) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Buffers are left as their constructors make them, as in code from before meta builds."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> CausalLMOutput:
+        x = self.embed(input_ids) + self.places(position_ids)
+        for layer in self.layers:
+            x = layer(x, position_ids)
+        return CausalLMOutput(logits=self.head(x))
+
+
+class OtherConfig(OwnConfig):
+    model_type = "llmc-test-own-signature"
+
+
+class OtherModel(OwnModel):
+    """Takes only its tokens, by another name."""
+
+    config_class = OtherConfig
+
+    def forward(self, idx: Tensor, labels: Tensor | None = None) -> CausalLMOutput:
+        return super().forward(idx, torch.arange(idx.shape[1], device=idx.device)[None])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    for config, model in ((OwnConfig, OwnModel), (OtherConfig, OtherModel)):
+        tf.AutoConfig.register(config.model_type, config, exist_ok=True)
+        tf.AutoModelForCausalLM.register(config, model, exist_ok=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_are_those_of_the_models_code(form: str, tmp_path: Path) -> None:
+    _compare(OwnModel(OwnConfig(form=form)), tmp_path)
+
+
+def test_code_that_takes_only_its_tokens(tmp_path: Path) -> None:
+    _compare(OtherModel(OtherConfig(form="another_name")), tmp_path)
+
+
+def _compare(model: OwnModel, path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.eval().parameters():
+        parameter.data.normal_(0, 0.2, generator=generator)
+    for layer in model.layers:
+        layer.gain.uniform_(0.5, 2, generator=generator)
+    model.save_pretrained(path)
+    params = SamplingParams(max_tokens=5, temperature=0, logprobs=4)
+    with LLM(
+        str(path),
+        dtype="float32",
+        device="cpu",
+        opt_level=0,
+        kv_cache_memory=16 << 20,
+        max_num_batched_tokens=8,
+        block_size=4,
+    ) as llm:
+        prompts: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        [answer] = output.outputs
+        ids = torch.tensor([[*prompt, *answer.token_ids]])
+        places = (torch.arange(ids.shape[1])[None],) if type(model) is OwnModel else ()
+        with torch.no_grad():
+            logits = model(ids, *places).logits[0, len(prompt) - 1 :]
+        assert answer.logprobs is not None
+        for want, found in zip(logits.log_softmax(-1), answer.logprobs, strict=False):
+            for token, one in found.items():
+                assert one.logprob == pytest.approx(float(want[token]), abs=1e-4)
