@@ -33,7 +33,9 @@ def to_matmul(graph: fx.Graph, node: fx.Node, left: fx.Node) -> bool:
     """Replace an einsum of two tensors by aten.matmul, whose first factor is `left`, transposed.
 
     False, and nothing is changed, unless it sums over one index, and each factor has one that the
-    other does not have: `bqhd,bkhd->bhqk`. The indices of both, such as b and h, come first."""
+    other does not have: `bqhd,bkhd->bhqk`. The indices of both, such as b and h, come first. The
+    left factor may have more indices of a fixed size, as of the heads that share a key: they come
+    next, and the other factor has a size of 1 there."""
     factors, spelled = list(arguments(node).tensors), terms_of(node)
     if spelled is None or len(factors) != 2 or left not in factors:
         return False
@@ -48,16 +50,18 @@ def to_matmul(graph: fx.Graph, node: fx.Node, left: fx.Node) -> bool:
     rows = [i for i in first if i not in second]
     columns = [i for i in second if i not in first]
     summed = [i for i in first if i in second and i not in result]
-    if {len(rows), len(columns), len(summed)} != {1} or {*rows, *columns} - set(result):
+    sizes = dict(zip(first, val(factors[0]).shape, strict=True))
+    shared = [i for i in rows if isinstance(sizes[i], int)] if len(rows) > 1 else []
+    rows = [i for i in rows if i not in shared]
+    if {len(rows), len(columns), len(summed)} != {1} or {*rows, *columns, *shared} - set(result):
         return False
     with graph.inserting_before(node):
-        made = emit(
-            graph,
-            aten.matmul.default,
-            _ordered(graph, factors[0], first, [*both, *rows, *summed]),
-            _ordered(graph, factors[1], second, [*both, *summed, *columns]),
-        )
-        made = _ordered(graph, made, [*both, *rows, *columns], result)
+        one = _ordered(graph, factors[0], first, [*both, *shared, *rows, *summed])
+        other = _ordered(graph, factors[1], second, [*both, *summed, *columns])
+        for _ in shared:
+            other = emit(graph, aten.unsqueeze.default, other, len(both))
+        made = emit(graph, aten.matmul.default, one, other)
+        made = _ordered(graph, made, [*both, *shared, *rows, *columns], result)
     replace(node, made)
     return True
 

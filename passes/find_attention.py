@@ -2,14 +2,16 @@
 
 Only the two products and the softmax are matched by shape. What lies between them (scale, mask,
 position bias) is not matched but measured: it is run on chosen scores, and must turn out to be a
-scale, a softcap, a causal window and a slope per head, or the model is rejected. In encoders,
+scale, a softcap, a causal window and a slope per head, or the model is rejected. What comes after
+the softmax must turn out to leave the weights of visible keys unchanged. In encoders,
 tokens may also see the whole sequence; an encoder with any other attention keeps it and processes
 one sequence at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,17 @@ from torch import Tensor, fx
 from llmc.errors import CompileError
 from llmc.kernels.attention import attention, visible
 from llmc.passes.base import Notes, graph_pass, writes
-from llmc.passes.edit import arguments, aten, calls, emit, is_call, replace, val
+from llmc.passes.edit import (
+    arguments,
+    aten,
+    calls,
+    emit,
+    is_call,
+    replace,
+    reshaped,
+    through,
+    val,
+)
 from llmc.passes.einsum import terms_of, to_matmul
 from llmc.passes.evaluate import NotEvaluable, evaluate
 from llmc.passes.inputs import CacheInput, ConstantInput, add_input, input_of
@@ -35,6 +47,16 @@ _AFTER = (
     aten.reshape.default,
     aten.squeeze.dim,
     aten.unsqueeze.default,
+)
+# These can hide keys once more, or replace what would be left of a row without visible keys.
+_HIDING = (
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.where.self,
+    aten.where.ScalarOther,
+    aten.where.ScalarSelf,
+    aten.mul.Tensor,
+    aten.nan_to_num.default,
 )
 _HIDDEN = -9.9e3  # a bias below this hides a key; -1e4 in bfloat16 is -9984
 _PROBE_TOKENS = 37
@@ -74,6 +96,9 @@ def find_attention(gm: fx.GraphModule, *, max_positions: int, encoder: bool = Fa
     graph = gm.graph
     notes = []
     if spells_attention(gm):
+        for quotient, scores in list(_spelled_softmax(graph)):
+            with graph.inserting_before(quotient):
+                replace(quotient, emit(graph, aten.softmax.int, scores, -1))
         _multiply_matrices(graph)
     for softmax in calls(graph, *SOFTMAX):
         if not is_scores(softmax):
@@ -95,6 +120,7 @@ def _find(graph: fx.Graph, softmax: fx.Node, max_positions: int, encoder: bool) 
         raise CompileError(f"{product.name} is written to in place, which is not supported")
     mixed = _mixed(softmax)
     scoring = _measure(graph, softmax, product, max_positions, encoder)
+    _check_weights(graph, softmax, _left(mixed), max_positions, scoring)
     _replace(graph, product, mixed, scoring)
     return scoring
 
@@ -114,7 +140,30 @@ def _multiply_matrices(graph: fx.Graph) -> None:
 
 def spells_attention(gm: fx.GraphModule) -> bool:
     """Whether a newly captured graph has attention that is spelled out."""
-    return any(is_scores(n) for n in calls(gm.graph, *SOFTMAX))
+    found = (n for n in calls(gm.graph, *SOFTMAX) if is_scores(n))
+    return next(found, None) is not None or next(_spelled_softmax(gm.graph), None) is not None
+
+
+def _spelled_softmax(graph: fx.Graph) -> Iterator[tuple[fx.Node, Any]]:
+    """Scores' exponentials divided by their sum, and the scores. A number that is subtracted from
+    a whole row before, as its maximum, changes nothing."""
+    for quotient in calls(graph, aten.div.Tensor):
+        power, total = arguments(quotient).self, arguments(quotient).other
+        if not (is_call(power, aten.exp.default) and is_call(total, aten.sum.dim_IntList)):
+            continue
+        summed = arguments(total)
+        if not is_scores(power) or summed.self is not power or not summed.keepdim:
+            continue
+        if [dim % val(power).dim() for dim in summed.dim] != [val(power).dim() - 1]:
+            continue
+        scores = arguments(power).self
+        while is_call(scores, aten.sub.Tensor) and _is_of_rows(arguments(scores).other):
+            scores = arguments(scores).self
+        yield quotient, scores
+
+
+def _is_of_rows(node: Any) -> bool:
+    return isinstance(node, fx.Node) and val(node).dim() > 0 and val(node).shape[-1] == 1
 
 
 def is_scores(node: fx.Node) -> bool:
@@ -161,7 +210,7 @@ def _mixed(softmax: fx.Node) -> fx.Node:
     node = softmax
     while True:
         users = list(node.users)
-        if len(users) == 1 and is_call(users[0], *_AFTER) and is_scores(users[0]):
+        if len(users) == 1 and is_call(users[0], *_AFTER, *_HIDING) and is_scores(users[0]):
             node = users[0]
         elif len(users) == 1 and is_call(users[0], *_PRODUCTS[:2]) and _left(users[0]) is node:
             return users[0]
@@ -187,7 +236,7 @@ def _measure(
 ) -> Scoring:
     """Run the code in between on chosen scores, and derive scale, softcap, window and slopes."""
     shape = [int(s) if isinstance(s, int) else -1 for s in val(product).shape]
-    heads = shape[-3]
+    heads = math.prod(shape[:-2])
 
     def run(scores: Tensor, tokens: int, seed: int) -> Tensor:
         given = {product: _biased(product, scores)}
@@ -222,6 +271,36 @@ def _measure(
     return Scoring(
         scale=scale, softcap=softcap, window=window, chunk=chunk, slopes=slopes, causal=causal
     )
+
+
+def _check_weights(
+    graph: fx.Graph, softmax: fx.Node, weights: Any, max_positions: int, s: Scoring
+) -> None:
+    """Check that what the softmax gives, which is 0 for hidden keys, is what multiplies the values.
+    Raises CompileError."""
+    if through(weights, *_AFTER) is softmax:
+        return
+    tokens = max(_PROBE_TOKENS, min(max_positions, _MAX_PROBE))
+    given = torch.rand(tokens, tokens, generator=torch.Generator().manual_seed(0))
+    if s.causal:
+        position = torch.arange(tokens)
+        given = given * visible(position, position, s.window, s.chunk)
+    given = given.to(val(softmax).dtype)
+    shape = [size if isinstance(size, int) else tokens for size in val(softmax).shape]
+
+    def run(shape: list[int]) -> Tensor:
+        out = evaluate(graph, weights, tokens, {softmax: given.expand(shape)})
+        return out.reshape(-1, tokens, tokens)
+
+    try:
+        found = _of_one_head(run, shape)
+        if not bool((found == given.to(found.dtype)).all()):
+            raise NotEvaluable("they change behind it")
+    except (NotEvaluable, RuntimeError, IndexError) as e:
+        raise CompileError(
+            f"{softmax.name} looks like attention, but its weights do not simply multiply the "
+            f"values, so it can't be paged ({' '.join(str(e).split())[:200]})"
+        ) from e
 
 
 def _scale(run: Run, zero: Tensor, shown: Tensor, shape: list[int]) -> tuple[float, float]:
@@ -259,14 +338,21 @@ def _slope(given: Tensor, changed: Tensor) -> float:
 
 
 def _seen(run: Run, shape: list[int], tokens: int, slopes: Tensor | None) -> Tensor:
-    """Which keys are visible. Without a bias per head, one head represents all, which keeps long
-    masks small; the shapes in some models only work with all heads."""
-    if slopes is None:
-        try:
-            return run(torch.zeros([*shape[:-3], 1, *shape[-2:]]), tokens, 0) > _HIDDEN
-        except RuntimeError:
-            pass
-    return run(torch.zeros(shape), tokens, 0) > _HIDDEN
+    """Which keys are visible. Without a bias per head, one head represents all."""
+
+    def seen(shape: list[int]) -> Tensor:
+        return run(torch.zeros(shape), tokens, 0) > _HIDDEN
+
+    return seen(shape) if slopes is not None else _of_one_head(seen, shape)
+
+
+def _of_one_head(run: Callable[[list[int]], Tensor], shape: list[int]) -> Tensor:
+    """What `run` gives for the shape of one head, which keeps long masks small, or for all heads:
+    the shapes in some models only work with these."""
+    try:
+        return run([*shape[:-3], 1, *shape[-2:]])
+    except RuntimeError:
+        return run(shape)
 
 
 def _biased(product: fx.Node, scores: Tensor) -> Any:
@@ -324,8 +410,9 @@ def _replace(graph: fx.Graph, product: fx.Node, mixed: fx.Node, s: Scoring) -> N
         fake = val(mixed).new_empty(s.slopes.shape, dtype=torch.float32)
         slopes = add_input(graph, "slopes", ConstantInput(tensor=s.slopes.contiguous()), fake)
     with graph.inserting_before(mixed):
-        q, v = _four(graph, query), _four(graph, value)
-        k = emit(graph, aten.transpose.int, _four(graph, key), 2, 3)
+        groups = val(query).shape[1]
+        q, v = _four(graph, query, groups), _four(graph, value, groups)
+        k = emit(graph, aten.transpose.int, _four(graph, key, groups), 2, 3)
         out = emit(
             graph,
             attention.overload,
@@ -342,9 +429,7 @@ def _replace(graph: fx.Graph, product: fx.Node, mixed: fx.Node, s: Scoring) -> N
             slopes=slopes,
             causal=s.causal,
         )
-        heads_first = emit(graph, aten.transpose.int, out, 1, 2)
-        if val(mixed).dim() == 3:
-            heads_first = emit(graph, aten.squeeze.dim, heads_first, 0)
+        heads_first = reshaped(graph, emit(graph, aten.transpose.int, out, 1, 2), val(mixed).shape)
         if val(heads_first).dtype != val(mixed).dtype:  # scores in float32, values in 16 bits
             heads_first = emit(graph, aten.to.dtype, heads_first, val(mixed).dtype)
     _prove(graph, mixed, heads_first, (query, key, value))
@@ -368,13 +453,19 @@ def _prove(graph: fx.Graph, old: fx.Node, new: fx.Node, inputs: tuple[Any, ...])
         raise CompileError(f"{old.name} looks like attention, but does not compute the same")
 
 
-def _four(graph: fx.Graph, node: Any) -> fx.Node:
-    """[H, T, D] -> [1, H, T, D]"""
-    dims = val(node).dim()
-    if dims == 3:
+def _four(graph: fx.Graph, node: Any, groups: Any) -> fx.Node:
+    """[H, T, D] -> [1, H, T, D], and [1, G, H, T, D] for G groups of heads -> [1, G * H, T, D]"""
+    if val(node).dim() == 5 and val(node).shape[1] != groups:  # all groups share these heads
+        node = emit(graph, aten.expand.default, node, (-1, groups, -1, -1, -1))
+    shape = val(node).shape
+    if len(shape) == 3:
         return emit(graph, aten.unsqueeze.default, node, 0)
-    if dims != 4:
-        raise CompileError(f"{node.name} has {dims} dimensions, so its attention can't be paged")
+    if len(shape) == 5 and shape[0] == 1:
+        return reshaped(graph, node, (1, shape[1] * shape[2], *shape[3:]))
+    if len(shape) != 4:
+        raise CompileError(
+            f"{node.name} has {len(shape)} dimensions, so its attention can't be paged"
+        )
     return node  # type: ignore[no-any-return]
 
 

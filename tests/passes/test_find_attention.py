@@ -139,6 +139,98 @@ def test_sums_over_indices_are_products_too(scores: str, mixed: str) -> None:
     torch.testing.assert_close(run(found, values), run(gm, values), rtol=1e-4, atol=1e-5)
 
 
+QKV = ("positions", "q", "k", "v")
+
+
+def attended(
+    weigh: Callable[[Tensor, Tensor], Tensor], after: Callable[[Tensor, Tensor], Tensor]
+) -> Any:
+    """`weigh`: scores to weights. `after`: what follows, before the product with the values."""
+
+    def forward(positions: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = causal(q @ k.mT, positions, SLOPES, SLOPES)
+        return after(weigh(scores, positions), positions) @ v
+
+    return trace(forward, **{name: INPUTS[name] for name in QKV})
+
+
+def assert_found(gm: Any) -> None:
+    found, _ = apply(gm, FIND)
+    assert ops(found)["llmc.attention.default"] == 1
+    assert not any("softmax" in name or "aten.exp." in name for name in ops(found))
+    values = Values.of(**{name: INPUTS[name] for name in QKV})
+    torch.testing.assert_close(run(found, values), run(gm, values), rtol=1e-4, atol=1e-5)
+
+
+def softmax(s: Tensor, positions: Tensor) -> Tensor:
+    return s.softmax(-1)
+
+
+def quotient(s: Tensor, positions: Tensor) -> Tensor:
+    power = (s - s.max(-1, keepdim=True).values).exp()
+    return power / power.sum(-1, keepdim=True)
+
+
+def unchanged(weights: Tensor, positions: Tensor) -> Tensor:
+    return weights
+
+
+def masked(weights: Tensor, positions: Tensor) -> Tensor:
+    return weights.masked_fill(hidden(positions), 0.0)
+
+
+def multiplied(weights: Tensor, positions: Tensor) -> Tensor:
+    return torch.nan_to_num(weights * ~hidden(positions))
+
+
+def chosen(weights: Tensor, positions: Tensor) -> Tensor:
+    return torch.where(hidden(positions), 0.0, weights)
+
+
+@pytest.mark.parametrize("after", [unchanged, masked, multiplied, chosen])
+@pytest.mark.parametrize("weigh", [softmax, quotient])
+def test_weights_may_be_spelled_out_and_hidden_again(weigh: Any, after: Any) -> None:
+    assert_found(attended(weigh, after))
+
+
+def test_groups_of_heads_may_have_a_dimension() -> None:
+    def products(positions: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = q.unflatten(1, (2, 2)), k[:, :2, None], v[:, :2, None]
+        weights = causal(q @ k.mT, positions, SLOPES, SLOPES).softmax(-1)
+        return (weights @ v).flatten(1, 2)
+
+    def sums(positions: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k[:, :2], v[:, :2]))
+        scores = torch.einsum("btkgd,bskd->bkgts", q.unflatten(2, (2, 2)), k)
+        weights = causal(scores, positions, SLOPES, SLOPES).softmax(-1)
+        return torch.einsum("bkgts,bskd->btkgd", weights, v).flatten(2, 3)
+
+    def other_order(positions: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = q.unflatten(1, (2, 2)), k[:, None, :2], v[:, None, :2]
+        weights = causal(q @ k.mT, positions, SLOPES, SLOPES).softmax(-1)
+        return (weights @ v).flatten(1, 2)
+
+    for forward in (products, sums, other_order):
+        assert_found(trace(forward, **{name: INPUTS[name] for name in QKV}))
+
+
+def halved(weights: Tensor, positions: Tensor) -> Tensor:
+    return weights * torch.where(positions > 50, 0.5, 1.0)
+
+
+def doubled(weights: Tensor, positions: Tensor) -> Tensor:
+    return weights.masked_fill(hidden(positions), 2.0)
+
+
+@pytest.mark.parametrize("after", [halved, doubled])
+def test_weights_that_change_behind_the_softmax_are_refused(after: Any) -> None:
+    """Also those of positions beyond the shortest sequences that are tried."""
+    with pytest.raises(
+        CompileError, match=r"weights do not simply multiply .*\(they change behind"
+    ):
+        apply(attended(softmax, after), FIND)
+
+
 def learned(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
     return causal(s, positions, slopes, bias) + bias
 
