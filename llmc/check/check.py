@@ -95,6 +95,7 @@ def check_model(
             dummy_seed=config.seed if source.is_dummy else None,
             trust_remote_code=config.trust_remote_code,
             tables={n: subject.built.buffers[n] for n in subject.captured.parameters.tables},
+            constructed=subject.built.constructed,
             adapters=subject.adapters,
         )
         detail += [_compared_with(reference, source)]

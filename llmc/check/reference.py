@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from llmc.check.compare import deviation
 from llmc.check.tokens import TokenSequence
-from llmc.compiler.heads import without_head
+from llmc.compiler.heads import taken, without_head
 from llmc.errors import CheckpointError
 from llmc.passes.inputs import AdaptedOp
 from llmc.pooling import Task
@@ -77,12 +77,15 @@ def run_reference(
     dummy_seed: int | None,
     trust_remote_code: bool,
     tables: Mapping[str, Tensor],
+    constructed: Mapping[str, Tensor] | None = None,
     adapters: Sequence[LoraWeights] = (),
 ) -> Reference:
     """Run the model's own code on the sequences.
 
     `layers` is the name of the module's list of decoder layers, "" if there is none.
     `tables`: buffers computed from the config, which `exact` uses without rounding.
+    `constructed`: buffers that the model's own code computes when it is constructed, which
+    transformers leaves uninitialized: it constructs models without data.
     `adapters`: the LoRA adapters that sequences refer to, numbered from 1.
 
     With `dummy_seed` the weights are random, the same as the step's. Weights `stored` quantized are
@@ -97,12 +100,16 @@ def run_reference(
         _fill(CheckpointWeights(module, weights), module.state_dict())
     else:
         module = _load(path, copy.deepcopy(hf_config), dtype, trust_remote_code)
+    saved = module.state_dict().keys()
+    unset = {name: v for name, v in (constructed or {}).items() if name not in saved}
+    for name, value in unset.items():
+        module.get_buffer(name).copy_(value)
     module = module.to(device).eval()
     rounded = _run(module, sequences, layers, device, adapters)
     exact = rounded
     if dtype != torch.float32 and _float32_fits(module, device):
         module = module.float()
-        for name, table in tables.items():
+        for name, table in {**tables, **unset}.items():
             module.get_buffer(name).copy_(table)
         exact = _run(module, sequences, layers, device, adapters)
     is_float32 = dtype == torch.float32 or exact is not rounded
@@ -277,7 +284,7 @@ def _run(
             ids = torch.tensor([sequence.token_ids], device=device)
             adapter = adapters[sequence.adapter - 1] if sequence.adapter else None
             with torch.inference_mode(), _adapted(module, adapter):
-                out: Any = module(input_ids=ids, use_cache=False)
+                out: Any = module(**taken(module.forward, ids, use_cache=False))
             logits.append(out.logits[0].to("cpu", torch.float32, copy=True))
             for values, member in zip(hidden, members, strict=True):
                 if member in last:
@@ -302,7 +309,7 @@ def _cached_error(
     try:
         with torch.inference_mode():
             for part in (ids[:, :_PREFILLED], *ids[:, _PREFILLED:].split(1, dim=1)):
-                out: Any = module(input_ids=part, use_cache=True, **given)
+                out: Any = module(**taken(module.forward, part, use_cache=True, **given))
                 found.append(out.logits[0].to("cpu", torch.float32, copy=True))
                 name = next((n for n in _CACHES if out.get(n) is not None), None)
                 if name is None:

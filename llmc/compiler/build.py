@@ -60,6 +60,7 @@ class BuiltModel:
     source_config: Any  # what it was built from
     dtype: torch.dtype
     buffers: dict[str, Tensor]  # name -> value, for buffers that are not read from checkpoints
+    constructed: dict[str, Tensor]  # those of them that only the module's constructor computes
     context: int | None  # maximum sequence length, if a table depends on it
     head: Head = LM
     apart: tuple[str, ...] = ()  # parameters that the config ties to others, but not here
@@ -91,7 +92,7 @@ def build(
         if getattr(config, field, off):
             setattr(config, field, off)
 
-    def make() -> nn.Module:
+    def make(dtype: torch.dtype) -> nn.Module:
         try:
             return make_module(
                 config,
@@ -107,7 +108,7 @@ def build(
             ) from e
 
     with torch.device("meta"):
-        module = make()
+        module = make(dtype)
     module.eval()
     for name in apart:  # not by the config, which may tie shared layers by the same field
         path, _, leaf = name.rpartition(".")
@@ -121,8 +122,10 @@ def build(
     if attention == interface.NAME:  # other attention would see rows that are not entries
         use_compressors(module)
     buffers = materialize_buffers(module) | computed_tables(module)
+    constructed: dict[str, Tensor] = {}
     if not type(module).__module__.startswith("transformers."):
-        buffers |= _constructed_buffers(module, buffers, make)
+        constructed = _constructed_buffers(module, buffers, make)
+        buffers |= constructed
     text = getattr(config, "get_text_config", lambda: config)()
     context = context or getattr(text, "max_position_embeddings", None) or 0
     has_tables = use_tables(module, buffers, context)
@@ -137,6 +140,7 @@ def build(
         source_config=source,
         dtype=dtype,
         buffers=buffers,
+        constructed=constructed,
         head=head,
         context=context if has_tables else None,
         apart=tuple(apart),
@@ -255,13 +259,13 @@ def computed_tables(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _constructed_buffers(
-    module: nn.Module, known: Mapping[str, Tensor], make: Callable[[], nn.Module]
+    module: nn.Module, known: Mapping[str, Tensor], make: Callable[[torch.dtype], nn.Module]
 ) -> dict[str, Tensor]:
     """Values of the buffers that a model's own code computes when it is constructed. Code written
     before transformers built all models on meta relies on that: its initializer sets no buffers.
 
-    Buffers in state_dict are excluded if they are random, or all elements are equal, as they are
-    initial values of what is trained.
+    They are float32, as the graph rounds them like the code. Buffers in state_dict are excluded if
+    they are random, or all elements are equal, as they are initial values of what is trained.
     """
     saved = set(module.state_dict())
     names = [
@@ -286,7 +290,7 @@ def _may_be_unset(value: Tensor) -> bool:
     return is_unset(value) or (value.dtype == torch.bool and not value.any())
 
 
-def _construct(make: Callable[[], nn.Module], seed: int) -> dict[str, Tensor]:
+def _construct(make: Callable[[torch.dtype], nn.Module], seed: int) -> dict[str, Tensor]:
     """The buffers of a module with parameters on meta, which take no memory and no time. What
     `torch.empty` leaves uninitialized is NaN."""
     register, strict = nn.Module.register_parameter, torch.are_deterministic_algorithms_enabled()
@@ -304,7 +308,7 @@ def _construct(make: Callable[[], nn.Module], seed: int) -> dict[str, Tensor]:
             torch.no_grad(),
         ):
             torch.manual_seed(seed)
-            return dict(make().named_buffers(remove_duplicate=False))
+            return dict(make(torch.float32).named_buffers(remove_duplicate=False))
     finally:
         torch.use_deterministic_algorithms(strict)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -216,6 +217,16 @@ def _marked(values: Tensor, level: int) -> Tensor:
     return marked
 
 
+def taken(forward: Callable[..., Any], input_ids: Tensor, **options: Any) -> dict[str, Any]:
+    """The arguments of a call with these ids, and with those of the options that the code takes.
+    Code of its own may have another name for its tokens."""
+    parameters = inspect.signature(forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    ids = "input_ids" if takes_any or "input_ids" in parameters else next(iter(parameters))
+    known = {name: x for name, x in options.items() if takes_any or name in parameters}
+    return {ids: input_ids, **known}
+
+
 class HeadOutput(nn.Module):
     """The captured forward: takes ids and positions, returns the head's output, caches nothing."""
 
@@ -228,10 +239,9 @@ class HeadOutput(nn.Module):
         self.classifies = _reads_tokens(model, head)
         self.inner = model if self.classifies else inner
         parameters = inspect.signature(self.inner.forward).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self.takes_ids = takes_any or "input_ids" in parameters
+        self.ids, *of_cache = taken(self.inner.forward, torch.empty(0), use_cache=False)
         self.takes_positions = "position_ids" in parameters
-        self.takes_cache = "use_cache" in parameters or (takes_any and not head.encoder)
+        self.takes_cache = bool(of_cache) and (not head.encoder or "use_cache" in parameters)
         self.takes_types = head.token_types and "token_type_ids" in parameters
         self.first_position = first_position(model.config) if head.encoder else 0
 
@@ -245,10 +255,7 @@ class HeadOutput(nn.Module):
             input_ids = input_ids - types * SECOND_TEXT
             if self.takes_types:
                 given["token_type_ids"] = types
-        if self.takes_ids:
-            out = self.inner(input_ids=input_ids, **given)
-        else:  # code of its own may have another name for them
-            out = self.inner(input_ids, **given)
+        out = self.inner(**{self.ids: input_ids}, **given)
         if self.classifies:
             scores: Tensor = out.logits[None]
             return pool_tokens.overload(scores) if pools_last(self.model) else scores

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention as by_another_name
 from transformers.modeling_outputs import CausalLMOutput
 
 from llmc import LLM, SamplingParams
+from llmc.check import check
+from llmc.config import EngineConfig
 
 HEADS, DIM, WIDTH, VOCAB, CONTEXT = 4, 8, 32, 64, 64
 PROMPTS = ([3, 9, 4, 33, 12, 7, 3], [5], [3, 3, 8, 60, 1, 22, 14, 2, 9])
@@ -167,7 +170,11 @@ class OwnModel(tf.PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Buffers are left as their constructors make them, as in code from before meta builds."""
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> CausalLMOutput:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any
+    ) -> CausalLMOutput:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         x = self.embed(input_ids) + self.places(position_ids)
         for layer in self.layers:
             x = layer(x, position_ids)
@@ -184,7 +191,7 @@ class OtherModel(OwnModel):
     config_class = OtherConfig
 
     def forward(self, idx: Tensor, labels: Tensor | None = None) -> CausalLMOutput:
-        return super().forward(idx, torch.arange(idx.shape[1], device=idx.device)[None])
+        return super().forward(idx)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -203,13 +210,29 @@ def test_code_that_takes_only_its_tokens(tmp_path: Path) -> None:
     _compare(OtherModel(OtherConfig(form="another_name")), tmp_path)
 
 
-def _compare(model: OwnModel, path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "model", [OwnModel(OwnConfig(form="tables")), OtherModel(OtherConfig(form="mask"))]
+)
+def test_it_is_certified(model: OwnModel, dtype: str, tmp_path: Path) -> None:
+    """transformers leaves uninitialized what the constructor computes."""
+    _save(model, tmp_path)
+    config = EngineConfig(model=str(tmp_path), dtype=dtype, device="cpu", opt_level=0, block_size=4)
+    with mock.patch.object(check, "cache_dir", return_value=tmp_path):
+        assert check.check_model(config).certified
+
+
+def _save(model: OwnModel, path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     for parameter in model.eval().parameters():
         parameter.data.normal_(0, 0.2, generator=generator)
     for layer in model.layers:
         layer.gain.uniform_(0.5, 2, generator=generator)
     model.save_pretrained(path)
+
+
+def _compare(model: OwnModel, path: Path) -> None:
+    _save(model, path)
     params = SamplingParams(max_tokens=5, temperature=0, logprobs=4)
     with LLM(
         str(path),
@@ -225,9 +248,8 @@ def _compare(model: OwnModel, path: Path) -> None:
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         [answer] = output.outputs
         ids = torch.tensor([[*prompt, *answer.token_ids]])
-        places = (torch.arange(ids.shape[1])[None],) if type(model) is OwnModel else ()
         with torch.no_grad():
-            logits = model(ids, *places).logits[0, len(prompt) - 1 :]
+            logits = model(ids).logits[0, len(prompt) - 1 :]
         assert answer.logprobs is not None
         for want, found in zip(logits.log_softmax(-1), answer.logprobs, strict=False):
             for token, one in found.items():
