@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmc.engine.plan import RowWork, StepPlan
+from llmc.kernels.cache_dtype import FP8, row_scales, to_int8, zero_blocks
 from llmc.kernels.prepare_step import prepare_step
 from llmc.kernels.registry import OPS, Case
 from llmc.runner.delta import encode, work_of
@@ -151,14 +152,15 @@ def decode_work(
 ) -> Work:
     """A decode step over requests with these `contexts`, with torch's SDPA if all are equal.
 
-    `cache`: an 8-bit dtype; None: the query's dtype.
+    `cache`: a narrower dtype; None: the query's dtype.
     """
     dtype = DTYPES[name]
     case = attention_case([(1, c) for c in contexts], heads, kv, dim, dtype, device)
-    if cache is not None:
-        scale = torch.ones(1, device=device)
-        query, *caches = case[:3]
-        case = (query, *(c.to(cache) for c in caches), *case[3:], scale, scale)
+    if cache == torch.int8:
+        case = (case[0], *(_in_int8(c) for c in case[1:3]), *case[3:])
+    elif cache is not None:
+        scale = torch.ones(1, device=device) if cache in FP8 else None
+        case = (case[0], *(c.to(cache) for c in case[1:3]), *case[3:], scale, scale)
     cache = cache or dtype
     count, longest = len(contexts), max(contexts)
     peers = {}
@@ -172,9 +174,16 @@ def decode_work(
         + f", cache {str(cache)[6:]}" * (cache != dtype),
         run=fast("paged_attention", case),
         peers=peers,
-        num_bytes=2.0 * sum(contexts) * kv * dim * cache.itemsize,
+        num_bytes=2.0 * sum(contexts) * kv * (dim * cache.itemsize + 4 * (cache == torch.int8)),
         device=device,
     )
+
+
+def _in_int8(cache: Tensor) -> Tensor:
+    stored = zero_blocks(*cache.shape, torch.int8).to(cache.device)
+    codes, scales = to_int8(cache)
+    stored[:, :, : cache.shape[2]], row_scales(stored)[:] = codes, scales
+    return stored
 
 
 def prefill_work(

@@ -90,7 +90,11 @@ def cpu_work() -> Iterator[Maker]:
                 yield partial(prefill_work, name, tokens, 16, 8, dim)
         for rows in (1, 512):
             yield partial(row_work, name, rows, 1024)
-    yield partial(decode_work, "bf16", [4096] * 8, 16, 8, 128, cache=torch.float8_e4m3fn)
+    for cache in (torch.float8_e4m3fn, torch.int8):
+        yield partial(decode_work, "bf16", [4096] * 8, 16, 8, 128, cache=cache)
+    for cache in (None, torch.float16, torch.int8):
+        yield partial(decode_work, "fp32", [4096] * 8, 9, 3, 64, cache=cache)
+        yield partial(decode_work, "fp32", [4096] * 8, 32, 8, 128, cache=cache)
     for rows in (1, 8):
         for format in FORMATS:
             yield partial(low_bit_work, format, rows, 4096, 4096)
@@ -110,6 +114,8 @@ def gpu_work(device: torch.device, *, flex: bool = False) -> Iterator[Maker]:
     """The work on a GPU; ops with a target come first. `flex`: as in `prefill_work`."""
     yield partial(decode_work, "bf16", UNIFORM, 32, 8, 128, device)
     yield partial(decode_work, "bf16", SKEWED, 32, 8, 128, device, SKEWED_LABEL)
+    for cache in (torch.float8_e4m3fn, torch.int8):
+        yield partial(decode_work, "bf16", UNIFORM, 32, 8, 128, device, cache=cache)
     for tokens in (2048, 8192):
         yield partial(prefill_work, "bf16", tokens, 32, 8, 128, device, flex=flex)
     for kind in ("top_k+top_p", "greedy", "plain", "top_k", "top_p"):
