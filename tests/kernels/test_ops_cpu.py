@@ -108,7 +108,7 @@ def _expanded(case: tuple[Any, ...], r: int) -> Tensor:
     query, weight, cache, starts, contexts, table, scale = case[:7]
     ops, heads, rank = torch.ops.llmc_cpu, query.shape[1], weight.shape[1]
     split, length = query.shape[2] - cache.shape[3] + rank, int(contexts[r])
-    cached = cached_rows(cache, None, table[r], 0, length)[:, 0]
+    cached = cached_rows(cache, None, table[r], 0, length, keys=True)[:, 0]
     made = ops.linear(cached[:, :rank].contiguous(), weight, None).unflatten(1, (heads, -1))
     shared = cached[:, None, rank:].expand(-1, heads, -1)
     key, value = torch.cat((made[..., :split], shared), -1), made[..., split:]
