@@ -84,9 +84,6 @@ bool are_whole(const AttentionArgs& a) {
 }
 #endif
 
-LLMC_INLINE vf as_floats(vf sum) { return sum; }
-LLMC_INLINE vf as_floats(vi sum) { return convert<vf>(sum); }
-
 // scores[g][key] for the keys of a tile; rows past the end repeat the last.
 template <class Rows, int G>
 void tile_scores(const typename Rows::Element* const* keys,
@@ -109,24 +106,20 @@ void tile_scores(const typename Rows::Element* const* keys,
       for (int j = 0; j < kKeys; ++j)
 #pragma GCC unroll 8
         for (int g = 0; g < G; ++g)
-          acc[j * G + g] = Rows::dot(acc[j * G + g], row[j] + d, query + g * padded + d, tables);
+          acc[g * kKeys + j] =
+              Rows::dot(acc[g * kKeys + j], row[j] + d, query + g * padded + d, tables);
     if (d < dim)
 #pragma GCC unroll 16
       for (int j = 0; j < kKeys; ++j)
 #pragma GCC unroll 8
         for (int g = 0; g < G; ++g) {
-          auto& sum = acc[j * G + g];
+          auto& sum = acc[g * kKeys + j];
           sum = Rows::dot_rest(sum, row[j] + d, query + g * padded + d, dim - d);
         }
-    vf wide[kSums];
     float sums[kSums];
-#pragma GCC unroll 16
-    for (int i = 0; i < kSums; ++i) wide[i] = as_floats(acc[i]);
-    sum_each(wide, sums);
-#pragma GCC unroll 16
-    for (int j = 0; j < kKeys; ++j)
+    sum_each(acc, sums);
 #pragma GCC unroll 8
-      for (int g = 0; g < G; ++g) scores[g][k + j] = sums[j * G + g];
+    for (int g = 0; g < G; ++g) std::memcpy(scores[g] + k, sums + g * kKeys, kKeys * sizeof(float));
   }
 }
 

@@ -43,8 +43,9 @@ struct IntegerRows {
   static constexpr int64_t kStep = 2 * kNative;
   static constexpr int kWide = kNative == 16 ? 4 : 2;  // vectors of sums
   static Tables tables(Dtype) { return 0; }
+  static constexpr int64_t kMostDim = 512;  // so many products of 2^15 and 127 fit in 32 bits
   static bool are_whole(const AttentionArgs& a) {
-    return a.head_dim % kStep == 0 && a.v_dim % kStep == 0;
+    return a.head_dim % kStep == 0 && a.head_dim <= kMostDim && a.v_dim % kStep == 0;
   }
 
   LLMC_INLINE vi dot(vi acc, const int8_t* key, const int16_t* query, Tables) {
