@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmc.engine.plan import RowWork, StepPlan
-from llmc.kernels.cache_dtype import FP8, row_scales, to_int8, zero_blocks
+from llmc.kernels.cache_dtype import FP8, to_int8_blocks
 from llmc.kernels.prepare_step import prepare_step
 from llmc.kernels.registry import OPS, Case
 from llmc.runner.delta import encode, work_of
@@ -157,7 +157,9 @@ def decode_work(
     dtype = DTYPES[name]
     case = attention_case([(1, c) for c in contexts], heads, kv, dim, dtype, device)
     if cache == torch.int8:
-        case = (case[0], *(_in_int8(c) for c in case[1:3]), *case[3:])
+        key_cache, value_cache = case[1:3]
+        stored = to_int8_blocks(key_cache, keys=True), to_int8_blocks(value_cache, keys=False)
+        case = (case[0], *stored, *case[3:])
     elif cache is not None:
         scale = torch.ones(1, device=device) if cache in FP8 else None
         case = (case[0], *(c.to(cache) for c in case[1:3]), *case[3:], scale, scale)
@@ -177,13 +179,6 @@ def decode_work(
         num_bytes=2.0 * sum(contexts) * kv * (dim * cache.itemsize + 4 * (cache == torch.int8)),
         device=device,
     )
-
-
-def _in_int8(cache: Tensor) -> Tensor:
-    stored = zero_blocks(*cache.shape, torch.int8).to(cache.device)
-    codes, scales = to_int8(cache)
-    stored[:, :, : cache.shape[2]], row_scales(stored)[:] = codes, scales
-    return stored
 
 
 def prefill_work(

@@ -131,6 +131,14 @@ def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, torch.where(largest <= LEAST, 0.0, largest) / 127
 
 
+def to_int8_blocks(x: Tensor, *, keys: bool) -> Tensor:
+    """An int8 cache of x [num_blocks, Hkv, block_size, D], `keys` or values."""
+    cache = zero_blocks(*x.shape, dtype=torch.int8).to(x.device)
+    codes, scales = to_int8(rotate(x) if keys else x)
+    cache[:, :, : x.shape[2]], row_scales(cache)[:] = codes, scales
+    return cache
+
+
 def indexable(cache: Tensor) -> Tensor:
     """The same memory in a dtype that torch can gather and scatter."""
     return cache.view(torch.uint8) if cache.dtype in FP8 else cache

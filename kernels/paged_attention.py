@@ -13,11 +13,8 @@ from llmc.kernels.cache_dtype import (
     block_tokens,
     cache_dtypes,
     read_blocks,
-    rotate,
-    row_scales,
     to_cache,
-    to_int8,
-    zero_blocks,
+    to_int8_blocks,
 )
 from llmc.kernels.registry import Case, op
 
@@ -167,11 +164,7 @@ def make_case(
         whole = torch.full((num_blocks, kv_heads, block_size, width), float("nan"))
         whole[owned] = torch.randn(len(owned), kv_heads, block_size, width, generator=gen)
         if cached == torch.int8:
-            cache = zero_blocks(num_blocks, kv_heads, block_size, width, cached)
-            cache[:, :, :block_size], row_scales(cache)[:] = to_int8(
-                rotate(whole) if keys else whole
-            )
-            return cache.to(device)
+            return to_int8_blocks(whole, keys=keys).to(device)
         stored = to_cache(whole.transpose(1, 2), cached, scale)
         return stored.transpose(1, 2).contiguous().to(device)
 

@@ -30,8 +30,10 @@ struct PlainRows {
   }
   template <class Input>
   static float pack_query(const Input* query, int64_t dim, float* to) {
-    for (int64_t i = 0; i < dim; ++i) to[i] = to_float(query[i]);
-    if (std::is_same_v<T, int8_t>) rotate_row(to, dim);  // as the keys are
+    if constexpr (std::is_same_v<T, int8_t>)
+      rotate_row(query, dim, to);  // as the keys are
+    else
+      for (int64_t i = 0; i < dim; ++i) to[i] = to_float(query[i]);
     return 1;
   }
   template <int G>

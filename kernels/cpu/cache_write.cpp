@@ -4,7 +4,6 @@
 #include "kernels.h"
 #include "parallel.h"
 
-#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -30,25 +29,15 @@ LLMC_INLINE Slot<E> slot_of(void* cache, const int64_t stride[3], int64_t block_
 template <class Input>
 float quantize_row(const Input* row, int64_t n, int8_t* to) {
   constexpr float kLeast = 1e-30f;
-  int32_t bits = 0;  // of the largest magnitude; those of NaN are above all others
-  int64_t i = 0;
-  v16i magnitudes = {};
-  auto magnitude = [](v16f x) { return (v16i)((v16u)x & 0x7fffffffu); };
-  auto take = [&](v16f x) {
-    const v16i m = magnitude(x), more = m > magnitudes;
-    magnitudes = (m & more) | (magnitudes & ~more);
-  };
-  for (; i + kLanes <= n; i += kLanes) take(load(row + i));
-  if (i < n) take(load_n(row + i, n - i));
-  for (int lane = 0; lane < kLanes; ++lane) bits = std::max<int32_t>(bits, magnitudes[lane]);
-  const float largest = std::bit_cast<float>(bits);
+  const float largest = largest_magnitude(row, n);
   if (largest <= kLeast || !(largest < kInf)) {
     std::memset(to, 0, n);
     return largest <= kLeast ? 0.0f : largest / 127;
   }
   const float inverse = 127 / largest;
   auto codes = [&](v16f x) { return (v16u)convert<v16i>(round_lanes(x * inverse)); };
-  for (i = 0; i + kLanes <= n; i += kLanes) narrow_to<uint8_t>(to + i, codes(load(row + i)));
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) narrow_to<uint8_t>(to + i, codes(load(row + i)));
   if (i < n) {
     uint8_t rest[kLanes];
     narrow_to<uint8_t>(rest, codes(load_n(row + i, n - i)));

@@ -19,10 +19,9 @@ LLMC_INLINE v16i round_to_int(const Pair<float, Half>& x) {
   return {round_to_int(x.lo), round_to_int(x.hi)};
 }
 
-// Reductions over lanes.
+// The sum of the lanes.
 #ifdef LLMC_AVX512
 LLMC_INLINE int32_t sum_ints(vi x) { return _mm512_reduce_add_epi32((__m512i)x); }
-LLMC_INLINE int32_t max_ints(vi x) { return _mm512_reduce_max_epi32((__m512i)x); }
 #else
 LLMC_INLINE int32_t sum_ints(vi x) {
   const __m256i all = (__m256i)x;
@@ -30,25 +29,10 @@ LLMC_INLINE int32_t sum_ints(vi x) {
   part = _mm_add_epi32(part, _mm_shuffle_epi32(part, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(part, _mm_shuffle_epi32(part, 0xb1)));
 }
-LLMC_INLINE int32_t max_ints(vi x) {
-  const __m256i all = (__m256i)x;
-  __m128i part = _mm_max_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-  part = _mm_max_epi32(part, _mm_shuffle_epi32(part, 0x4e));
-  return _mm_cvtsi128_si32(_mm_max_epi32(part, _mm_shuffle_epi32(part, 0xb1)));
-}
 #endif
-LLMC_INLINE vi larger(vi a, vi b) { return a > b ? a : b; }
 template <class Half>
 LLMC_INLINE int32_t sum_ints(const Pair<int32_t, Half>& x) {
   return sum_ints(x.lo + x.hi);
-}
-template <class Half>
-LLMC_INLINE int32_t max_ints(const Pair<int32_t, Half>& x) {
-  return max_ints(larger(x.lo, x.hi));
-}
-template <class Half>
-LLMC_INLINE Pair<int32_t, Half> larger(const Pair<int32_t, Half>& a, const Pair<int32_t, Half>& b) {
-  return {larger(a.lo, b.lo), larger(a.hi, b.hi)};
 }
 
 #ifdef LLMC_AVX512

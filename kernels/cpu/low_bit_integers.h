@@ -20,10 +20,7 @@ struct FixedPoint {
   Packed packed;
 
   FixedPoint(const float* x, int64_t count) {
-    v16i magnitudes = {};  // as integers, which have the order of the floats
-    for (int64_t k = 0; k < count; k += kLanes)
-      magnitudes = larger(magnitudes, (v16i)((v16u)load(x + k) & 0x7fffffffu));
-    const float largest = std::bit_cast<float>(max_ints(magnitudes));
+    const float largest = largest_magnitude(x, count);
     if (!(largest <= std::numeric_limits<float>::max())) {  // which the result must show
       constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
       packed = {kNan, kNan};

@@ -253,15 +253,7 @@ void add_typed(const AddArgs& a) {
 // Rounds a group as e4m3 codes times its largest magnitude over 448; to NaN if that is not finite.
 template <class T>
 void round_group(const T* x, int64_t n, const Fp8Format& format, const Fp8Table& table, T* out) {
-  v16u most = {};  // bits of magnitudes, which order as these do and puts NaN above infinity
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const v16u bits = (v16u)load(x + i) & 0x7fffffffu;
-    most = (bits & (v16u)(bits > most)) | (most & ~(v16u)(bits > most));
-  }
-  uint32_t bits = 0;
-  for (int lane = 0; lane < kLanes; ++lane) bits = most[lane] > bits ? most[lane] : bits;
-  float largest;
-  std::memcpy(&largest, &bits, sizeof largest);
+  const float largest = largest_magnitude(x, n);
   const float scale = largest <= std::numeric_limits<float>::max()
                           ? largest / format.largest
                           : std::numeric_limits<float>::quiet_NaN();

@@ -15,10 +15,7 @@ namespace llmc {
 
 // to[0, n) = x / scale as integers of 16 bits; returns the scale. n is a multiple of 16.
 inline float round_to_words(const float* x, int64_t n, int16_t* to) {
-  v16i magnitudes = {};  // as integers, which have the order of the floats
-  for (int64_t i = 0; i < n; i += kLanes)
-    magnitudes = larger(magnitudes, (v16i)((v16u)load(x + i) & 0x7fffffffu));
-  const float largest = std::bit_cast<float>(max_ints(magnitudes));
+  const float largest = largest_magnitude(x, n);
   const bool is_finite = largest < kInf, is_zero = largest <= 1e-30f;
   const float inverse = is_finite && !is_zero ? 32767 / largest : 0.0f;
   for (int64_t i = 0; i < n; i += kLanes)

@@ -261,6 +261,43 @@ LLMC_INLINE float max_lanes(V x) {
   }
 }
 
+LLMC_INLINE vi larger(vi a, vi b) { return a > b ? a : b; }
+template <class Half>
+LLMC_INLINE Pair<int32_t, Half> larger(const Pair<int32_t, Half>& a, const Pair<int32_t, Half>& b) {
+  return {larger(a.lo, b.lo), larger(a.hi, b.hi)};
+}
+
+template <class V>  // vi or v16i
+LLMC_INLINE int32_t max_ints(V x) {
+  if constexpr (kIsPair<V>) {
+    return max_ints(larger(x.lo, x.hi));
+  } else {
+#if defined(LLMC_AVX512)
+    return _mm512_reduce_max_epi32((__m512i)x);
+#elif defined(__AVX2__)
+    const __m256i all = (__m256i)x;
+    __m128i part = _mm_max_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    part = _mm_max_epi32(part, _mm_shuffle_epi32(part, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(part, _mm_shuffle_epi32(part, 0xb1)));
+#else
+    int32_t m = x[0];
+    for (int i = 1; i < kNative; ++i) m = m > x[i] ? m : x[i];
+    return m;
+#endif
+  }
+}
+
+// The largest of n magnitudes: NaN if any is NaN, for as integers they have the order of the floats
+// with NaN above infinity.
+template <class T>
+LLMC_INLINE float largest_magnitude(const T* x, int64_t n) {
+  v16i most = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) most = larger(most, (v16i)((v16u)load(x + i) & 0x7fffffffu));
+  if (i < n) most = larger(most, (v16i)((v16u)load_n(x + i, n - i) & 0x7fffffffu));
+  return std::bit_cast<float>(max_ints(most));
+}
+
 LLMC_INLINE v16f round_lanes(v16f x) {  // to the nearest integer; |x| below 2^22
 #ifdef LLMC_AVX512
   return (v16f)_mm512_roundscale_ps((__m512)x, 0);

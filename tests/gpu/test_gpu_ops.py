@@ -74,15 +74,15 @@ def test_op_equals_its_reference_dry_run(name: str, dtype: torch.dtype, index: i
         got = op_cases.outputs(impl.op()(*got_case))
     want += [x for x in want_case if isinstance(x, Tensor)]
     got += [x for x in got_case if isinstance(x, Tensor)]
-    limit = TOLERANCE[dtype]
-    if DRY_RUN and any(op_cases.is_int8_cache(x) for x in want):
-        limit = max(limit, op_cases.tolerance_of(want, dtype)["atol"])  # it rounds queries
+    limit = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    if DRY_RUN:
+        limit = op_cases.with_int8_caches(limit, want)
     for expected, actual in zip(want, got, strict=True):
         assert actual.device.type == DEVICE.type
         if op_cases.is_narrowed(expected, dtype):
             op_cases.assert_same_codes(actual, expected)
         else:
-            torch.testing.assert_close(actual, expected, rtol=limit, atol=limit, equal_nan=True)
+            torch.testing.assert_close(actual, expected, equal_nan=True, **limit)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -162,9 +162,7 @@ ATTENTION_TOLERANCE = {  # a bf16 weight and a bf16 output each round once
 def assert_attention(case: tuple[Any, ...]) -> None:
     got = torch.ops.llmc_cpu.paged_attention(*case)
     want = paged_attention.reference(*case)
-    limit = ATTENTION_TOLERANCE[case[0].dtype]
-    if case[1].dtype == torch.int8:  # queries and weights are rounded to 16 bits
-        limit = {name: max(number, 1e-4) for name, number in limit.items()}
+    limit = op_cases.with_int8_caches(ATTENTION_TOLERANCE[case[0].dtype], case)
     torch.testing.assert_close(got, want, **limit)
 
 

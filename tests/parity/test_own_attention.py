@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
+from own_models import assert_served_logits
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from llmc import LLM, SamplingParams
 from llmc.compiler.traceable import _attention
 
 HEADS, DIM, WIDTH, VOCAB = 4, 8, 32, 64
-PROMPTS = ([3, 9, 4, 33, 12, 7, 3], [5], [3, 3, 8, 60, 1, 22, 14, 2, 9])
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -109,24 +108,4 @@ def test_logits_are_those_of_the_models_code(form: str, tmp_path: Path) -> None:
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(tmp_path)
-    params = SamplingParams(max_tokens=5, temperature=0, logprobs=4)
-    with LLM(
-        str(tmp_path),
-        dtype="float32",
-        device="cpu",
-        opt_level=0,
-        kv_cache_memory=16 << 20,
-        max_num_batched_tokens=8,
-        block_size=4,
-    ) as llm:
-        prompts: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        [answer] = output.outputs
-        ids = torch.tensor([[*prompt, *answer.token_ids]])
-        with torch.no_grad():
-            logits = model(ids, torch.arange(ids.shape[1])[None]).logits[0, len(prompt) - 1 :]
-        assert answer.logprobs is not None
-        for want, found in zip(logits.log_softmax(-1), answer.logprobs, strict=False):
-            for token, one in found.items():
-                assert one.logprob == pytest.approx(float(want[token]), abs=1e-4)
+    assert_served_logits(tmp_path, lambda ids: model(ids, torch.arange(ids.shape[1])[None]).logits)

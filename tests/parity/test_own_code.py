@@ -13,16 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
+from own_models import assert_served_logits
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as by_another_name
 from transformers.modeling_outputs import CausalLMOutput
 
-from llmc import LLM, SamplingParams
 from llmc.check import check
 from llmc.config import EngineConfig
 
 HEADS, DIM, WIDTH, VOCAB, CONTEXT = 4, 8, 32, 64, 64
-PROMPTS = ([3, 9, 4, 33, 12, 7, 3], [5], [3, 3, 8, 60, 1, 22, 14, 2, 9])
 LOG, THEIR_LOG = logging.getLogger(__name__), tf.logging.get_logger("transformers")
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -233,24 +232,4 @@ def _save(model: OwnModel, path: Path) -> None:
 
 def _compare(model: OwnModel, path: Path) -> None:
     _save(model, path)
-    params = SamplingParams(max_tokens=5, temperature=0, logprobs=4)
-    with LLM(
-        str(path),
-        dtype="float32",
-        device="cpu",
-        opt_level=0,
-        kv_cache_memory=16 << 20,
-        max_num_batched_tokens=8,
-        block_size=4,
-    ) as llm:
-        prompts: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        [answer] = output.outputs
-        ids = torch.tensor([[*prompt, *answer.token_ids]])
-        with torch.no_grad():
-            logits = model(ids).logits[0, len(prompt) - 1 :]
-        assert answer.logprobs is not None
-        for want, found in zip(logits.log_softmax(-1), answer.logprobs, strict=False):
-            for token, one in found.items():
-                assert one.logprob == pytest.approx(float(want[token]), abs=1e-4)
+    assert_served_logits(path, lambda ids: model(ids).logits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -167,17 +167,16 @@ def assert_same_effect(reference: Any, implementation: Any, case: Case, dtype: t
     assert_same(effect(implementation, case), effect(reference, case), dtype)
 
 
-def tolerance_of(tensors: list[Tensor], dtype: torch.dtype) -> dict[str, float]:
-    """That of dtype, or of attention to an int8 cache, whose kernels round queries and weights to
-    16 bits."""
-    limit = TOLERANCE[dtype]
-    if not any(is_int8_cache(x) for x in tensors):
+def with_int8_caches(limit: dict[str, float], tensors: Iterable[Any]) -> dict[str, float]:
+    """The limit, or that of attention to an int8 cache, if one is among the tensors: the CPU's
+    kernels round queries and weights to 16 bits."""
+    if not any(isinstance(x, Tensor) and is_int8_cache(x) for x in tensors):
         return limit
     return {name: max(number, 1e-4) for name, number in limit.items()}
 
 
 def assert_same(actual: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> None:
-    limit = tolerance_of(expected, dtype)
+    limit = with_int8_caches(TOLERANCE[dtype], expected)
     for want, got in zip(expected, actual, strict=True):
         if is_narrowed(want, dtype):
             assert_same_codes(got, want)
