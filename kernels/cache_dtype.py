@@ -133,9 +133,10 @@ def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def to_int8_blocks(x: Tensor, *, keys: bool) -> Tensor:
     """An int8 cache of x [num_blocks, Hkv, block_size, D], `keys` or values."""
-    cache = zero_blocks(*x.shape, dtype=torch.int8).to(x.device)
+    num_blocks, heads, block_size, dim = x.shape
+    cache = zero_blocks(num_blocks, heads, block_size, dim, torch.int8).to(x.device)
     codes, scales = to_int8(rotate(x) if keys else x)
-    cache[:, :, : x.shape[2]], row_scales(cache)[:] = codes, scales
+    cache[:, :, :block_size], row_scales(cache)[:] = codes, scales
     return cache
 
 
