@@ -364,7 +364,7 @@ def process_work(rows: int, vocab: int, device: torch.device = CPU) -> Work:
 
     case = (
         logits, ids, ids.int() + 100, ints(rows, 256), ids.int(), one, zero, zero,
-        ints(rows, 4) - 1, torch.zeros(rows, 4, device=device), ints(rows, 4),
+        ints(rows), ints(rows, 4) - 1, torch.zeros(rows, 4, device=device), ints(rows, 4),
         ints(rows), ints(rows, (vocab + 31) // 32),
     )  # fmt: skip
     return Work(

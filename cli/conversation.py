@@ -27,6 +27,7 @@ SETTINGS: Mapping[str, type] = {
     "presence_penalty": float,
     "frequency_penalty": float,
     "repetition_penalty": float,
+    "repeat_last_n": int,
 }
 
 

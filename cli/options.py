@@ -192,7 +192,7 @@ ENGINE_OPTIONS = (
         read=object_parser("--override-generation-config", '{"temperature": 0.7}'),
         help="Sampling parameters of requests that do not set them, in place of the model's own: "
         "temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, "
-        "frequency_penalty.",
+        "frequency_penalty, repeat_last_n.",
     ),
     EngineOption(
         field="hf_overrides",

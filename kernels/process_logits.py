@@ -28,6 +28,7 @@ def process_logits(
     repetition: Tensor,
     presence: Tensor,
     frequency: Tensor,
+    repeat_last_n: Tensor,
     bias_token: Tensor,
     bias_value: Tensor,
     bias_until: Tensor,
@@ -41,8 +42,9 @@ def process_logits(
 
     repetition [N] (1: off): logits of tokens in the prompt or output are divided by it if positive,
     multiplied if negative. presence, frequency [N] (0: off): subtracted once, and times the count,
-    for tokens in the output. Then bias_value [N, B] is added at bias_token [N, B] int32
-    (-1: unused) while the output has fewer than bias_until [N, B] int32 tokens.
+    for tokens in the output. All three look at the last repeat_last_n [N] int32 tokens (0: all).
+    Then bias_value [N, B] is added at bias_token [N, B] int32 (-1: unused) while the output has
+    fewer than bias_until [N, B] int32 tokens.
     Finally, if has_mask [N] int32 is not 0, tokens whose bit in mask [N, ceil(V / 32)] int32 is 0
     become -inf. Token v has bit v % 32 of word v // 32. Tokens >= V in the tables are ignored.
     """
@@ -50,9 +52,10 @@ def process_logits(
     vocab = out.shape[-1]
     for s, (r, count) in enumerate(zip(row.tolist(), length.tolist(), strict=True)):
         start = int(prompt_len[r])
-        tokens = history[r, :count].long()
+        begin = max(0, count - int(repeat_last_n[r])) if int(repeat_last_n[r]) > 0 else 0
+        tokens = history[r, begin:count].long()
         tokens = tokens[(tokens >= 0) & (tokens < vocab)]
-        output = history[r, start:count].long()
+        output = history[r, max(start, begin) : count].long()
         output = output[(output >= 0) & (output < vocab)]
         if float(repetition[r]) != 1:
             seen = tokens.unique()
@@ -91,6 +94,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             torch.tensor([1.0, 1.3, 0.8])[pick % 3].to(device),
             torch.tensor([0.0, 0.5])[pick % 2].to(device),
             torch.tensor([0.3, 0.0, -0.4])[pick % 3].to(device),
+            torch.tensor([0, 1, 17, 1000], dtype=torch.int32)[pick % 4].to(device),
             bias_token.int().to(device),
             torch.randn(rows, 4, generator=gen).to(device),
             until.expand(rows, 4).int().contiguous().to(device),

@@ -27,6 +27,7 @@ def sample_rows(
     repetition: Tensor,
     presence: Tensor,
     frequency: Tensor,
+    repeat_last_n: Tensor,
     bias_token: Tensor,
     bias_value: Tensor,
     bias_until: Tensor,
@@ -46,7 +47,7 @@ def sample_rows(
     The arguments are those of the three ops. The parameters of `sample` are tables [N] too, of
     which each logits row has the entries at row [S]; its position is length + ahead.
     """
-    tables = (history, prompt_len, repetition, presence, frequency)
+    tables = (history, prompt_len, repetition, presence, frequency, repeat_last_n)
     biases = (bias_token, bias_value, bias_until)
     processed = process_logits.reference(logits, row, length, *tables, *biases, has_mask, mask)
     ban_words.reference(processed, row, length, history, prompt_len, words, places)

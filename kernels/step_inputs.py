@@ -158,6 +158,9 @@ ROW_TABLES: Mapping[str, StepTensor] = {
     "repetition_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, description="1: off", neutral=1),
     "presence_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, description="0: off"),
     "frequency_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, description="0: off"),
+    "repeat_last_n": StepTensor(
+        dims=("rows",), dtype=_INT, description="latest tokens that penalties look at; 0: all"
+    ),
     "bias_token": StepTensor(
         dims=("rows", "biases"),
         dtype=_INT,

@@ -55,6 +55,7 @@ def append_sampler(gm: fx.GraphModule, *, is_head: bool = False) -> Notes:
             repetition=table("repetition_penalty"),
             presence=table("presence_penalty"),
             frequency=table("frequency_penalty"),
+            repeat_last_n=table("repeat_last_n"),
             bias_token=table("bias_token"),
             bias_value=table("bias_value"),
             bias_until=table("bias_until"),

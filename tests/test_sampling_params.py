@@ -67,6 +67,11 @@ RANGES = {
         high=10.0,
         outside=(0.0, 10.1),
     ),
+    "repeat_last_n": Range(
+        low=-1,
+        high=2**31 - 1,
+        outside=(-2, 0, 2**31, 1.0),
+    ),
     "logit_bias": Range(
         low={0: -100.0},
         high={7: 100.0},

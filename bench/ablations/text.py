@@ -104,6 +104,7 @@ def _tables(rows: int, vocab: int, length: int) -> dict[str, Any]:
             torch.tensor([1.0, 1.2])[pick % 2],
             torch.tensor([0.0, 0.4, 0.0])[pick % 3],
             torch.tensor([0.0, 0.0, 0.2])[pick % 3],
+            torch.tensor([0, 64], dtype=torch.int32)[pick % 2],
             torch.randint(0, vocab, (rows, BIASES), dtype=torch.int32),
             torch.randn(rows, BIASES),
             torch.full((rows, BIASES), 2**31 - 1, dtype=torch.int32),

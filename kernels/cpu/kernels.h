@@ -182,6 +182,7 @@ struct ProcessArgs {
   const int32_t *length, *history, *prompt_len;
   int64_t history_stride, history_width;
   const float *repetition, *presence, *frequency;
+  const int32_t* repeat_last_n;  // the last tokens that these look at; 0: all
   const int32_t *bias_token, *bias_until;
   const float* bias_value;
   int64_t bias_stride[3], bias_width;  // strides of token, value, until

@@ -23,24 +23,25 @@ struct Penalties {
   float repetition, presence, frequency;
 };
 
-// `count` is zero for every token on entry and on return.
-void penalize(float* out, int64_t vocab, const int32_t* tokens, int64_t prompt, int64_t length,
-              Penalties p, std::vector<int32_t>& count) {
+// Of the tokens in [begin, length). `count` is zero for every token on entry and on return.
+void penalize(float* out, int64_t vocab, const int32_t* tokens, int64_t begin, int64_t prompt,
+              int64_t length, Penalties p, std::vector<int32_t>& count) {
   if (int64_t(count.size()) < vocab) count.resize(vocab);
   auto valid = [&](int32_t t) { return t >= 0 && t < vocab; };
   if (p.repetition != 1) {
-    for (int64_t i = 0; i < length; ++i) {
+    for (int64_t i = begin; i < length; ++i) {
       const int32_t t = tokens[i];
       if (!valid(t) || count[t]++ != 0) continue;
       out[t] = out[t] > 0 ? out[t] / p.repetition : out[t] * p.repetition;
     }
-    for (int64_t i = 0; i < length; ++i)
+    for (int64_t i = begin; i < length; ++i)
       if (valid(tokens[i])) count[tokens[i]] = 0;
   }
   if (p.presence != 0 || p.frequency != 0) {
-    for (int64_t i = prompt; i < length; ++i)
+    const int64_t first = std::max(begin, prompt);
+    for (int64_t i = first; i < length; ++i)
       if (valid(tokens[i])) ++count[tokens[i]];
-    for (int64_t i = prompt; i < length; ++i) {
+    for (int64_t i = first; i < length; ++i) {
       const int32_t t = tokens[i];
       if (!valid(t) || count[t] == 0) continue;
       out[t] -= p.presence + p.frequency * float(count[t]);
@@ -74,7 +75,8 @@ void process_row(const ProcessArgs& a, int64_t s, float* out) {
     copy_row(static_cast<const decltype(t)*>(a.logits) + s * a.logits_stride, out, a.vocab);
   });
   const int64_t r = a.row[s], length = a.length[s], prompt = a.prompt_len[r];
-  penalize(out, a.vocab, a.history + r * a.history_stride, prompt,
+  const int64_t last = a.repeat_last_n[r], begin = last > 0 ? std::max<int64_t>(0, length - last) : 0;
+  penalize(out, a.vocab, a.history + r * a.history_stride, begin, prompt,
            std::min(length, a.history_width),
            {a.repetition[r], a.presence[r], a.frequency[r]}, count);
   for (int64_t b = 0; b < a.bias_width; ++b) {

@@ -28,9 +28,9 @@ SampleArgs sample_args(const Tensor& logits, const Tensor& temperature, const Te
 // Without `out`.
 ProcessArgs process_args(const Tensor& logits, const Tensor& row, const Tensor& length,
                          const Tensor& history, const Tensor& prompt_len, const Tensor& repetition,
-                         const Tensor& presence, const Tensor& frequency, const Tensor& bias_token,
-                         const Tensor& bias_value, const Tensor& bias_until, const Tensor& has_mask,
-                         const Tensor& mask) {
+                         const Tensor& presence, const Tensor& frequency,
+                         const Tensor& repeat_last_n, const Tensor& bias_token,
+                         const Tensor& bias_value, const Tensor& bias_until, const Tensor& has_mask, const Tensor& mask) {
   check(logits, "logits", logits.scalar_type(), 2);
   check(history, "history", at::kInt, 2);
   check(bias_token, "bias_token", at::kInt, 2);
@@ -57,6 +57,7 @@ ProcessArgs process_args(const Tensor& logits, const Tensor& row, const Tensor& 
   a.repetition = dense<float>(repetition, "repetition", 1, rows);
   a.presence = dense<float>(presence, "presence", 1, rows);
   a.frequency = dense<float>(frequency, "frequency", 1, rows);
+  a.repeat_last_n = dense<int32_t>(repeat_last_n, "repeat_last_n", 1, rows);
   a.bias_token = bias_token.data_ptr<int32_t>();
   a.bias_until = bias_until.data_ptr<int32_t>();
   a.bias_value = bias_value.data_ptr<float>();
@@ -98,11 +99,12 @@ BanArgs ban_args(const Tensor& logits, const Tensor& row, const Tensor& length,
 
 Tensor process_logits(const Tensor& logits, const Tensor& row, const Tensor& length,
                       const Tensor& history, const Tensor& prompt_len, const Tensor& repetition,
-                      const Tensor& presence, const Tensor& frequency, const Tensor& bias_token,
-                      const Tensor& bias_value, const Tensor& bias_until, const Tensor& has_mask,
-                      const Tensor& mask) {
+                      const Tensor& presence, const Tensor& frequency, const Tensor& repeat_last_n,
+                      const Tensor& bias_token, const Tensor& bias_value, const Tensor& bias_until,
+                      const Tensor& has_mask, const Tensor& mask) {
   ProcessArgs a = process_args(logits, row, length, history, prompt_len, repetition, presence,
-                               frequency, bias_token, bias_value, bias_until, has_mask, mask);
+                               frequency, repeat_last_n, bias_token, bias_value, bias_until, has_mask,
+                               mask);
   Tensor out = at::empty(logits.sizes(), at::kFloat);
   a.out = out.data_ptr<float>();
   kernels->process_logits(a);
@@ -131,16 +133,16 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
 
 Tensor sample_rows(const Tensor& logits, const Tensor& row, const Tensor& length,
                    const Tensor& history, const Tensor& prompt_len, const Tensor& repetition,
-                   const Tensor& presence, const Tensor& frequency, const Tensor& bias_token,
-                   const Tensor& bias_value, const Tensor& bias_until, const Tensor& has_mask,
-                   const Tensor& mask, const Tensor& words, int64_t places,
+                   const Tensor& presence, const Tensor& frequency, const Tensor& repeat_last_n,
+                   const Tensor& bias_token, const Tensor& bias_value, const Tensor& bias_until,
+                   const Tensor& has_mask, const Tensor& mask, const Tensor& words, int64_t places,
                    const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
                    const Tensor& min_p, const Tensor& seed, int64_t ahead) {
   Tensor out = at::empty({logits.size(0)}, at::kLong);
   kernels->sample_rows(
       sample_args(logits, temperature, top_k, top_p, min_p, seed, history.size(0), out),
       process_args(logits, row, length, history, prompt_len, repetition, presence, frequency,
-                   bias_token, bias_value, bias_until, has_mask, mask),
+                   repeat_last_n, bias_token, bias_value, bias_until, has_mask, mask),
       ban_args(logits, row, length, history, prompt_len, words, places), ahead);
   return out;
 }

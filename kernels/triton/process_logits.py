@@ -25,13 +25,14 @@ def plan(
     repetition: Tensor,
     presence: Tensor,
     frequency: Tensor,
+    repeat_last_n: Tensor,
     bias_token: Tensor,
     bias_value: Tensor,
     bias_until: Tensor,
     has_mask: Tensor,
     mask: Tensor,
 ) -> Plan[Tensor]:
-    tables = (history, prompt_len, repetition, presence, frequency)
+    tables = (history, prompt_len, repetition, presence, frequency, repeat_last_n)
     biases = (bias_token, bias_value, bias_until)
     args = (*tables, *biases, has_mask, mask)
     out, launch = process_launch(logits, row, length, *args, words=None, places=1, stats={})
@@ -40,8 +41,8 @@ def plan(
 
 def process_launch(
     logits: Tensor, row: Tensor, length: Tensor, history: Tensor, prompt_len: Tensor,
-    repetition: Tensor, presence: Tensor, frequency: Tensor, bias_token: Tensor,
-    bias_value: Tensor, bias_until: Tensor, has_mask: Tensor, mask: Tensor,
+    repetition: Tensor, presence: Tensor, frequency: Tensor, repeat_last_n: Tensor,
+    bias_token: Tensor, bias_value: Tensor, bias_until: Tensor, has_mask: Tensor, mask: Tensor,
     *, words: Tensor | None, places: int, stats: Mapping[str, Tensor],
 ) -> tuple[Tensor, Launch]:  # fmt: skip
     """The processed logits, and the launch that fills them and `stats` (as of `chunk_stats`)."""
@@ -58,9 +59,9 @@ def process_launch(
             "counts": logits.new_empty(samples, vocab, dtype=torch.int32),
             "chunk_max": None, "chunk_arg": None, **stats, "rows": row, "lengths": length,
             "history": history, "prompt_len": prompt_len, "repetition": repetition,
-            "presence": presence, "frequency": frequency, "bias_token": bias_token,
-            "bias_value": bias_value, "bias_until": bias_until, "has_mask": has_mask,
-            "allowed": mask, "words": words, "logits_row": logits.stride(0),
+            "presence": presence, "frequency": frequency, "repeat_last_n": repeat_last_n,
+            "bias_token": bias_token, "bias_value": bias_value, "bias_until": bias_until,
+            "has_mask": has_mask, "allowed": mask, "words": words, "logits_row": logits.stride(0),
             "history_row": history.stride(0), "bias_row": bias_token.stride(0),
             "mask_row": mask.stride(0), "vocab": vocab, "chunks": cdiv(vocab, block),
         },

@@ -26,11 +26,11 @@ def needs_counts(repetition, presence, frequency, r):
 
 
 @triton.jit
-def count_tokens(counts, history, length, prompt, first, end, HISTORY: tl.constexpr):
-    """Count the tokens in [first, end); counts and history are those of the row."""
-    for begin in tl.range(0, length, HISTORY):
+def count_tokens(counts, history, start, length, prompt, first, end, HISTORY: tl.constexpr):
+    """Count the tokens in [first, end) from place `start` on; counts and history are the row's."""
+    for begin in tl.range(start // HISTORY * HISTORY, length, HISTORY):
         place = begin + tl.arange(0, HISTORY)
-        token = tl.load(history + place, mask=place < length, other=-1)
+        token = tl.load(history + place, mask=(place >= start) & (place < length), other=-1)
         here = (token >= first) & (token < end)
         output = place >= prompt
         tl.atomic_add(counts + token, 2, mask=here & output, sem="relaxed")
@@ -57,8 +57,8 @@ def banned_words(words, history, prompt, length, WORDS: tl.constexpr, PLACES: tl
 @triton.jit
 def process_kernel(
     logits, out, counts, chunk_max, chunk_arg, rows, lengths, history, prompt_len,
-    repetition, presence, frequency, bias_token, bias_value, bias_until, has_mask, allowed, words,
-    logits_row, history_row, bias_row, mask_row, vocab, chunks,
+    repetition, presence, frequency, repeat_last_n, bias_token, bias_value, bias_until, has_mask,
+    allowed, words, logits_row, history_row, bias_row, mask_row, vocab, chunks,
     BLOCK: tl.constexpr, HISTORY: tl.constexpr, BIASES: tl.constexpr, BIASES_PAD: tl.constexpr,
     WORDS: tl.constexpr, PLACES: tl.constexpr, WORDS_PAD: tl.constexpr, STATS: tl.constexpr,
     PDL: tl.constexpr,
@@ -78,7 +78,9 @@ def process_kernel(
         counts += s * vocab
         tl.store(counts + v, tl.zeros([BLOCK], tl.int32), mask=inside)
         barrier()
-        count_tokens(counts, history, length, prompt, first, end, HISTORY)
+        last = tl.load(repeat_last_n + r)
+        start = tl.where(last > 0, tl.maximum(length - last, 0), 0)
+        count_tokens(counts, history, start, length, prompt, first, end, HISTORY)
         barrier()
         count = tl.load(counts + v, mask=inside, other=0, cache_modifier=".cg")
         factor = tl.full([BLOCK], 1.0, tl.float32) * tl.load(repetition + r)

@@ -13,17 +13,17 @@ from llmc.kernels.triton.sample import chunk_stats, draw_launch, logits_block
 
 def plan(
     logits: Tensor, row: Tensor, length: Tensor, history: Tensor, prompt_len: Tensor,
-    repetition: Tensor, presence: Tensor, frequency: Tensor, bias_token: Tensor,
-    bias_value: Tensor, bias_until: Tensor, has_mask: Tensor, mask: Tensor, words: Tensor,
-    places: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor,
-    ahead: int,
+    repetition: Tensor, presence: Tensor, frequency: Tensor, repeat_last_n: Tensor,
+    bias_token: Tensor, bias_value: Tensor, bias_until: Tensor, has_mask: Tensor, mask: Tensor,
+    words: Tensor, places: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+    seed: Tensor, ahead: int,
 ) -> Plan[Tensor]:  # fmt: skip
     vocab = logits.shape[1]
     chunks = cdiv(vocab, logits_block(vocab))
     stats = chunk_stats(logits, chunks)
     processed, process = process_launch(
-        logits, row, length, history, prompt_len, repetition, presence, frequency, bias_token,
-        bias_value, bias_until, has_mask, mask, words=words, places=places, stats=stats,
+        logits, row, length, history, prompt_len, repetition, presence, frequency, repeat_last_n,
+        bias_token, bias_value, bias_until, has_mask, mask, words=words, places=places, stats=stats,
     )  # fmt: skip
     shared = {
         "logits": processed, **stats, "logits_row": processed.stride(0), "vocab": vocab,

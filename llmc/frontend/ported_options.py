@@ -102,6 +102,7 @@ SAMPLED: Mapping[str, str] = {
     "--top-p": "top_p",
     "--min-p": "min_p",
     "--repeat-penalty": "repetition_penalty",
+    "--repeat-last-n": "repeat_last_n",
     "--presence-penalty": "presence_penalty",
     "--frequency-penalty": "frequency_penalty",
 }

@@ -165,6 +165,7 @@ class RowTables:
             "repetition_penalty": params.repetition_penalty,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
+            "repeat_last_n": max(params.repeat_last_n, 0),
             "temperature": params.temperature,
             "top_k": max(params.top_k, 0),
             "top_p": params.top_p,

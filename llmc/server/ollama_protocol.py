@@ -31,7 +31,6 @@ NEUTRAL: Mapping[str, float] = {
     "mirostat": 0,
     "tfs_z": 1,
     "typical_p": 1,
-    "repeat_last_n": -1,  # penalties cover the whole context
 }
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -50,6 +49,7 @@ class OllamaOptions(BaseModel):
     seed: Int64 | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
 

@@ -127,7 +127,8 @@ class GenerationBody(Body):
 
     SAMPLING_FIELDS: ClassVar[tuple[str, ...]] = (
         *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty"),
-        *("frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids"),
+        *("frequency_penalty", "repetition_penalty", "repeat_last_n", "seed", "stop"),
+        *("stop_token_ids",),
         *("ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens"),
         *("include_stop_str_in_output", "allowed_token_ids", "bad_words", "prompt_logprobs"),
         *("truncate_prompt_tokens", "extra_args"),
@@ -143,6 +144,7 @@ class GenerationBody(Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = Field(
         default=None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
+    repeat_last_n: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     seed: Int64 | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None

@@ -12,7 +12,7 @@ from llmc.sampling_params import SamplingParams
 log = logging.getLogger(__name__)
 
 _NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_OVERRIDABLE = (*_NUMBERS, "presence_penalty", "frequency_penalty")
+_OVERRIDABLE = (*_NUMBERS, "presence_penalty", "frequency_penalty", "repeat_last_n")
 # Fields that change what transformers generates and that llmc does not apply, with the values (or
 # None) that have no effect. The second group counts for sampling only.
 _NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {

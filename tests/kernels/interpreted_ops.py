@@ -284,6 +284,7 @@ def test_the_whole_sampler_over_chunks_of_tokens_and_of_history(ahead: int) -> N
         torch.tensor([1.0, 1.3, 0.8, 1.0]),
         torch.tensor([0.0, 0.5, 0.0, 0.0]),
         torch.tensor([0.0, 0.2, -0.4, 0.0]),
+        torch.tensor([0, 1100, 1, 9]).int(),
         bias_token,
         torch.tensor([9.0, 8.0]).repeat(rows, 1),
         torch.full((rows, 2), 10_000).int(),
@@ -698,6 +699,7 @@ def test_process_logits_over_random_tables(vocab: int, length: int, seed: int, b
         torch.tensor([1.0, 1.3, 0.7, 1.0]),
         torch.tensor([0.0, 0.5, 0.0, -0.3]),
         torch.tensor([0.2, 0.0, 0.0, 0.0]),
+        ints(0, length + 2, rows),
         ints(-1, min(vocab, 5) + 1, rows, biases),  # often the same token twice
         torch.randn(rows, biases, generator=gen),
         ints(0, length + 1, rows, biases),

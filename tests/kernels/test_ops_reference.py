@@ -156,19 +156,23 @@ def test_rope_is_a_rotation_in_the_complex_plane(interleaved: bool) -> None:
     assert torch.equal(value_cache[0, 0, 1], v[1, 0])
 
 
-def test_process_logits_by_hand() -> None:
+@pytest.mark.parametrize(
+    ("last", "seen"), [(0, [-2.0, 0.0]), (4, [-2.0, 0.0]), (3, [-1.0, 0.0]), (2, [-1.0, 0.25])]
+)
+def test_process_logits_by_hand(last: int, seen: list[float]) -> None:
     logits = torch.tensor([[1.0, -1.0, 2.0, 0.5, 0.0]])
     one = torch.tensor
     got = process_logits(
         logits, one([1]), one([4], dtype=torch.int32),
         one([[0, 0, 0, 0, 0], [1, 2, 2, 4, 3]], dtype=torch.int32),
         one([1, 1], dtype=torch.int32), one([1.0, 2.0]), one([0.0, 0.5]), one([0.0, 0.25]),
+        one([0, last], dtype=torch.int32),
         one([[-1, -1], [3, 0]], dtype=torch.int32), one([[0.0, 0.0], [10.0, 7.0]]),
         one([[9, 9], [4, 3]], dtype=torch.int32), one([False, True]),
         one([[0], [0b01111]], dtype=torch.int32),
     )  # fmt: skip
     # token 1 is in the prompt alone; 2 came out twice, 4 once; 3 has a bias, that of 0 has expired
-    want = torch.tensor([[1.0, -2.0, 1.0 - 1.0, 10.5, float("-inf")]])
+    want = torch.tensor([[1.0, *seen, 10.5, float("-inf")]])
     torch.testing.assert_close(got, want)
 
 

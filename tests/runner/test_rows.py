@@ -108,6 +108,7 @@ def test_fill_enters_tokens_and_parameters() -> None:
             repetition_penalty=1.5,
             presence_penalty=0.5,
             frequency_penalty=-0.25,
+            repeat_last_n=2,
             logprobs=4,
         ),
     )
@@ -122,6 +123,7 @@ def test_fill_enters_tokens_and_parameters() -> None:
         "repetition_penalty": 1.5,
         "presence_penalty": 0.5,
         "frequency_penalty": -0.25,
+        "repeat_last_n": 2,
     }
     assert {name: pytest.approx(float(t[name][1])) for name in want} == want
     assert rows.logprobs == [None, 4, None, None]
@@ -217,6 +219,7 @@ def test_nothing_of_the_last_request_stays_in_a_row() -> None:
         "repetition_penalty": 2.0,
         "presence_penalty": 1.0,
         "frequency_penalty": 1.0,
+        "repeat_last_n": 3,
     }
     fill(rows, new_row(0, [1, 2, 3, 4, 5], stop=(3,), seed=9, **loud))
     append_blocks(rows, [RowWork(row=0, start=0, num_tokens=3, sample=True, new_blocks=(7,))])

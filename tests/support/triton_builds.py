@@ -209,6 +209,7 @@ def logits_tables(samples: int = 128) -> tuple[Tensor, ...]:
         floats(rows),
         floats(rows),
         floats(rows),
+        ints(rows),
         ints(rows, 300),
         floats(rows, 300),
         ints(rows, 300),
