@@ -78,6 +78,14 @@ class Input:
         shown = self.showing(reasoning.marks.values())
         return dataclasses.replace(shown, sampling=sampling, reasoning=reasoning)
 
+    def with_most(self, max_tokens: int) -> Input:
+        """A copy with at most this many tokens of output, of those that fit."""
+        assert self.sampling.max_tokens is not None, "it is a number in an Input"
+        most = min(max_tokens, self.sampling.max_tokens)
+        return dataclasses.replace(
+            self, sampling=dataclasses.replace(self.sampling, max_tokens=most)
+        )
+
     def with_adapter(self, adapter: LoRARequest | None) -> Input:
         """May take seconds for an adapter with pickled weights that was not used before."""
         if adapter is not None and not isinstance(adapter, LoRARequest):

@@ -72,21 +72,52 @@ class Preparation:
         """Text of `token_ids`, with its special tokens."""
         return await self._work(len(token_ids), self.inputs.decode, token_ids)
 
+    async def joined(self, parts: Sequence[str | int]) -> Prompt:
+        """A prompt of texts and token ids. The special tokens of a text come before the first part,
+        if that is a text."""
+        if len(parts) == 1 and isinstance(parts[0], str):
+            return parts[0]
+        token_ids: list[int] = []
+        for index, part in enumerate(parts):
+            if isinstance(part, str):
+                token_ids += await self.encode(part, add_special_tokens=index == 0)
+            else:
+                token_ids.append(part)
+        return token_ids
+
     async def infill(
-        self, before: Sequence[str], after: str, *, add_special_tokens: bool = True
+        self,
+        before: Sequence[str],
+        after: str,
+        *,
+        add_special_tokens: bool = True,
+        extra: Sequence[tuple[str, str]] = (),
+        beginning: str = "",
+        num_reserved: int = 0,
     ) -> tuple[list[Prompt], frozenset[int]]:
         """Prompts for infilling between each of the texts and `after`, and the tokens that end an
-        answer. InvalidRequestError if the model has no infilling tokens."""
+        answer. InvalidRequestError if the model has no infilling tokens.
+
+        `extra`: names and texts of other files; of these, as much as fits beside `num_reserved`
+        tokens of output. `beginning`: how the answer begins.
+        """
         tokenizer = self.inputs.need_tokenizer("suffix")
         marks = need_infill_tokens(tokenizer, self._name)
         make_one = functools.partial(
-            infill_prompt, tokenizer, marks, add_special_tokens=add_special_tokens
+            infill_prompt,
+            tokenizer,
+            marks,
+            add_special_tokens=add_special_tokens,
+            extra=extra,
+            beginning=beginning,
+            most=max(1, self.inputs.model.max_model_len - max(1, num_reserved)),
         )
 
         def make() -> list[Prompt]:
             return [{"prompt": text, "prompt_token_ids": make_one(text, after)} for text in before]
 
-        return await self._work(sum(map(len, before)) + len(after), make), marks.ends
+        size = sum(map(len, before)) + len(after) + sum(len(text) for _, text in extra)
+        return await self._work(size, make), marks.ends
 
     async def prompt(self, prompt: Prompt, sampling: SamplingParams) -> Input:
         """Validate and tokenize; long texts in a worker thread, so that others are not blocked."""

@@ -29,6 +29,7 @@ from llmc.server import (
     completions,
     engine_events,
     files,
+    ggml,
     models,
     ollama,
     openapi,
@@ -69,6 +70,8 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/rerank", pooling.rerank),
     ("POST", "/v1/rerank", pooling.rerank),
     ("POST", "/v2/rerank", pooling.rerank),
+    ("POST", "/reranking", pooling.rerank),
+    ("POST", "/v1/reranking", pooling.rerank),
     ("POST", "/v1/files", files.create_file),
     ("GET", "/v1/files", files.list_files),
     ("GET", "/v1/files/{name}", files.get_file),
@@ -79,6 +82,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/v1/batches/{name}", batches.get_batch),
     ("POST", "/v1/batches/{name}/cancel", batches.cancel_batch),
     ("GET", "/v1/models", models.list_models),
+    ("GET", "/models", models.list_models),
     ("GET", "/v1/models/{name:path}", models.get_model),
     ("POST", "/api/chat", ollama.chat),
     ("POST", "/api/generate", ollama.generate),
@@ -88,12 +92,18 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/api/ps", ollama.ps),
     ("POST", "/api/show", ollama.show),
     ("GET", "/api/version", ollama.version),
+    ("POST", "/completion", ggml.completion),
+    ("POST", "/infill", ggml.infill),
+    ("POST", "/embedding", ggml.embed),
+    ("POST", "/apply-template", ggml.apply_template),
+    ("GET", "/props", ggml.props),
     ("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter),
     ("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter),
     ("POST", "/tokenize", tokens.tokenize),
     ("POST", "/detokenize", tokens.detokenize),
     ("GET", "/tokenizer_info", tokens.tokenizer_info),
     ("GET", "/health", status.health),
+    ("GET", "/v1/health", status.health),
     ("GET", "/ready", status.ready),
     ("GET,POST", "/ping", status.health),
     ("GET", "/version", status.version),
@@ -183,7 +193,9 @@ def _counted_by(
     answered: OnRoute, routes: Sequence[tuple[str, str, Endpoint]]
 ) -> Callable[[Scope, int, float], None]:
     """Counts responses by route, not by path: clients choose paths, so they are unbounded."""
-    paths = {call: path for _, path, call in (*routes, *ROUTES, *PAGE_ROUTES, *BARE_ROUTES)}
+    # A call with several paths is counted under the first.
+    known = (*routes, *ROUTES, *PAGE_ROUTES, *BARE_ROUTES)
+    paths = {call: path for _, path, call in reversed(known)}
 
     def count(scope: Scope, status: int, seconds: float) -> None:
         endpoint = scope.get("endpoint")

@@ -19,6 +19,8 @@ from llmc.server.settings import ServerSettings
 
 M = TypeVar("M", bound=BaseModel)
 
+UNTYPED_PATHS = ("/api/", "/completion", "/infill", "/embedding", "/apply-template", "/tokenize")
+
 
 async def read_body(request: Request, model: type[M]) -> M:
     """The body as `model`; ApiError 400, 408, 413 or 415, or pydantic's ValidationError."""
@@ -51,9 +53,9 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 def _check_headers(request: Request) -> None:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # Ollama's clients may name no type, or curl's. A web page, which names its origin, has to:
+    # Clients of these APIs may name no type, or curl's. A web page, which names its origin, has to:
     # browsers let it send the others unasked.
-    is_free = request.url.path.startswith("/api/") and "origin" not in request.headers
+    is_free = request.url.path.startswith(UNTYPED_PATHS) and "origin" not in request.headers
     if media_type != "application/json" and not is_free:
         raise ApiError(
             415,

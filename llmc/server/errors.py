@@ -65,19 +65,12 @@ ANTHROPIC_TYPES: dict[int, str] = {
 
 # Paths of other servers -> the path for the same purpose.
 FOREIGN_PATHS: Mapping[str, str] = {
-    "/completion": "/v1/completions",
-    "/infill": "/v1/completions",
-    "/embedding": "/v1/embeddings",
-    "/apply-template": "/tokenize",
-    "/props": "/v1/models",
     "/slots": "/metrics",
     "/lora-adapters": "/v1/models",
     "/generate": "/v1/completions",
     "/generate_stream": "/v1/completions",
     "/encode": "/v1/embeddings",
     "/embed": "/v1/embeddings",
-    "/reranking": "/rerank",
-    "/v1/reranking": "/v1/rerank",
     "/get_model_info": "/v1/models",
     "/model_info": "/v1/models",
     "/info": "/v1/models",

@@ -15,6 +15,12 @@ from llmc.server.anthropic_protocol import CountTokensBody, MessagesBody
 from llmc.server.batches import BatchBody
 from llmc.server.errors import json_response
 from llmc.server.files import LEAST_KEEP_S, MAX_KEEP_S
+from llmc.server.ggml_protocol import (
+    ApplyTemplateBody,
+    ContentBody,
+    GgmlCompletionBody,
+    InfillBody,
+)
 from llmc.server.guard import ADMIN_PATHS, PUBLIC_PATHS
 from llmc.server.ollama_protocol import (
     EmbedBody,
@@ -58,11 +64,17 @@ BODIES: dict[str, type[BaseModel]] = {
     "/rerank": RerankBody,
     "/v1/rerank": RerankBody,
     "/v2/rerank": RerankBody,
+    "/reranking": RerankBody,
+    "/v1/reranking": RerankBody,
     "/api/embed": EmbedBody,
     "/api/embeddings": OldEmbedBody,
     "/api/chat": OllamaChatBody,
     "/api/generate": GenerateBody,
     "/api/show": ShowBody,
+    "/completion": GgmlCompletionBody,
+    "/infill": InfillBody,
+    "/embedding": ContentBody,
+    "/apply-template": ApplyTemplateBody,
     "/v1/load_lora_adapter": LoadAdapterBody,
     "/v1/unload_lora_adapter": UnloadAdapterBody,
     "/v1/batches": BatchBody,
@@ -70,8 +82,8 @@ BODIES: dict[str, type[BaseModel]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
-EMBEDDING_PATHS = frozenset({"/v1/embeddings", "/api/embed", "/api/embeddings"})
-SCORING_PATHS = frozenset({"/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"})
+EMBEDDING_PATHS = frozenset({"/v1/embeddings", "/api/embed", "/api/embeddings", "/embedding"})
+SCORING_PATHS = frozenset(path for path, body in BODIES.items() if body in (RerankBody, ScoreBody))
 GENERATING_PATHS = frozenset(
     {
         "/v1/chat/completions",
@@ -82,6 +94,8 @@ GENERATING_PATHS = frozenset(
         "/v1/messages/count_tokens",
         "/api/chat",
         "/api/generate",
+        "/completion",
+        "/apply-template",
     }
 )
 BATCH_PATHS = ("/v1/files", "/v1/batches")
@@ -204,6 +218,8 @@ def _is_served(path: str, served: Served) -> bool:
     if path.startswith(BATCH_PATHS):
         return served.has_batches
     pooling = served.pooling
+    if path == "/infill":
+        return served.infills and pooling is None
     if path in EMBEDDING_PATHS:
         return pooling is not None and pooling.task == "embed"
     if path in SCORING_PATHS:

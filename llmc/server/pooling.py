@@ -37,7 +37,7 @@ from llmc.server.respond import OPENAI, Deltas, GenerationResponse, preparing
 from llmc.server.sampling import cache_salt, priority
 from llmc.server.turn import renamed_params
 
-Made = Callable[[Stream], dict[str, Any]]
+Made = Callable[[Stream], Any]  # the response, as JSON
 
 
 class PooledCall:
@@ -56,7 +56,7 @@ class PooledCall:
     def last_chunks(self, stream: Stream) -> Iterable[dict[str, Any]]:
         return ()
 
-    def body(self, stream: Stream) -> dict[str, Any]:
+    def body(self, stream: Stream) -> Any:
         answer.check_not_aborted(stream)
         return self._made(stream)
 

@@ -291,18 +291,28 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeBody(Body):
-    """POST /tokenize: a prompt, or messages."""
+class TemplateBody(Body):
+    """Messages that are only rendered with the chat template."""
 
-    prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
-    add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Documents | None = None
+
+
+class TokenizeBody(TemplateBody):
+    """POST /tokenize: a prompt, or messages. `content` and the fields below it are those of ggml's
+    server, which answers with nothing but the tokens."""
+
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
     return_token_strs: bool = False
+    content: str | None = None
+    add_special: bool = False
+    parse_special: Literal[True] = True
+    with_pieces: bool = False
 
 
 class DetokenizeBody(Body):

@@ -67,8 +67,8 @@ class Call(Protocol):
     def last_chunks(self, stream: Stream) -> Iterable[dict[str, Any]]:
         """Events after the end, such as the usage."""
 
-    def body(self, stream: Stream) -> dict[str, Any]:
-        """The whole response of a call that does not stream."""
+    def body(self, stream: Stream) -> Any:
+        """The whole response of a call that does not stream, as JSON."""
 
 
 @contextlib.contextmanager

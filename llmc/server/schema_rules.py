@@ -18,7 +18,13 @@ from pydantic import BaseModel
 
 from llmc.pooling import PoolingInfo
 from llmc.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS
-from llmc.server import anthropic_protocol, ollama_protocol, responses_protocol, turn
+from llmc.server import (
+    anthropic_protocol,
+    ggml_protocol,
+    ollama_protocol,
+    responses_protocol,
+    turn,
+)
 from llmc.server.pooling_protocol import MAX_INPUTS
 from llmc.server.protocol import MAX_DOCUMENTS, Body
 from llmc.server.settings import MAX_PROMPTS
@@ -319,7 +325,7 @@ def _of_bodies(served: Served) -> Mapping[str, Mapping[str, Schema]]:
     )
     return {
         "ChatBody": {"messages": chat, "documents": documents},
-        "TokenizeBody": {
+        "TemplateBody": {
             "messages": chat if served.pooling is None else NULL,
             "documents": documents,
         },
@@ -376,11 +382,38 @@ def _rules(
     if body.__module__ == ollama_protocol.__name__:
         own["model"] = _any(*(limits[key] for key in ("model", "latest")))
         own["prompt"] = TEXT
+    if body.__module__ == ggml_protocol.__name__:
+        own |= _ggml_rules(body, limits)
     if body.__name__ == "TokenizeBody":
         own["prompt"] = TEXT
-    if body.__name__ == "InputBody" and "inputs" in limits:
+    if body.__name__ in ("InputBody", "ContentBody") and "inputs" in limits:
         own["input"] = limits["inputs"]
     return own
+
+
+def _ggml_rules(body: type, limits: Mapping[str, Schema]) -> dict[str, Schema]:
+    """Rules of the fields of ggml's server: those of a completion, under other names."""
+    token, text = limits["token"], NAME
+    pair: Schema = {
+        "type": "array",
+        "prefixItems": [_any(token, TEXT), _any({"type": "number"}, _const(False))],
+        "minItems": 2,
+        "maxItems": 2,
+    }
+    mixed = _list(_any(token, text), minItems=1)
+    rules: dict[str, Schema] = {
+        "logit_bias": _any(
+            {"type": "object", "additionalProperties": {"type": "number"}}, _list(pair)
+        ),
+        "grammar": TEXT,
+    }
+    if body.__name__ == "GgmlCompletionBody":
+        whole = _object(("prompt_string",), prompt_string=text, multimodal_data=NONE_GIVEN)
+        several = {"minItems": 1, "maxItems": MAX_PROMPTS}
+        rules["prompt"] = _any(text, mixed, whole, _list(_any(text, mixed, whole), **several))
+    if body.__name__ == "InfillBody":
+        rules["prompt"] = TEXT
+    return {name: rule for name, rule in rules.items() if name in getattr(body, "model_fields", {})}
 
 
 def _limits(served: Served) -> dict[str, Schema]:
@@ -394,6 +427,7 @@ def _limits(served: Served) -> dict[str, Schema]:
         **_pooling_limits(served, _list(token, minItems=1)),
         "model": _const(*served.models),
         "latest": _const(*(f"{name}:latest" for name in served.models)),
+        "token": token,
         "tokens": _list(token),
         "stop_token_ids": _list(token, maxItems=1024),
         "allowed_token_ids": _list(token, minItems=1, maxItems=65536),

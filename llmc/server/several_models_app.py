@@ -278,12 +278,14 @@ def _chosen(request: Request) -> Iterable[ServedModel]:
 
 OWN: Mapping[str, app.Endpoint] = {
     "/v1/models": list_models,
+    "/models": list_models,
     "/v1/models/{name:path}": get_model,
     "/api/tags": tags,
     "/api/ps": ps,
     "/api/version": ollama.version,
     "/v1/responses/{name}": responses.get_response,
     "/health": health,
+    "/v1/health": health,
     "/ping": health,
     "/ready": ready,
     "/version": status.version,

@@ -26,6 +26,8 @@ async def tokenize(request: Request) -> Response:
     model_name(request, body.model)
     llm: AsyncLLM = request.app.state.llm
     tokenizer = llm.inputs.need_tokenizer("prompt")
+    if body.content is not None:
+        return await _content_tokens(request, body, body.content)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("send either prompt or messages", param="prompt")
     with preparing(request, submits=False):
@@ -51,7 +53,26 @@ async def detokenize(request: Request) -> Response:
     model_name(request, body.model)
     llm: AsyncLLM = request.app.state.llm
     with preparing(request, submits=False):
-        return json_response({"prompt": await llm.prepare.decode(body.tokens)})
+        text = await llm.prepare.decode(body.tokens)
+    return json_response({"prompt": text, "content": text})  # either name has its clients
+
+
+async def _content_tokens(request: Request, body: TokenizeBody, text: str) -> Response:
+    """The answer in the format of ggml's server."""
+    llm: AsyncLLM = request.app.state.llm
+    tokenizer = llm.inputs.need_tokenizer("content")
+    with preparing(request, submits=False):
+        tokens = await llm.prepare.encode(text, add_special_tokens=body.add_special)
+    if not body.with_pieces:
+        return json_response({"tokens": tokens})
+
+    def piece(token: int) -> str | list[int]:
+        """As text, or as bytes if it is only part of a character."""
+        shown = tokenizer.token_text(token)
+        raw = tokenizer.token_bytes(token) if "\ufffd" in shown else None
+        return shown if raw is None else list(raw)
+
+    return json_response({"tokens": [{"id": token, "piece": piece(token)} for token in tokens]})
 
 
 async def tokenizer_info(request: Request) -> Response:

@@ -23,7 +23,7 @@ from llmc.outputs import CompletionOutput
 from llmc.sampling_params import SamplingParams
 from llmc.server.adapters import adapter_named
 from llmc.server.models import model_name
-from llmc.server.protocol import ChatBody, TokenizeBody
+from llmc.server.protocol import ChatBody, TemplateBody
 from llmc.server.respond import Call, GenerationResponse, preparing
 from llmc.server.sampling import cache_salt, priority, sampling_params
 from llmc.server.structured import grammar_field, grammar_from
@@ -80,10 +80,7 @@ class Turn:
 
     def with_most(self, max_tokens: int) -> Turn:
         """The turn with at most this many tokens, of those that fit."""
-        sampling = self.source.sampling
-        assert sampling.max_tokens is not None, "it is a number in an Input"
-        most = dataclasses.replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
-        return dataclasses.replace(self, source=dataclasses.replace(self.source, sampling=most))
+        return dataclasses.replace(self, source=self.source.with_most(max_tokens))
 
     def reader(self, *, streams: bool = True) -> AnswerReader:
         return AnswerReader(self, streams=streams)
@@ -281,7 +278,7 @@ async def _prepared(llm: AsyncLLM, body: ChatBody) -> tuple[Input, ToolUse | Non
 
 async def prepare_messages(
     llm: AsyncLLM,
-    body: ChatBody | TokenizeBody,
+    body: ChatBody | TemplateBody,
     sampling: SamplingParams,
     extra: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] = (),

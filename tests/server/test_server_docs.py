@@ -14,6 +14,12 @@ from llmc.engine import messages, scheduler, state
 from llmc.server import app, engine_events, errors, guard, openapi, protocol, run, settings
 from llmc.server.anthropic_protocol import CountTokensBody, MessagesBody
 from llmc.server.batches import BatchBody
+from llmc.server.ggml_protocol import (
+    ApplyTemplateBody,
+    ContentBody,
+    GgmlCompletionBody,
+    InfillBody,
+)
 from llmc.server.ollama_protocol import (
     EmbedBody,
     GenerateBody,
@@ -56,6 +62,7 @@ SECTIONS: dict[str, tuple[type[protocol.Body], ...]] = {
     "Responses": (ResponsesBody,),
     "Anthropic Messages": (MessagesBody, CountTokensBody),
     "Ollama": (OllamaChatBody, GenerateBody, ShowBody, EmbedBody, OldEmbedBody),
+    "llama.cpp": (GgmlCompletionBody, InfillBody, ContentBody, ApplyTemplateBody),
     "Embeddings, scores and classes": (
         EmbeddingBody,
         InputBody,
@@ -159,8 +166,9 @@ def test_the_numbers_in_the_text() -> None:
 
     assert f"reported nothing for {async_llm.WATCHDOG_S:g} s" in TEXT
     assert f"template is limited to {preparation.RENDER_TIMEOUT_S:g} s" in TEXT
-    public = ", ".join(f"`{path}`" for path in ("/health", "/ready")) + " and `/ping`"
-    assert public in TEXT and {"/health", "/ready", "/ping"} == guard.PUBLIC_PATHS
+    public = ("/health", "/v1/health", "/ready")
+    assert ", ".join(f"`{path}`" for path in public) + " and `/ping`" in TEXT
+    assert {*public, "/ping"} == guard.PUBLIC_PATHS
 
 
 def test_the_metrics_are_those_of_the_server(live: Live) -> None:

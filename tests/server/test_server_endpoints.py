@@ -179,7 +179,7 @@ def test_documents_of_a_chat() -> None:
         body = {"messages": [{"role": "user", "content": "unt"}]}
         documents = {"documents": [{"title": "A", "text": "co"}]}
         tokens = live.post("/tokenize", {**body, **documents}).json()["tokens"]
-        assert live.post("/detokenize", {"tokens": tokens}).json() == {"prompt": "count"}
+        assert live.post("/detokenize", {"tokens": tokens}).json()["prompt"] == "count"
         answer = live.post(CHAT, {**body, **documents}).json()
         assert answer["choices"][0]["message"]["content"] == COUNT
         error = live.post(CHAT, {**body, "documents": [{"text": 1}]}).json()["error"]
@@ -308,7 +308,7 @@ def test_others_are_answered_while_many_tokens_are_detokenized(
         assert live.client.get("/health", timeout=5).status_code == 200
         assert not asked.done()
         may_end.set()
-        assert asked.result().json() == {"prompt": "one two " * 3000}
+        assert asked.result().json()["prompt"] == "one two " * 3000
 
 
 def test_tokenize_and_back(live: Live) -> None:
@@ -316,7 +316,7 @@ def test_tokenize_and_back(live: Live) -> None:
     answer = live.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
     assert answer["max_model_len"] == 256
-    assert live.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": text}
+    assert live.post("/detokenize", {"tokens": answer["tokens"]}).json()["prompt"] == text
     chat = live.post("/tokenize", {"messages": MESSAGES}).json()
     assert chat["count"] == live.chat(max_tokens=1).json()["usage"]["prompt_tokens"]
 
@@ -349,7 +349,7 @@ def test_openapi_describes_every_route_that_answers(live: Live) -> None:
     paths = document["paths"]
     vectors = EMBEDDING_PATHS | SCORING_PATHS | {"/classify", "/pooling"}
     others = [p for _, p, _ in ROUTES if p.startswith(BATCH_PATHS) or p in vectors]
-    assert len(paths) == len({path for _, path, _ in ROUTES} - {*others})
+    assert len(paths) == len({path for _, path, _ in ROUTES} - {*others, "/infill"})
     assert not {"/v1/embeddings", "/v1/files"} & paths.keys(), "of a model that generates text"
     assert set(paths["/v1/responses/{name}"]) == {"get", "delete"}
     failure = paths["/v1/messages"]["post"]["responses"]["default"]["content"]["application/json"]

@@ -140,7 +140,8 @@ def test_paths(live: Live, parts: list[bytes], status: int, code: str) -> None:
         ("/v1/v1/messages", "/v1/messages"),
         ("/v1/api/chat", "/api/chat"),
         ("/chat/completions/", "/v1/chat/completions"),
-        ("/completion", "/v1/completions"),  # llama.cpp's server
+        ("/completions", "/v1/completions"),
+        ("/slots", "/metrics"),  # llama.cpp's server
         ("/flush_cache/", "/reset_prefix_cache"),  # SGLang's
         ("/nothing", None),
     ],
