@@ -228,19 +228,20 @@ def _is_token(value: Any) -> bool:
 
 def bias_pairs(given: Mapping[str, Any] | Sequence[Any] | None) -> list[tuple[str | int, float]]:
     """`logit_bias` as pairs of a token id or a text, and the bias."""
-    items = list(given.items()) if isinstance(given, Mapping) else given or []
-    made = []
+    items: Sequence[Any] = list(given.items()) if isinstance(given, Mapping) else given or []
+    made: list[tuple[str | int, float]] = []
     for index, item in enumerate(items):
-        token, bias = item if isinstance(item, list | tuple) and len(item) == 2 else (None, None)
-        bias = BANNED if bias is False else bias
-        if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= 10:
-            token = int(token)
-        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
-        if not is_number or not (isinstance(token, str) or _is_token(token)):
+        pair: Any = item if isinstance(item, list | tuple) and len(item) == 2 else (None, None)
+        token, bias = pair
+        is_number = isinstance(bias, int | float) and bias is not True
+        if not (is_number and _is_text_or_token(token)):
             raise InvalidRequestError(
                 f"logit_bias[{index}] must be a token id or a text, and a number or false; "
                 f"got {item!r:.80}",
                 param="logit_bias",
             )
-        made.append((token, max(BANNED, min(-BANNED, float(bias)))))
+        if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= 10:
+            token = int(token)
+        value = BANNED if bias is False else float(bias)
+        made.append((token, max(BANNED, min(-BANNED, value))))
     return made
