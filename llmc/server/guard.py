@@ -30,7 +30,7 @@ from llmc.server.settings import ServerSettings
 
 access = logging.getLogger("llmc.access")
 
-PUBLIC_PATHS = frozenset({"/health", "/v1/health", "/ready", "/ping"})
+PUBLIC_PATHS = frozenset({"/health", "/v1/health", "/ready", "/health_generate", "/ping"})
 ADMIN_PATHS = frozenset(
     {
         *("/load", "/server_info", "/start_profile", "/stop_profile"),

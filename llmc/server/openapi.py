@@ -46,6 +46,7 @@ from llmc.server.protocol import (
 )
 from llmc.server.responses_protocol import ResponsesBody
 from llmc.server.schema_rules import Served, refine
+from llmc.server.sglang_protocol import SglangBody
 from llmc.text.chat import reads_documents
 from llmc.text.infill import has_infill_tokens
 
@@ -73,6 +74,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/api/show": ShowBody,
     "/completion": GgmlCompletionBody,
     "/infill": InfillBody,
+    "/generate": SglangBody,
     "/embedding": ContentBody,
     "/apply-template": ApplyTemplateBody,
     "/v1/load_lora_adapter": LoadAdapterBody,
@@ -96,6 +98,7 @@ GENERATING_PATHS = frozenset(
         "/api/generate",
         "/completion",
         "/apply-template",
+        "/generate",
     }
 )
 BATCH_PATHS = ("/v1/files", "/v1/batches")

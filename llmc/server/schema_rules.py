@@ -365,6 +365,9 @@ def refine(schemas: dict[str, Schema], bodies: Sequence[type[BaseModel]], served
     if grammar is not None:
         for name, rule in (("regex", NAME), ("grammar", NAME), ("choice", CHOICE)):
             grammar["properties"][name] = _any(rule, NULL)
+    sampling = schemas.get("SamplingBody")
+    if sampling is not None:
+        _describe_sampling(sampling, limits)
     options = schemas.get("OllamaOptions")
     if options is not None:
         _describe_options(options)
@@ -384,6 +387,9 @@ def _rules(
         own["prompt"] = TEXT
     if body.__module__ == ggml_protocol.__name__:
         own |= _ggml_rules(body, limits)
+    if body.__name__ == "SglangBody":
+        own["text"], own["input_ids"] = limits["texts"], limits["ids"]
+        own["lora_path"] = limits["model"]
     if body.__name__ == "TokenizeBody":
         own["prompt"] = TEXT
     if body.__name__ in ("InputBody", "ContentBody") and "inputs" in limits:
@@ -436,6 +442,8 @@ def _limits(served: Served) -> dict[str, Schema]:
         "max_completion_tokens": _any(length, _const(-1)),
         "max_output_tokens": length,
         "prompt": _any(text, ids, _list(text, **several), _list(ids, **several)),
+        "texts": _any(text, _list(text, **several)),
+        "ids": _any(ids, _list(ids, **several)),
         "suffix": TEXT if served.infills else _const(None, ""),
         "priority": {"type": "integer"} if served.by_priority else _const(0),
         "extra_args": {
@@ -488,6 +496,15 @@ def _allow_nulls(schema: Schema, body: type[Body]) -> None:
                 **_const(*neutral),
                 "description": "not supported; these values have no effect",
             }
+
+
+def _describe_sampling(schema: Schema, limits: Mapping[str, Schema]) -> None:
+    """SGLang's sampling parameters: those of a completion, under other names."""
+    properties = schema["properties"]
+    for name in ("stop", "logit_bias", "stop_token_ids", "regex", "ebnf"):
+        rule = FIELDS.get(name, limits.get(name))
+        properties[name] = {**_any(rule, NULL), "title": name} if rule else properties[name]
+    properties["max_new_tokens"] = _any(limits["max_output_tokens"], NULL)
 
 
 def _describe_options(schema: Schema) -> None:

@@ -288,6 +288,7 @@ OWN: Mapping[str, app.Endpoint] = {
     "/v1/health": health,
     "/ping": health,
     "/ready": ready,
+    "/health_generate": ready,
     "/version": status.version,
     "/metrics": status.metrics,
     "/load": load,

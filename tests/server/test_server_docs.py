@@ -37,6 +37,7 @@ from llmc.server.pooling_protocol import (
 )
 from llmc.server.responses_protocol import ResponsesBody
 from llmc.server.responses_store import MAX_STORED, MAX_STORED_BYTES
+from llmc.server.sglang_protocol import SamplingBody, SglangBody
 from llmc.server.throughput import INTERVAL_S
 
 TEXT = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
@@ -62,6 +63,7 @@ SECTIONS: dict[str, tuple[type[protocol.Body], ...]] = {
     "Responses": (ResponsesBody,),
     "Anthropic Messages": (MessagesBody, CountTokensBody),
     "Ollama": (OllamaChatBody, GenerateBody, ShowBody, EmbedBody, OldEmbedBody),
+    "SGLang": (SglangBody,),
     "llama.cpp": (GgmlCompletionBody, InfillBody, ContentBody, ApplyTemplateBody),
     "Embeddings, scores and classes": (
         EmbeddingBody,
@@ -84,6 +86,7 @@ def test_every_field_of_a_body_is_described() -> None:
         for body in bodies:
             assert set(body.model_fields) <= described, body.__name__
     assert set(OllamaOptions.model_fields) <= codes(part("Ollama"))
+    assert set(SamplingBody.model_fields) <= codes(part("SGLang"))
 
 
 @pytest.mark.parametrize("section", [name for name in SECTIONS if name != "Batches"])
@@ -166,7 +169,7 @@ def test_the_numbers_in_the_text() -> None:
 
     assert f"reported nothing for {async_llm.WATCHDOG_S:g} s" in TEXT
     assert f"template is limited to {preparation.RENDER_TIMEOUT_S:g} s" in TEXT
-    public = ("/health", "/v1/health", "/ready")
+    public = ("/health", "/v1/health", "/ready", "/health_generate")
     assert ", ".join(f"`{path}`" for path in public) + " and `/ping`" in TEXT
     assert {*public, "/ping"} == guard.PUBLIC_PATHS
 
