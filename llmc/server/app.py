@@ -61,6 +61,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/responses/input_tokens", responses.count_input_tokens),
     ("GET", "/v1/responses/{name}", responses.get_response),
     ("DELETE", "/v1/responses/{name}", responses.delete_response),
+    ("GET", "/v1/responses/{name}/input_items", responses.list_input_items),
     ("POST", "/v1/messages", anthropic.create_message),
     ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
     ("POST", "/v1/embeddings", pooling.create_embedding),

@@ -14,7 +14,8 @@ from llmc.server.batch_runner import BatchRunner
 from llmc.server.batch_store import Batch, new_batch
 from llmc.server.body import read_body
 from llmc.server.errors import ApiError, json_response
-from llmc.server.files import LEAST_KEEP_S, MAX_KEEP_S, caller, page, store
+from llmc.server.files import LEAST_KEEP_S, MAX_KEEP_S, caller, store
+from llmc.server.list_page import list_page
 from llmc.server.protocol import Body
 
 MAX_PAGE = 100
@@ -73,7 +74,7 @@ async def list_batches(request: Request) -> Response:
     runner = _runner(request)
     found = await asyncio.to_thread(store(request).batches, caller(request))
     shown = [described(runner.current(one)) for one in found]
-    return json_response(page(request, shown, MAX_PAGE))
+    return json_response(list_page(request, shown, most=MAX_PAGE))
 
 
 async def get_batch(request: Request) -> Response:

@@ -11,6 +11,7 @@ from starlette.responses import FileResponse, Response
 
 from llmc.server.batch_store import MAX_FILE_BYTES, BatchStore, NewFile, StoredFile
 from llmc.server.errors import ApiError, json_response
+from llmc.server.list_page import list_page
 from llmc.server.multipart import Part, boundary_of, read_parts
 
 UPLOAD_TIMEOUT_S = 600.0
@@ -101,7 +102,7 @@ async def list_files(request: Request) -> Response:
     purpose = request.query_params.get("purpose")
     found = await asyncio.to_thread(store(request).files, caller(request))
     shown = [described(one) for one in found if purpose in (None, one.purpose)]
-    return json_response(page(request, shown, MAX_PAGE))
+    return json_response(list_page(request, shown, most=MAX_PAGE))
 
 
 async def get_file(request: Request) -> Response:
@@ -138,31 +139,6 @@ def store(request: Request) -> BatchStore:
 def caller(request: Request) -> str:
     found: str = getattr(request.state, "caller", "")
     return found
-
-
-def page(request: Request, found: list[dict[str, Any]], most: int) -> dict[str, Any]:
-    """One page of a list, newest first, as selected by `limit`, `after` and `order`."""
-    query = request.query_params
-    limit, after, order = query.get("limit", str(most)), query.get("after"), query.get("order")
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 8 and 1 <= int(limit) <= most):
-        raise ApiError(400, f"limit must be from 1 to {most}, got {limit[:80]!r}", param="limit")
-    if order not in (None, "asc", "desc"):
-        raise ApiError(400, f"order must be asc or desc, got {order!r:.80}", param="order")
-    if order == "asc":
-        found = found[::-1]
-    if after is not None:
-        places = [i for i, one in enumerate(found) if one["id"] == after]
-        if not places:
-            raise ApiError(400, f"after: there is no {after[:80]!r}", param="after")
-        found = found[places[0] + 1 :]
-    shown = found[: int(limit)]
-    return {
-        "object": "list",
-        "data": shown,
-        "first_id": shown[0]["id"] if shown else None,
-        "last_id": shown[-1]["id"] if shown else None,
-        "has_more": len(found) > len(shown),
-    }
 
 
 def _file(request: Request) -> StoredFile:

@@ -93,6 +93,7 @@ class OptionsBody(Body):
     n_cache_reuse: Any = None
     n_indent: Any = None
     min_keep: Any = None
+    penalize_nl: Any = None
     t_max_prompt_ms: Any = None
     t_max_predict_ms: Any = None
     timings_per_token: Any = None

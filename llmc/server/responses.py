@@ -1,5 +1,5 @@
 """OpenAI's Responses API: POST /v1/responses and /v1/responses/input_tokens, GET and DELETE
-/v1/responses/{name}."""
+/v1/responses/{name}, GET /v1/responses/{name}/input_items."""
 
 from __future__ import annotations
 
@@ -19,30 +19,39 @@ from llmc.outputs import CompletionOutput
 from llmc.server import answer
 from llmc.server.body import read_body
 from llmc.server.errors import ApiError, error_body, json_response
+from llmc.server.list_page import list_page
 from llmc.server.respond import Deltas, GenerationResponse, Wire, named_event
 from llmc.server.responses_protocol import NAMES, ResponsesBody
-from llmc.server.responses_store import ResponseStore
+from llmc.server.responses_store import ResponseStore, StoredResponse
 from llmc.server.turn import Answer, Turn, prepare_turn, renamed_params
 from llmc.text.tools.parse import CallDelta, Delta
 
 
 async def create_response(request: Request) -> GenerationResponse:
     body = await _read(request)
-    before = _before(request, body)
+    previous = _previous(request, body)
+    before = previous.messages if previous is not None else ()
     with renamed_params(NAMES):
         turn = await prepare_turn(request, body.chat(before))
-    messages = [*before, *body.messages()]
     call = ResponseCall(turn, body)
     if body.store and request.app.state.settings.api_workers == 1:
+        messages = [*before, *body.messages()]
+        items: list[Mapping[str, Any]] = [*body.items()]
+        if previous is not None:
+            items = [*previous.items, *previous.response["output"], *items]
         caller = _caller(request)
-        call.keep = lambda response, said: _store(request).put(response, [*messages, said], caller)
+        call.keep = lambda response, said: _store(request).put(
+            response, [*messages, said], caller, items
+        )
     return turn.respond(request, call)
 
 
 async def count_input_tokens(request: Request) -> Response:
     body = await _read(request)
     with renamed_params(NAMES):
-        turn = await prepare_turn(request, body.chat(_before(request, body)), submits=False)
+        previous = _previous(request, body)
+        before = previous.messages if previous is not None else ()
+        turn = await prepare_turn(request, body.chat(before), submits=False)
     count = len(turn.source.prompt_token_ids)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
@@ -52,6 +61,13 @@ async def get_response(request: Request) -> Response:
         raise ApiError(400, "a stored response is not streamed; leave out stream", param="stream")
     found = _store(request).get(request.path_params["name"], _caller(request))
     return json_response(found.response)
+
+
+async def list_input_items(request: Request) -> Response:
+    """The items that a stored response was made from, those of the responses before it included."""
+    found = _store(request).get(request.path_params["name"], _caller(request))
+    newest_first = [dict(item) for item in reversed(found.items)]
+    return json_response(list_page(request, newest_first, most=100, default=20))
 
 
 async def delete_response(request: Request) -> Response:
@@ -73,13 +89,13 @@ async def _read(request: Request) -> ResponsesBody:
     return body
 
 
-def _before(request: Request, body: ResponsesBody) -> Sequence[Mapping[str, Any]]:
-    """The messages up to the previous response."""
+def _previous(request: Request, body: ResponsesBody) -> StoredResponse | None:
+    """The response that this one continues."""
     name = body.previous_response_id
     if name is None:
-        return ()
+        return None
     param = "previous_response_id"
-    return _store(request, param=param).get(name, _caller(request), param=param).messages
+    return _store(request, param=param).get(name, _caller(request), param=param)
 
 
 def _store(request: Request, param: str | None = None) -> ResponseStore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -175,6 +176,12 @@ class ResponsesBody(Body):
                 made.append(message)
         return [*made, {"role": "user", "content": seen}] if seen else made
 
+    def items(self) -> list[dict[str, Any]]:
+        """The input as items with ids, whose contents are lists of parts."""
+        if isinstance(self.input, str):
+            return [_whole_item({"role": "user", "content": self.input})]
+        return [_whole_item(item) for item in self.input]
+
     def _tools(self) -> list[dict[str, Any]]:
         return [
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
@@ -198,6 +205,18 @@ class ResponsesBody(Body):
         if form.type != "json_schema":
             return {"type": form.type}
         return {"type": form.type, "json_schema": {"name": form.name, "schema": form.schema_}}
+
+
+def _whole_item(item: Mapping[str, Any]) -> dict[str, Any]:
+    kind = item.get("type", "message")
+    prefix = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}.get(
+        kind, "rs"
+    )
+    made = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "completed", **item}
+    if kind == "message" and isinstance(made.get("content"), str):
+        said = "output_text" if made.get("role") == "assistant" else "input_text"
+        made["content"] = [{"type": said, "text": made["content"]}]
+    return made
 
 
 def _named_tool(tool: Any) -> Any:

@@ -15,10 +15,12 @@ MAX_STORED_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """`messages`: the whole conversation, answer included, without instructions."""
+    """`messages`: the whole conversation, answer included, without instructions. `items`: the
+    items that the answer was made from."""
 
     response: Mapping[str, Any]
     messages: Sequence[Mapping[str, Any]]
+    items: Sequence[Mapping[str, Any]]
     caller: str  # the digest of the key it was made with
     num_bytes: int
 
@@ -33,12 +35,18 @@ class ResponseStore:
         self._num_bytes = 0
 
     def put(
-        self, response: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], caller: str
+        self,
+        response: Mapping[str, Any],
+        messages: Sequence[Mapping[str, Any]],
+        caller: str,
+        items: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        size = len(dump_json([response, messages]))
+        size = len(dump_json([response, messages, items]))
         if size > self._max_bytes:
             return
-        made = StoredResponse(response=response, messages=messages, caller=caller, num_bytes=size)
+        made = StoredResponse(
+            response=response, messages=messages, items=items, caller=caller, num_bytes=size
+        )
         self._stored[response["id"]] = made
         self._num_bytes += size
         while len(self._stored) > self._max_stored or self._num_bytes > self._max_bytes:

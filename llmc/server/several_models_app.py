@@ -284,6 +284,7 @@ OWN: Mapping[str, app.Endpoint] = {
     "/api/ps": ps,
     "/api/version": ollama.version,
     "/v1/responses/{name}": responses.get_response,
+    "/v1/responses/{name}/input_items": responses.list_input_items,
     "/health": health,
     "/v1/health": health,
     "/ping": health,

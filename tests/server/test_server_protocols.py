@@ -489,6 +489,32 @@ def test_a_response_goes_on_from_another(live: Live) -> None:
     assert live.client.get(f"{RESPONSES}/{answers[0]['id']}").status_code == 404
 
 
+def test_the_items_that_a_response_was_made_from(live: Live) -> None:
+    first = live.post(RESPONSES, CREATE).json()
+    call = first["output"][2]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+    said = {"role": "user", "content": [{"type": "input_text", "text": "plain"}]}
+    body = {"input": [output, said], "previous_response_id": first["id"]}
+    second = live.post(RESPONSES, body).json()
+
+    def items(response: dict[str, Any], **query: Any) -> Any:
+        path = f"{RESPONSES}/{response['id']}/input_items"
+        return live.client.get(path, params=query).json()
+
+    [asked] = items(first)["data"]
+    assert asked["id"].startswith("msg_") and asked["content"][0]["text"] == "call"
+    page = items(second, order="asc")
+    assert page["data"][:-2] == [asked, *first["output"]] and not page["has_more"]
+    assert [one["type"] for one in page["data"][-2:]] == ["function_call_output", "message"]
+    assert page["data"][-1]["content"] == said["content"]
+    newest = items(second, limit=2)
+    assert newest["data"] == page["data"][:-3:-1] and newest["has_more"]
+    rest = items(second, after=newest["last_id"])
+    assert [*newest["data"], *rest["data"]] == page["data"][::-1]
+    assert items(second, limit=101)["error"]["param"] == "limit"
+    assert live.client.get(f"{RESPONSES}/resp_0/input_items").status_code == 404
+
+
 def test_the_input_tokens_of_a_response_are_counted(live: Live) -> None:
     count = f"{RESPONSES}/input_tokens"
     assert live.client.put(count).headers["allow"] == "POST"
@@ -577,12 +603,12 @@ def test_the_store_has_limits() -> None:
         store.put({"id": name}, [], "me")
     with pytest.raises(ApiError, match="no response 'a'"):
         store.get("a", "me")
-    store.put({"id": "large"}, [{"content": "x" * 365}], "me")
+    store.put({"id": "large"}, [{"content": "x" * 362}], "me")
     for name in "bc":
         with pytest.raises(ApiError):
             store.get(name, "me")
     store.put({"id": "too large"}, [{"content": "x" * 400}], "me")
-    assert store.get("large", "me").messages[0]["content"] == "x" * 365
+    assert store.get("large", "me").messages[0]["content"] == "x" * 362
 
 
 def test_nothing_of_an_input_is_cut(live: Live) -> None:

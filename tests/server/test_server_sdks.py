@@ -66,6 +66,9 @@ def test_openai_responses(live: Live) -> None:
         )
         assert more.previous_response_id == whole.id and more.usage is not None
         assert client.responses.retrieve(whole.id).output_text == "Let me see."
+        items = list(client.responses.input_items.list(more.id, limit=2, order="asc"))
+        kinds = [item.type for item in items]
+        assert kinds[0] == "message" and kinds[-1] == "function_call_output" and len(kinds) > 4
         client.responses.delete(whole.id)
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(whole.id)
