@@ -11,8 +11,9 @@ from llmc.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_OVERRIDABLE = (*_NUMBERS, "presence_penalty", "frequency_penalty", "repeat_last_n")
+_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_last_n")
+_PENALTIES = ("repetition_penalty", "repeat_last_n")
+_OVERRIDABLE = (*_NUMBERS, "presence_penalty", "frequency_penalty")
 # Fields that change what transformers generates and that llmc does not apply, with the values (or
 # None) that have no effect. The second group counts for sampling only.
 _NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
@@ -52,7 +53,7 @@ def recommended_sampling(stored: Mapping[str, Any]) -> dict[str, Any]:
     usable: dict[str, Any] = {name: stored[name] for name in _NUMBERS if _is_number(stored, name)}
     others = {**_NOT_APPLIED, **_NOT_SAMPLED_BY}
     if stored.get("do_sample") is False:  # what is not for sampling counts all the same
-        penalty = {n: v for n, v in usable.items() if n == "repetition_penalty"}
+        penalty = {n: v for n, v in usable.items() if n in _PENALTIES}
         usable, others = {"temperature": 0.0, **penalty}, dict(_NOT_APPLIED)
     stop = _list_of(stored.get("stop_strings"))
     if stop and all(isinstance(text, str) for text in stop):

@@ -83,6 +83,35 @@ def test_sampling_parameters_that_a_file_does_not_state_are_those_of_llama_cpp(
     assert files.path == model_directory(path)
 
 
+@pytest.mark.parametrize(
+    ("stated", "penalties"),
+    [
+        ({"penalty_repeat": 1.25}, {"repetition_penalty": 1.25, "repeat_last_n": 64}),
+        (
+            {"penalty_repeat": 1.25, "penalty_last_n": 9},
+            {"repetition_penalty": 1.25, "repeat_last_n": 9},
+        ),
+        (
+            {"penalty_repeat": 1.25, "penalty_last_n": -1},
+            {"repetition_penalty": 1.25, "repeat_last_n": -1},
+        ),
+        ({"penalty_repeat": 1.25, "penalty_last_n": 0}, {}),
+    ],
+)
+def test_penalties_that_a_file_states(
+    stated: dict[str, float], penalties: dict[str, float], tmp_path: Path
+) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        for name, value in stated.items():
+            add = writer.add_float32 if isinstance(value, float) else writer.add_int32
+            add(f"general.sampling.{name}", value)  # type: ignore[operator]
+
+    path = write_gguf(tmp_path / "m.gguf", "llama", edit=edit)
+    config = resolve(EngineConfig(model=str(path)), torch.device("cpu"))
+    found = config.sampling_defaults()
+    assert {name: found[name] for name in found if "repe" in name} == penalties
+
+
 def test_gguf_makes_its_map_of_names_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers asks for it at every module, and it takes long to make."""
     path = write_gguf(tmp_path / "m.gguf", "llama")

@@ -38,6 +38,7 @@ _LAYER_KINDS = {  # fields with a kind for each layer -> the rules that tell the
     "layer_types": "layers", "mlp_layer_types": "mlp_layers", "indexer_types": "indexer_layers",
 }  # fmt: skip
 _ROPE_THETA = 10000.0  # if a file does not set it
+_PENALTY_LAST_N = 64  # the same
 _UNUSED_FREQUENCY = 1e20  # a frequency divided by this or more does not turn anything
 _COMMON = {  # for processors of architectures that transformers has no map for
     "attention.head_count": "num_attention_heads",
@@ -426,6 +427,11 @@ def generation_config(header: GgufHeader) -> dict[str, Any]:
     for key, field in rules()["sampling"].items():
         if isinstance(data.get(key), int | float) and math.isfinite(data[key]):
             config[field] = data[key]
+    if "repetition_penalty" in config:
+        config.setdefault("repeat_last_n", _PENALTY_LAST_N)
+    if config.get("repeat_last_n") == 0:  # turns penalties off
+        del config["repeat_last_n"]
+        config.pop("repetition_penalty", None)
     return config
 
 
