@@ -168,7 +168,7 @@ class GgmlCall:
                     "tokens_evaluated": len(request.source.prompt_token_ids),
                     **self._probabilities(delta),
                 }
-            if delta.finish_reason is not None:
+            if delta.finish_reason not in (None, "abort"):  # which is an error at the end
                 output = request.output().outputs[delta.index]
                 yield self._last(prompt, request, output, content="", tokens=[])
 

@@ -128,12 +128,12 @@ def test_calls_are_aborted_by_their_id(governed: Live) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/messages", "/api/chat", "/api/generate"])
+@pytest.mark.parametrize("path", ["/v1/messages", "/api/chat", "/api/generate", "/completion"])
 def test_an_abort_is_an_error_where_no_reason_says_it(
     governed: Live, path: str, stream: bool
 ) -> None:
     """As the real servers do when they end a call themselves."""
-    said = {"prompt": "x"} if path == "/api/generate" else {"messages": [ASK]}
+    said = {"messages": [ASK]} if path in ("/v1/messages", "/api/chat") else {"prompt": "x"}
     most = {"max_tokens": 999} if path == "/v1/messages" else {}
     answer = abort_early(governed, path, {**said, **most, "model": "scripted", "stream": stream})
     assert answer.status_code == (200 if stream else 500)
@@ -145,8 +145,18 @@ def test_an_abort_is_an_error_where_no_reason_says_it(
         assert error["type"] == "error" and error["error"]["type"] == "api_error"
         assert "message_stop" not in answer.text and 'stop_reason":"' not in answer.text
     else:
-        assert list(json.loads(last)) == ["error"] and '"done":true' not in answer.text
+        assert next(iter(json.loads(last))) == "error"
+        assert '"done":true' not in answer.text and '"stop":true' not in answer.text
     assert len(before) > 1 if stream else not before, "what was said until then has been sent"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_abort_is_a_reason_in_sglangs_answers(governed: Live, stream: bool) -> None:
+    answer = abort_early(governed, "/generate", {"text": "x", "stream": stream})
+    assert answer.status_code == 200
+    last = answer.text.strip().removesuffix("data: [DONE]").strip().rpartition("data: ")[2]
+    whole = json.loads(last)
+    assert whole["meta_info"]["finish_reason"]["type"] == "abort" and whole["text"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -60,7 +60,9 @@ def test_how_it_ends(live: Live) -> None:
 
 def test_each_event_has_the_text_so_far(live: Live) -> None:
     whole = generated(live)
+    live.scripted.runner.delay_s = 0.03  # so that the tokens are not sent together
     events = live.events("/generate", {"text": "count"})
+    live.scripted.runner.delay_s = 0.0
     assert len(events) > 1
     for first, second in zip(events, events[1:], strict=False):
         assert second["text"].startswith(first["text"])
