@@ -21,9 +21,10 @@ LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity
 class AnswerHead:
     """id, creation time and model: the same in every chunk of a response."""
 
-    def __init__(self, prefix: str, kind: str, model: str) -> None:
+    def __init__(self, prefix: str, kind: str, model: str, name: str | None = None) -> None:
+        """`name`: the client's own, for the id."""
         self._fields = {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "id": f"{prefix}-{name or uuid.uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
             "model": model,

@@ -42,7 +42,7 @@ class ChatCall:
         self._as_ids = body.return_tokens_as_token_ids
         self._options = body.stream_options
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self._head = answer.AnswerHead("chatcmpl", kind, turn.model)
+        self._head = answer.AnswerHead("chatcmpl", kind, turn.model, body.request_id)
 
     def chunks(self, stream: Stream, deltas: Deltas) -> Iterable[dict[str, Any]]:
         if not self._readers:

@@ -121,7 +121,7 @@ class CompletionCall:
         self._as_ids = body.return_tokens_as_token_ids
         self._prompt_logprobs = body.prompt_logprobs
         self._options = body.stream_options
-        self._head = answer.AnswerHead("cmpl", "text_completion", model)
+        self._head = answer.AnswerHead("cmpl", "text_completion", model, body.request_id)
         self._started: set[int] = set()
         self._offsets: dict[int, int] = {}
 

@@ -13,7 +13,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import MAX_LOGPROBS, MAX_N
 from llmc.server.pooling_protocol import InputBody
-from llmc.server.protocol import Body, CompletionBody, Int64, TemplateBody
+from llmc.server.protocol import SAMPLERS_OFF, Body, CompletionBody, Int64, TemplateBody
 
 # Fields of a CompletionBody -> those they come from, for errors.
 NAMES = {
@@ -34,9 +34,6 @@ SAMPLERS: Mapping[str, Mapping[str, Any]] = {
     "temperature": {"temperature": 1.0},
     "penalties": {"repeat_last_n": 0},
 }
-_OFF: tuple[Any, ...] = (None, 0, 0.0)
-_BELOW_OFF: tuple[Any, ...] = (*_OFF, -1, -1.0)
-_ONE_IS_OFF: tuple[Any, ...] = (None, 1, 1.0)
 
 
 class OptionsBody(Body):
@@ -44,14 +41,7 @@ class OptionsBody(Body):
     defaults."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "dynatemp_range": _OFF,
-        "typical_p": _ONE_IS_OFF,
-        "tfs_z": _ONE_IS_OFF,
-        "top_n_sigma": _BELOW_OFF,
-        "mirostat": _OFF,
-        "dry_multiplier": _OFF,
-        "xtc_probability": _OFF,
-        "adaptive_target": _BELOW_OFF,
+        **SAMPLERS_OFF,
         "post_sampling_probs": (None, False),
         "lora": (None, []),
         "image_data": (None, []),

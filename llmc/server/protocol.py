@@ -23,13 +23,29 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MaxTokens = Annotated[int, Field(ge=1, le=2**31 - 1)] | Literal[-1]
 
 MAX_TOOLS = 128
+REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"
 MAX_DOCUMENTS = 1024
 
 # Texts that the chat template shows the model, such as {"title": ..., "text": ...}.
 Documents = Annotated[list[dict[str, str]], Field(max_length=MAX_DOCUMENTS)]
 
+_OFF: tuple[Any, ...] = (None, 0, 0.0)
+_BELOW_OFF: tuple[Any, ...] = (*_OFF, -1, -1.0)
+_ONE_IS_OFF: tuple[Any, ...] = (None, 1, 1.0)
+# Samplers of ggml's server that llmc does not have, with the values that turn them off.
+SAMPLERS_OFF: Mapping[str, tuple[Any, ...]] = {
+    "dynatemp_range": _OFF,
+    "typical_p": _ONE_IS_OFF,
+    "tfs_z": _ONE_IS_OFF,
+    "top_n_sigma": _BELOW_OFF,
+    "mirostat": _OFF,
+    "dry_multiplier": _OFF,
+    "xtc_probability": _OFF,
+    "adaptive_target": _BELOW_OFF,
+}
 # Known fields that llmc does not support, with the values that have no effect.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    **SAMPLERS_OFF,
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
@@ -50,6 +66,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "add_special_tokens": (None, False),
     "mm_processor_kwargs": (None, {}),
+    "media_io_kwargs": (None, {}),
+    "kv_transfer_params": (None, {}),
+    "reasoning_format": (None, "auto", "deepseek"),
     "length_penalty": (None, 1, 1.0),
     "separate_reasoning": (None, True),
     "stream_reasoning": (None, True),
@@ -169,6 +188,7 @@ class GenerationBody(Body):
     grammar: str | None = None
     priority: Int64 = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)] | None = None
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
     max_tokens: MaxTokens | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
@@ -189,6 +209,9 @@ class GenerationBody(Body):
     prompt_cache_retention: Any = None
     prompt_cache_options: Any = None
     cache_prompt: Any = None
+    id_slot: Any = None
+    timings_per_token: Any = None
+    return_progress: Any = None
     service_tier: Any = None
     parallel_tool_calls: Any = None
 

@@ -384,8 +384,19 @@ def test_null_and_no_op_fields_are_accepted(live: Live) -> None:
         "best_of": 1,
         "suffix": None,
         "separate_reasoning": True,  # SGLang's examples set it
+        "typical_p": 1.0,  # as the clients of llama.cpp have it
+        "xtc_probability": 0,
+        "timings_per_token": True,
+        "kv_transfer_params": None,
     }
     assert live.complete(**extra).json()["choices"][0]["text"] == COUNT
+
+
+def test_a_client_can_name_its_answers(live: Live) -> None:
+    assert live.complete(request_id="mine-1").json()["id"] == "cmpl-mine-1"
+    assert live.chat(request_id="mine-1").json()["id"] == "chatcmpl-mine-1"
+    refused = live.complete(request_id="a b")
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "request_id"
 
 
 def test_served_names_and_model_defaults() -> None:
