@@ -68,7 +68,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (None, {}),
     "media_io_kwargs": (None, {}),
     "kv_transfer_params": (None, {}),
-    "reasoning_format": (None, "auto", "deepseek"),
+    "reasoning_format": (None, "auto"),
     "length_penalty": (None, 1, 1.0),
     "separate_reasoning": (None, True),
     "stream_reasoning": (None, True),
