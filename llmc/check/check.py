@@ -97,6 +97,7 @@ def check_model(
             tables={n: subject.built.buffers[n] for n in subject.captured.parameters.tables},
             constructed=subject.built.constructed,
             adapters=subject.adapters,
+            experts=subject.captured.parameters.experts,
         )
         detail += [_compared_with(reference, source)]
     with clock.phase("load kernels"):

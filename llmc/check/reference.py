@@ -28,6 +28,7 @@ from llmc.passes.inputs import AdaptedOp
 from llmc.pooling import Task
 from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
 from llmc.weights.lora import LoraWeights
+from llmc.weights.lora_places import LoraPlace
 from llmc.weights.quantized.quantization_config import StoredQuantization
 from llmc.weights.tensors import open_tensors
 
@@ -79,6 +80,7 @@ def run_reference(
     tables: Mapping[str, Tensor],
     constructed: Mapping[str, Tensor] | None = None,
     adapters: Sequence[LoraWeights] = (),
+    experts: Mapping[str, Sequence[str]] | None = None,
 ) -> Reference:
     """Run the model's own code on the sequences.
 
@@ -86,7 +88,8 @@ def run_reference(
     `tables`: buffers computed from the config, which `exact` uses without rounding.
     `constructed`: buffers that the model's own code computes when it is constructed, which
     transformers leaves uninitialized: it constructs models without data.
-    `adapters`: the LoRA adapters that sequences refer to, numbered from 1.
+    `adapters`: the LoRA adapters that sequences refer to, numbered from 1. `experts`: for stacks of
+    experts, the names of the linears of one (`Parameters.experts`); the model may have those.
 
     With `dummy_seed` the weights are random, the same as the step's. Weights `stored` quantized are
     passed dequantized, because a quantizer's own kernels would compute different values.
@@ -105,6 +108,7 @@ def run_reference(
     for name, value in unset.items():
         module.get_buffer(name).copy_(value)
     module = module.to(device).eval()
+    adapters = [_for_module(module, adapter, experts or {}) for adapter in adapters]
     rounded = _run(module, sequences, layers, device, adapters)
     exact = rounded
     if dtype != torch.float32 and _float32_fits(module, device):
@@ -208,6 +212,26 @@ def _make(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module
 def _fill(source: WeightSource, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         source.fill(name, tensor.data)
+
+
+def _for_module(
+    module: nn.Module, adapter: LoraWeights, experts: Mapping[str, Sequence[str]]
+) -> LoraWeights:
+    """The adapter with places in the module: it may have its experts one by one."""
+    own = {name for name, _ in module.named_parameters()}
+    placed: dict[LoraPlace, tuple[Tensor, Tensor]] = {}
+    for place, (a, b) in adapter.items():
+        if place.op != "experts" or place.weight in own:
+            placed[place] = a, b
+            continue
+        for number, (own_a, own_b) in enumerate(zip(a, b, strict=True)):
+            first = 0
+            for template in experts[place.weight]:
+                name = f"{template.format(number)}.weight"
+                last = first + module.get_parameter(name).shape[0]
+                placed[LoraPlace(name)] = own_a, own_b[first:last]
+                first = last
+    return placed
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from llmc.compiler import interface
 from llmc.compiler.compressors import use_compressors
+from llmc.compiler.expert_blocks.use import use_expert_blocks
 from llmc.compiler.expert_loops import use_expert_loops
 from llmc.compiler.experts import use_sorted_experts
 from llmc.compiler.heads import make_module
@@ -65,6 +66,7 @@ class BuiltModel:
     head: Head = LM
     apart: tuple[str, ...] = ()  # parameters that the config ties to others, but not here
     trust_remote_code: bool = False
+    not_understood: tuple[str, ...] = ()  # loops over experts, and why
 
 
 def build(
@@ -126,6 +128,7 @@ def build(
     if not type(module).__module__.startswith("transformers."):
         constructed = _constructed_buffers(module, buffers, make)
         buffers |= constructed
+    not_understood = use_expert_blocks(module, dtype, buffers)
     text = getattr(config, "get_text_config", lambda: config)()
     context = context or getattr(text, "max_position_embeddings", None) or 0
     has_tables = use_tables(module, buffers, context)
@@ -145,6 +148,7 @@ def build(
         context=context if has_tables else None,
         apart=tuple(apart),
         trust_remote_code=trust_remote_code,
+        not_understood=not_understood,
     )
 
 

@@ -107,7 +107,10 @@ def _for_both(
 
 
 def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedModel:
-    dynamo, examples = _run_dynamo(built.module, built.head, tokens)
+    try:
+        dynamo, examples = _run_dynamo(built.module, built.head, tokens)
+    except CompileError as e:
+        raise CompileError("; ".join((str(e), *built.not_understood))) from e.__cause__
     lists_to_slices(dynamo.graph)
     roles = _roles(built, dynamo, examples)
     aten = _to_aten(dynamo)

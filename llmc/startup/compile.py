@@ -41,6 +41,7 @@ from llmc.weights.quantized.kept_quantized import (
     kept_weights,
     log_dequantized,
 )
+from llmc.weights.stacked_experts import parts_of
 
 if TYPE_CHECKING:
     from llmc.compiler.build import BuiltModel
@@ -287,7 +288,7 @@ def load_model(
 def weights_of(source: ModelSource, module: nn.Module) -> WeightSource:
     """Any parameter of `module` from the checkpoint, or generated."""
     if source.is_dummy:
-        return DummyWeights(source.config.seed)
+        return DummyWeights(source.config.seed, parts_of(module))
     return CheckpointWeights(module, source.open_tensors())
 
 

@@ -1,5 +1,5 @@
 """Determines which stored tensors make up each parameter, by transformers' own conversion rules
-(and those of separate_experts.py).
+(and those of stacked_experts.py and separate_experts.py).
 
 They map a checkpoint's names and layouts to the module's parameters (renamed prefixes, experts
 stored one by one but stacked in the module).
@@ -21,6 +21,7 @@ from llmc.weights.checkpoint import Readable
 from llmc.weights.parameters import describe_parameters
 from llmc.weights.quantized.quantized_tensor import QuantizedTensor
 from llmc.weights.separate_experts import separate_experts
+from llmc.weights.stacked_experts import rules_of
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
@@ -65,6 +66,7 @@ class Assignment:
         rules = get_model_conversion_mapping(module)
         renamings = [r for r in rules if isinstance(r, WeightRenaming)]
         converters = [r for r in rules if isinstance(r, WeightConverter)]
+        converters += rules_of(module)
         converters += separate_experts(module)  # tried last
         by_pattern = {p: c for c in converters for p in c.source_patterns}
         prefix = getattr(self._module, "base_model_prefix", "")

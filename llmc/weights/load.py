@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -67,12 +67,19 @@ class WeightSource(Protocol):
 
 
 class DummyWeights:
-    """Random weights that depend only on the parameter's name and the seed."""
+    """Random weights that depend only on the parameter's name and the seed.
+
+    `stacks`: for a parameter that stacks experts, the number of channels of each part of every
+    expert, by name. It is made of them, so that it equals those of a model without the stack.
+    """
 
     is_thread_safe = True
 
-    def __init__(self, seed: int) -> None:
+    def __init__(
+        self, seed: int, stacks: Mapping[str, Sequence[Mapping[str, int]]] | None = None
+    ) -> None:
         self.seed = seed
+        self._stacks = stacks or {}
 
     def check(self, names: Iterable[str]) -> None:
         """Every name exists."""
@@ -87,6 +94,12 @@ class DummyWeights:
             whole = staging(part.shape, out.dtype)
             self.fill(name, whole)
             out.copy_(part.of(whole))
+            return
+        if name in self._stacks:
+            for expert, parts in zip(out, self._stacks[name], strict=True):
+                pieces = expert.split([*parts.values()]) if len(parts) > 1 else [expert]
+                for of, own in zip(parts, pieces, strict=True):
+                    self.fill(of, own)
             return
         gen = torch.Generator(device=out.device)
         # 32 bits: the CPU's generator ignores the rest

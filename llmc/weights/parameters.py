@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmc.weights.stacked_experts import linears_of
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
@@ -63,6 +65,8 @@ def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
 def _has_converters(module: nn.Module) -> bool:
     from transformers.core_model_loading import WeightRenaming
 
+    if linears_of(module):
+        return True
     return any(not isinstance(rule, WeightRenaming) for rule in _rules(module))
 
 
@@ -100,11 +104,11 @@ def _experts(module: nn.Module) -> dict[str, tuple[str, ...]]:
     channels each, numbered 0 and 1, 2 and 3."""
     if not _has_converters(module):
         return {}
+    found = linears_of(module)
     from transformers.core_model_loading import revert_weight_conversion
 
     model: Any = module  # a PreTrainedModel
-    found = {}
-    for name in [name for name, p in module.named_parameters() if p.dim() == 3]:
+    for name in [n for n, p in module.named_parameters() if p.dim() == 3 and n not in found]:
         try:
             parts = revert_weight_conversion(model, {name: torch.arange(4).view(2, 2, 1)})
         except (RuntimeError, ValueError, KeyError, IndexError, TypeError, NotImplementedError):
