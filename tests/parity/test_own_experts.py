@@ -34,7 +34,9 @@ def _adapter(block: str, path: Path) -> LoRARequest:
     return save_adapter(model, path, r=3, lora_alpha=5, target_modules=TARGETS)
 
 
-@pytest.mark.parametrize("block", tiered(own_experts.BLOCKS, "WhereEach", "SortedCounts", "Nested"))
+@pytest.mark.parametrize(
+    "block", tiered(own_experts.BLOCKS, "WhereEach", "SortedCounts", "Nested", "Slices")
+)
 def test_logits_are_those_of_the_models_code(block: str, tmp_path: Path) -> None:
     model = own_experts.filled(block)
     model.save_pretrained(tmp_path)
@@ -48,6 +50,17 @@ def test_adapters_on_experts(block: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"enable_lora": True, "max_lora_expert_rank": 6}
     with peft_model(own_experts.filled(block), adapter) as model:
         assert_served_logits(tmp_path, lambda ids: model(ids).logits, adapter=adapter, **options)
+
+
+def test_adapters_on_slices(tmp_path: Path) -> None:
+    own_experts.filled("NestedSlices").save_pretrained(tmp_path)
+    model, asked = own_experts.filled("NestedSlices"), ["up_proj.weight", "down_proj.weight"]
+    adapter = save_adapter(
+        model, tmp_path / "adapter", r=3, target_modules=[], target_parameters=asked
+    )
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_expert_rank": 3}
+    with peft_model(own_experts.filled("NestedSlices"), adapter) as adapted:
+        assert_served_logits(tmp_path, lambda ids: adapted(ids).logits, adapter=adapter, **options)
 
 
 def test_it_is_certified_with_adapters(tmp_path: Path) -> None:

@@ -284,6 +284,40 @@ class WeightedInside(Block):
         return final, (logits.view(batch, length, -1), selected.view(batch, length, -1))
 
 
+class WidenedLinear(nn.Module):
+    def __init__(self, depth: int, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(EXPERTS, channels, depth))
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return F.linear(x.float(), self.weight[number].float())
+
+
+class WidenedSlices(nn.Module):
+    """Linears get an expert's number, and compute in float32; there is no branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.up_proj, self.gate_proj = (WidenedLinear(WIDTH, INNER) for _ in range(2))
+        self.down_proj = WidenedLinear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, x.shape[-1])
+        logits = torch.matmul(flat.to(torch.float32), self.gate.weight.t().to(torch.float32))
+        weights, selected = torch.topk(logits.sigmoid(), TOP_K, dim=1)
+        out = torch.zeros(flat.shape, dtype=x.dtype, device=x.device)
+        mask = F.one_hot(selected, num_classes=EXPERTS).permute(2, 1, 0)
+        for i in range(EXPERTS):
+            k, token = torch.where(mask[i])
+            current = flat[None, token].reshape(-1, x.shape[-1])
+            gate = F.silu(self.gate_proj(current, i)).clamp(max=7)
+            up = self.up_proj(current, i).clamp(min=-7, max=7)
+            own = self.down_proj(gate * up, i) * weights[token, k, None]
+            out.index_add_(0, token, own.to(x.dtype))
+        return out.view_as(x)
+
+
 class Inner(nn.Module):
     """Experts in a module that gets the routing."""
 
@@ -311,6 +345,70 @@ class Nested(nn.Module):
         flat = x.flatten(0, -2)
         weights, selected = torch.topk(F.softmax(self.router(flat), -1), 1)
         return self.ffn(flat, weights, selected).reshape(x.shape)
+
+
+class Slices(nn.Module):
+    """Experts are slices of parameters; they have biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.w1 = nn.Parameter(torch.empty(EXPERTS, INNER, WIDTH))
+        self.b1 = nn.Parameter(torch.empty(EXPERTS, INNER))
+        self.w2 = nn.Parameter(torch.empty(EXPERTS, WIDTH, INNER))
+        self.b2 = nn.Parameter(torch.empty(EXPERTS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, x.shape[-1])
+        weights, selected = self.gate(flat).softmax(-1).topk(TOP_K)
+        out = torch.zeros_like(flat)
+        for i in range(EXPERTS):
+            rows, k = torch.where(selected == i)
+            if rows.numel() == 0:
+                continue
+            inner = F.gelu(F.linear(flat[rows], self.w1[i], self.b1[i]))
+            own = F.linear(inner, self.w2[i]) + self.b2[i]
+            out.index_add_(0, rows, own * weights[rows, k, None])
+        return out.view_as(x)
+
+
+class SlicedLinear(nn.Module):
+    def __init__(self, depth: int, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(EXPERTS, depth, channels))
+
+    def forward(self, x: Tensor, number: Tensor) -> Tensor:
+        return x @ self.weight[number]
+
+
+class SlicedModules(nn.Module):
+    """Linears get an expert's number; the loop is in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = SlicedLinear(WIDTH, INNER), SlicedLinear(WIDTH, INNER)
+        self.down_proj = SlicedLinear(INNER, WIDTH)
+        self.act_fn = nn.SiLU()
+
+    def output_of(self, x: Tensor, number: Tensor) -> Tensor:
+        gate = self.act_fn(self.gate_proj(x, number)).clamp(max=7)
+        return self.down_proj(gate * self.up_proj(x, number), number)
+
+    def forward(self, x: Tensor, weights: Tensor, selected: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        mask = F.one_hot(selected, num_classes=EXPERTS).permute(2, 1, 0)
+        for hit in mask.sum(dim=(-1, -2)).nonzero():
+            number = hit[0]
+            k, token = torch.where(mask[number])
+            own = self.output_of(x[token], number) * weights[token, k, None]
+            out.index_add_(0, token, own)
+        return out
+
+
+class NestedSlices(Nested):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ffn = SlicedModules()
 
 
 class Dropping(Block):
@@ -341,6 +439,9 @@ BLOCKS: dict[str, type[nn.Module]] = {
         DenseWeights,
         WeightedInside,
         Nested,
+        Slices,
+        NestedSlices,
+        WidenedSlices,
     )
 }
 
@@ -377,7 +478,8 @@ class OwnExpertsModel(tf.PreTrainedModel, tf.GenerationMixin):
     def __init__(self, config: OwnExpertsConfig) -> None:
         super().__init__(config)
         self.embed, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(64, WIDTH)
-        self.layers = nn.ModuleList(OwnExpertsLayer(config.block) for _ in range(2))
+        count = config.num_hidden_layers
+        self.layers = nn.ModuleList(OwnExpertsLayer(config.block) for _ in range(count))
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.post_init()
 

@@ -64,7 +64,7 @@ def expert_code(experts: Sequence[nn.Module], num_extras: int) -> ExpertCode:
     shapes = {str([(n, p.shape, p.dtype) for n, p in e.named_parameters()]) for e in experts}
     if len(shapes) > 1 or len({str(graph) for graph in graphs}) > 1:
         raise NotUnderstood("its experts differ in their code or their sizes")
-    return _by_row(experts[0], graphs[0], num_extras)
+    return by_row(experts[0], graphs[0], num_extras, dict(experts[0].named_parameters()))
 
 
 def _trace(expert: nn.Module) -> fx.Graph:
@@ -78,8 +78,15 @@ def _trace(expert: nn.Module) -> fx.Graph:
     return graph
 
 
-def _by_row(expert: nn.Module, graph: fx.Graph, num_extras: int) -> ExpertCode:
-    parameters = dict(expert.named_parameters())
+def by_row(
+    expert: nn.Module,
+    graph: fx.Graph,
+    num_extras: int,
+    parameters: Mapping[str, Tensor],
+    joins: bool = True,
+) -> ExpertCode:
+    """The code for rows with experts of their own. `graph`: of one, with its `parameters`, and the
+    modules of `expert`. `joins`: linears with one input may be one."""
     given = [n for n in graph.nodes if n.op == "placeholder"]
     for node in given[1 + num_extras :]:  # the experts are called without them
         default: Any = node.args[0] if node.args else None
@@ -89,9 +96,10 @@ def _by_row(expert: nn.Module, graph: fx.Graph, num_extras: int) -> ExpertCode:
         chosen = graph.placeholder("expert")
     stacks: dict[Stack, fx.Node] = {}
     linears = [linear for n in graph.nodes if (linear := _linear(n)) is not None]
-    for group in _with_equal_inputs(linears):
+    for group in _with_equal_inputs(linears) if joins else [[one] for one in linears]:
         _replace(graph, group, chosen, stacks, parameters)
-    for node in [n for n in graph.nodes if n.op == "get_attr" and n.users]:
+    graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
         if parameters[node.target].dim() > 1:
             raise NotUnderstood(f"its experts use {node.target} other than in a linear")
         stack = _stacked(graph, (node.target,), chosen, stacks)
@@ -112,6 +120,7 @@ class _Linear:
     weight: str
     bias: str | None
     transposed: bool  # the weight is [inputs, channels]
+    is_wide: bool  # computed in float32, whatever the dtype of the weight is
 
 
 def _linear(node: fx.Node) -> _Linear | None:
@@ -121,12 +130,17 @@ def _linear(node: fx.Node) -> _Linear | None:
     if not is_linear and node.target not in _PRODUCTS:
         return None
     given: list[Any] = [*node.args, *node.kwargs.values(), None]
-    if set(node.kwargs) - {"weight", "bias", "other", "mat2"}:
+    if not node.args or set(node.kwargs) - {"weight", "bias", "other", "mat2"}:
         return None
     x, weight, bias = (*given, None)[:3] if is_linear else (*given[:2], None)
     transposed = not is_linear
-    if _is_turned(weight):
-        weight, transposed = weight.args[0], not transposed
+    is_wide = False
+    while _is_turned(weight) or _is_widened(weight):
+        if _is_turned(weight):
+            transposed = not transposed
+        else:
+            is_wide = True
+        weight = weight.args[0]
     if not all(n is None or _is_parameter(n) for n in (weight, bias)) or weight is None:
         return None
     return _Linear(
@@ -135,7 +149,14 @@ def _linear(node: fx.Node) -> _Linear | None:
         weight=weight.target,
         bias=None if bias is None else bias.target,
         transposed=transposed,
+        is_wide=is_wide,
     )
+
+
+def _is_widened(node: Any) -> bool:
+    if not isinstance(node, fx.Node) or node.op != "call_method":
+        return False
+    return node.target == "float" or (node.target == "to" and node.args[1:] == (torch.float32,))
 
 
 def _is_turned(node: Any) -> bool:
@@ -154,7 +175,7 @@ def _with_equal_inputs(linears: Sequence[_Linear]) -> list[list[_Linear]]:
     groups: dict[Any, list[_Linear]] = {}
     uses = Counter(one.weight for one in linears)
     for one in linears:
-        alone = one.transposed or uses[one.weight] > 1
+        alone = one.transposed or one.is_wide or uses[one.weight] > 1
         groups.setdefault(one.node if alone else (one.x, one.bias is None), []).append(one)
     return [sorted(group, key=_is_multiplied) for group in groups.values()]
 
@@ -177,9 +198,14 @@ def _replace(
     bias = _stacked(graph, biases, chosen, stacks) if biases else None
     nodes = {one.node for one in group}
     with graph.inserting_before(next(n for n in graph.nodes if n in nodes)):
+        x = first.node.args[0]
+        if first.is_wide:  # all of the experts' weights would be widened
+            x = graph.call_function(_like, (x, weight))
         made = graph.call_function(
-            expert_linear.overload, (first.x, weight, bias, chosen, first.transposed)
+            expert_linear.overload, (x, weight, bias, chosen, first.transposed)
         )
+        if first.is_wide:
+            made = graph.call_method("float", (made,))
         parts = [made]
         if len(group) > 1:
             sizes = [parameters[one.weight].shape[0] for one in group]
@@ -188,6 +214,10 @@ def _replace(
     for one, part in zip(group, parts, strict=True):
         one.node.replace_all_uses_with(part)
         graph.erase_node(one.node)
+
+
+def _like(x: Tensor, weight: Tensor) -> Tensor:
+    return x.to(weight.dtype)
 
 
 def _stacked(

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from llmc.compiler.expert_blocks.record import (
-    Call,
     NotUnderstood,
     Recording,
     Value,
@@ -39,18 +38,9 @@ class Analysis:
     """A recording, and what depends on the experts in it."""
 
     def __init__(self, recording: Recording, experts: Experts, count: int) -> None:
+        """`experts`: what was run in place of `count` experts."""
         self.recording = recording
         self._experts, self._count = experts, count
-
-    def source(self, value: Value) -> Call | None:
-        """The call that gave the value its present data; None if only a part of it was changed."""
-        calls = self.recording.calls
-        if not value.changes:
-            return calls[value.call]
-        last = calls[value.changes[-1]]
-        changed = next(iter(inner_values(last.args)), None)
-        before = Value(value.call, value.path, value.changes[:-1])
-        return last if changed == before and last.kind == "function" else None
 
     def choices(self) -> list[tuple[Value, Value]]:
         """All values that can be the rows and the experts' numbers, in the code's order."""
@@ -124,7 +114,7 @@ class Analysis:
             if routings := self._of_result(rows, expert, extras, value):
                 found[value] = routings
                 continue
-            source = self.source(value)
+            source = self.recording.source(value)
             if source is None or source.kind == "expert" or value not in self.recording.read:
                 raise NotUnderstood("what it adds up is not the weighted results of its experts")
             stack += inner_values(source)

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from llmc.compiler.expert_blocks.find import Analysis
-from llmc.compiler.expert_blocks.record import Call, NotUnderstood, Value, inner_values
+from llmc.compiler.expert_blocks.record import (
+    Call,
+    NotUnderstood,
+    Recording,
+    Value,
+    inner_values,
+)
 from llmc.compiler.expert_blocks.routing import Routing, combined
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
@@ -31,20 +37,33 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Size:
+class Size:
     """factor * tokens + shift"""
 
     factor: int
     shift: int
 
 
-class _ModelDtype:
+class ModelDtype:
     """The dtype of the block's input."""
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A call of a module or function that is itself an argument of the code."""
     return function(*args, **kwargs)
+
+
+def emit_function(graph: fx.Graph, target: Any, args: Any, kwargs: Any) -> Any:
+    """A call of a function or method of torch."""
+    name = target.__name__
+    if name == "__get__":  # an attribute, such as x.T
+        return graph.call_function(getattr, (args[0], target.__self__.__name__))
+    if name in _OPERATORS:
+        made = graph.call_function(_OPERATORS[name], args, kwargs)
+        return args[0] if name == "__setitem__" else made
+    if getattr(Tensor, name, None) is target:
+        return graph.call_method(name, args, kwargs)
+    return graph.call_function(target, args, kwargs)
 
 
 def generalize(
@@ -54,7 +73,7 @@ def generalize(
 
     Raises NotUnderstood.
     """
-    pair = _Pair(analyses)
+    pair = Pair(*(analysis.recording for analysis in analyses))
     for value in (routing.rows, routing.expert, routing.weight, *routing.extras):
         if value is not None:
             pair.unify(value, value)
@@ -66,11 +85,11 @@ def generalize(
     return _Emitter(pair, routing, results[0]).emit(result, like)
 
 
-class _Pair:
+class Pair:
     """Two recordings, and which of their values are the same computation."""
 
-    def __init__(self, analyses: tuple[Analysis, Analysis]) -> None:
-        self.first, self.second = analyses
+    def __init__(self, first: Recording, second: Recording) -> None:
+        self.first, self.second = first, second
         self.done: dict[Value, Value] = {}
         self.calls: dict[int, Call] = {}  # those needed of the first, with general arguments
 
@@ -105,16 +124,15 @@ class _Pair:
         if type(one) is not type(other):
             raise NotUnderstood("its code differs with the number of tokens")
         if isinstance(one, tuple | list) and len(one) == len(other):
-            return type(one)(self.argument(a, b) for a, b in zip(one, other, strict=True)) if (
-                type(one) in (tuple, list)
-            ) else tuple(self.argument(a, b) for a, b in zip(one, other, strict=True))  # fmt: skip
+            each = [self.argument(a, b) for a, b in zip(one, other, strict=True)]
+            return each if isinstance(one, list) else tuple(each)
         if isinstance(one, dict) and one.keys() == other.keys():
             return {key: self.argument(one[key], other[key]) for key in one}
         if isinstance(one, slice):
             ends = ((one.start, other.start), (one.stop, other.stop), (one.step, other.step))
             return slice(*(self.argument(a, b) for a, b in ends))
         if isinstance(one, torch.dtype):
-            return _ModelDtype() if (one, other) == (torch.float64, torch.float32) else (
+            return ModelDtype() if (one, other) == (torch.float64, torch.float32) else (
                 self._same(one, other))  # fmt: skip
         if isinstance(one, int) and not isinstance(one, bool) and one != other:
             return self._size(one, other)
@@ -125,16 +143,16 @@ class _Pair:
             raise NotUnderstood("its code computes with numbers that it read out of tensors")
         return one
 
-    def _size(self, one: int, other: int) -> _Size:
-        few, many = self.first.recording.tokens, self.second.recording.tokens
+    def _size(self, one: int, other: int) -> Size:
+        few, many = self.first.tokens, self.second.tokens
         factor, rest = divmod(other - one, many - few)
         if rest:
             raise NotUnderstood("its code computes with numbers that it read out of tensors")
-        return _Size(factor, one - factor * few)
+        return Size(factor, one - factor * few)
 
 
 class _Emitter:
-    def __init__(self, pair: _Pair, routing: Routing, result: Value) -> None:
+    def __init__(self, pair: Pair, routing: Routing, result: Value) -> None:
         self._pair, self._routing, self._result = pair, routing, result
         self._graph = fx.Graph()
         self._block, self._hidden, self._experts = (
@@ -147,7 +165,7 @@ class _Emitter:
 
     def emit(self, result: Any, like: tuple[Any, Any]) -> fx.GraphModule:
         """`like`: the shape and dtype of the experts' combined results."""
-        depends = self._pair.first.recording.depends
+        depends = self._pair.first.depends
         before: list[tuple[int, Call]] = []
         after: list[tuple[int, Call]] = []
         for index in sorted(self._pair.calls):
@@ -185,18 +203,7 @@ class _Emitter:
             module = self._attribute(found.target)
             self._made[index] = graph.call_function(call, (module, *args), kwargs)
         else:
-            self._made[index] = self._function(found.target, args, kwargs)
-
-    def _function(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        name, graph = target.__name__, self._graph
-        if name == "__get__":  # an attribute, such as x.T
-            return graph.call_function(getattr, (args[0], target.__self__.__name__))
-        if name in _OPERATORS:
-            made = graph.call_function(_OPERATORS[name], args, kwargs)
-            return args[0] if name == "__setitem__" else made
-        if getattr(Tensor, name, None) is target:
-            return graph.call_method(name, args, kwargs)
-        return graph.call_function(target, args, kwargs)
+            self._made[index] = emit_function(graph, found.target, args, kwargs)
 
     def _attribute(self, name: str) -> fx.Node:
         if name not in self._attributes:
@@ -216,12 +223,12 @@ class _Emitter:
             for step in () if given.changes else given.path:
                 made = self._graph.call_function(operator.getitem, (made, step))
             return made
-        if isinstance(given, _Size):
+        if isinstance(given, Size):
             if self._tokens is None:
                 self._tokens = self._graph.call_method("size", (self._hidden, -2))
             size = self._graph.call_function(operator.mul, (self._tokens, given.factor))
             return self._graph.call_function(operator.add, (size, given.shift))
-        if isinstance(given, _ModelDtype):
+        if isinstance(given, ModelDtype):
             return self._graph.call_function(getattr, (self._hidden, "dtype"))
         if isinstance(given, torch.device):
             return self._graph.call_function(getattr, (self._hidden, "device"))

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
@@ -23,13 +24,11 @@ _ABOUT = {
     "is_contiguous", "is_floating_point", "is_tensor", "ndimension", "nelement", "numel",
     "result_type", "size", "storage_offset", "stride", "type",
 }  # fmt: skip
-# Functions whose result has a size that depends on data; the last two do with masks.
+# Functions whose result has a size that depends on data; the last two only with masks.
 _SELECTING = {
     "argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive", "where",
     "__getitem__", "__setitem__",
 }  # fmt: skip
-
-
 # Functions by which loops fill a tensor: what it was before is not the result of all experts.
 _FILLING = {
     "__setitem__", "index_add_", "index_copy_", "index_put_", "scatter_", "scatter_add_",
@@ -89,11 +88,35 @@ class Recording:
     known: dict[Value, Tensor] = field(default_factory=dict)
     read: dict[Value, Tensor] = field(default_factory=dict)
     of_experts: set[int] = field(default_factory=set)  # calls that depend on an expert
-    result: Any = None  # with Values instead of tensors
+    products: dict[int, list[int]] = field(default_factory=dict)  # by expert, with its slices
+    rows_of: dict[int, Value] = field(default_factory=dict)  # of products of tokens' states
+    numbers: dict[Value, int] = field(default_factory=dict)  # that experts' slices have
+    output: Any = None
+    result: Any = None  # the same with Values instead of tensors
+
+    def slice_of(self, call: Call) -> tuple[str, int] | None:
+        """The parameter and the number, if the call takes an expert's slice of a parameter."""
+        if getattr(call.target, "__name__", "") != "__getitem__":
+            return None
+        source, index = call.args
+        origin = self.calls[source.call] if isinstance(source, Value) else None
+        number = self.numbers.get(index) if isinstance(index, Value) else index
+        if origin is None or origin.kind != "attribute" or type(number) is not int:
+            return None
+        return str(origin.target), number
 
     def depends(self, value: Value) -> bool:
         """Whether it depends on an expert."""
         return not self.of_experts.isdisjoint((value.call, *value.changes))
+
+    def source(self, value: Value) -> Call | None:
+        """The call that gave the value its present data; None if only a part of it was changed."""
+        if not value.changes:
+            return self.calls[value.call]
+        last = self.calls[value.changes[-1]]
+        changed = next(iter(inner_values(last.args)), None)
+        before = Value(value.call, value.path, value.changes[:-1])
+        return last if changed == before and last.kind == "function" else None
 
 
 def inner_values(structure: Any) -> list[Value]:
@@ -121,12 +144,22 @@ class StandIns:
         return out
 
 
+Products = Callable[[Tensor, str, int, int], Tensor]
+"""(x [S, K], name of a parameter, number of an expert, channels) -> [S, channels]"""
+_CASTS = {"float", "to", "type", "type_as"}
+_PRODUCTS = (F.linear, Tensor.matmul, torch.matmul, Tensor.mm, torch.mm)
+
+
 def record(
-    block: nn.Module, hidden: Tensor, experts: Mapping[nn.Module, int], inlined: set[nn.Module]
+    block: nn.Module,
+    hidden: Tensor,
+    experts: Mapping[nn.Module, int],
+    inlined: set[nn.Module],
+    products: Products | None = None,
 ) -> Recording:
     """Run a block with hidden [..., T, D]. `experts`: the number of each. `inlined`: modules whose
-    calls are recorded, not they themselves."""
-    recorder = _Recorder(block, hidden, inlined)
+    calls are recorded, not they themselves. `products`: with slices of parameters on meta."""
+    recorder = _Recorder(block, hidden, products)
     stand_ins = StandIns(len(experts), hidden.shape[-1])
     own_call = nn.Module.__call__
 
@@ -153,12 +186,15 @@ def record(
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, block: nn.Module, hidden: Tensor, inlined: set[nn.Module]) -> None:
+    def __init__(self, block: nn.Module, hidden: Tensor, products: Products | None) -> None:
         super().__init__()
+        self._products = products
+        self._slices: dict[int, tuple[str, int]] = {}  # by the id of a tensor
         self.recording = Recording(tokens=hidden.shape[-2])
         self.is_paused = False
         self._values: dict[int, Value] = {}  # by the id of a tensor, without its changes
-        self._kept: list[Any] = []  # ids are not reused while objects are alive
+        self._kept: list[Tensor] = []  # ids are not reused while objects are alive
+        self._tensors: dict[Any, Tensor] = {}  # by call and path
         self._changes: dict[int, list[int]] = {}  # by storage
         own = [*block.named_parameters(), *block.named_buffers()]
         self._attributes = {id(tensor): name for name, tensor in own}
@@ -172,9 +208,71 @@ class _Recorder(TorchFunctionMode):
         with self.paused():
             known = self.versions((args, kwargs))
             given = self.values((args, kwargs), getattr(func, "__name__", "") not in _FILLING)
-            made = func(*args, **kwargs)
+            if self._products is not None and any(tensor.is_meta for tensor, _ in known):
+                made = self._with_slices(func, args, kwargs, given[0])
+            else:
+                made = func(*args, **kwargs)
+            self._note_number(func, args, given[0])
         done = Call(kind="function", target=func, args=given[0], kwargs=given[1])
         return self.add(done, made, known)
+
+    def _note_number(self, func: Any, args: Any, given: Any) -> None:
+        """Note the number in a tensor that indexes a parameter."""
+        if func is Tensor.__getitem__ and isinstance(given[1], Value):
+            index = args[1]
+            if index.numel() == 1 and index.dtype in (torch.int64, torch.int32):
+                self.recording.numbers[given[1]] = int(index)
+
+    def _with_slices(self, func: Any, args: Any, kwargs: Any, given: Any) -> Any:
+        """A call with parameters without values, or slices of them."""
+        tensors = _tensors((args, kwargs))
+        if not any(t.is_floating_point() and not t.is_meta for t in tensors):
+            made = func(*args, **kwargs)
+            made = _aside(made) if made is args[0] else made
+            self._note_slices(func, args, made)
+            return made
+        operands: list[Any] = [*args, *kwargs.values()]
+        x, weight, *bias = operands
+        found = self._slices.get(id(weight))
+        if func not in _PRODUCTS or found is None or x.is_meta or self._products is None:
+            raise NotUnderstood("it uses the experts' parameters other than in linears")
+        name, number = found
+        channels = func(x.to("meta"), weight).shape[-1]
+        made = self._products(x, name, number, channels)
+        self._begin_expert()
+        recording, index = self.recording, len(self.recording.calls)
+        recording.of_experts.add(index)
+        recording.products.setdefault(number, []).append(index)
+        if not recording.depends(given[0]):
+            value = self._before_casts(given[0])
+            recording.rows_of[index] = value
+            rows = self._tensors[value.call, value.path].detach().clone()
+            recording.expert_calls.append(ExpertCall(number=number, rows=rows, extras=()))
+        return made if not bias or bias[0] is None else made + bias[0]
+
+    def _before_casts(self, value: Value) -> Value:
+        """The value of which this one is only another dtype."""
+        while not value.changes:
+            call = self.recording.calls[value.call]
+            if getattr(call.target, "__name__", "") not in _CASTS:
+                break
+            value = call.args[0]
+        return value
+
+    def _note_slices(self, func: Any, args: Any, made: Any) -> None:
+        """Note of which expert the results are."""
+        whole = self._attributes.get(id(args[0]))
+        for path, part in _parts(made):
+            if whole is None:
+                found = self._slices.get(id(args[0]))
+            elif func is Tensor.unbind or func is torch.unbind:
+                found = whole, int(path[0])
+            elif func is Tensor.__getitem__ and isinstance(args[1], int | Tensor):
+                found = whole, int(args[1])
+            else:
+                found = None
+            if found is not None:
+                self._slices[id(part)] = found
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -226,11 +324,7 @@ class _Recorder(TorchFunctionMode):
     def expert(self, number: int, given: Sequence[Tensor], experts: StandIns) -> Tensor:
         recording = self.recording
         with self.paused():
-            if not recording.expert_calls:
-                recording.known = {
-                    self._value(t): t.detach().clone() for t in self._kept if _is_tensor(t)
-                }
-            recording.read.clear()
+            self._begin_expert()
             rows, *extras = (tensor.detach().clone() for tensor in given)
             if any(extra.shape != (rows.shape[-2], 1) for extra in extras):
                 raise NotUnderstood("its experts take more than a number for each row")
@@ -240,8 +334,16 @@ class _Recorder(TorchFunctionMode):
             call = Call(kind="expert", target=number, args=tuple(map(self._value, given)))
             return self._add_tensor(call, experts(rows, number, *extras))
 
+    def _begin_expert(self) -> None:
+        recording = self.recording
+        if not recording.expert_calls:
+            kept = [t for t in self._kept if not t.is_meta]
+            recording.known = {self._value(t): t.detach().clone() for t in kept}
+        recording.read.clear()
+
     def end(self, result: Any) -> None:
         with self.paused():
+            self.recording.output = result
             self.recording.result = self.values(_plain(result))
 
     def _add_tensor(self, call: Call, tensor: Tensor) -> Tensor:
@@ -257,6 +359,7 @@ class _Recorder(TorchFunctionMode):
 
     def _know(self, tensor: Tensor, value: Value) -> None:
         self._values[id(tensor)] = value
+        self._tensors[value.call, value.path] = tensor
         self._kept.append(tensor)
 
     def _value(self, tensor: Tensor, keep: bool = False) -> Value:

@@ -24,7 +24,9 @@ from torch.func import functional_call
 from llmc.compiler.expert_blocks.expert_code import ExpertCode, expert_code, likeness
 from llmc.compiler.expert_blocks.find import Analysis, common_routing, is_close
 from llmc.compiler.expert_blocks.generalize import generalize
-from llmc.compiler.expert_blocks.record import NotUnderstood, StandIns, record
+from llmc.compiler.expert_blocks.record import NotUnderstood, Recording, StandIns, record
+from llmc.compiler.expert_blocks.routing import Experts
+from llmc.compiler.expert_blocks.slices import SliceProducts, experts_of, slice_code
 from llmc.errors import CompileError
 from llmc.weights.stacked_experts import StackedExperts
 
@@ -49,12 +51,12 @@ _MOST_VALUES = 1 << 27  # of parameters that are filled at a time
 def use_expert_blocks(
     model: nn.Module, dtype: torch.dtype, buffers: Mapping[str, Tensor]
 ) -> tuple[str, ...]:
-    """Replace what is understood. -> why the others are not. `buffers`: values by name."""
+    """Replace what is understood. -> why other loops are not. `buffers`: values by name."""
     if type(model).__module__.startswith("transformers."):
         return ()  # its loops are known (experts.py, expert_loops.py)
     made: dict[Any, _Replacement | str] = {}  # for equal blocks
     shared: dict[str, Callable[..., Any]] = {}
-    for name, path in list(_candidates(model)):
+    for name, path in list(dict.fromkeys(_candidates(model))):
         block = model.get_submodule(name)
         key = path, likeness(block)
         if key not in made:
@@ -63,26 +65,35 @@ def use_expert_blocks(
         found = made[key]
         if isinstance(found, _Replacement):
             found.install(block, shared)
-    return tuple(dict.fromkeys(found for found in made.values() if isinstance(found, str)))
+    reasons = [found for found in made.values() if isinstance(found, str) and found]
+    return tuple(dict.fromkeys(reasons))
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """The names of blocks, and of the list of equal modules in each."""
-    for name, experts in model.named_modules():
-        if not isinstance(experts, nn.ModuleList) or len(experts) < 2:
+    """The names of blocks, and of the list of equal modules in each; "" for parameters that may
+    have a slice for each expert."""
+    for name, module in model.named_modules():
+        is_list = _is_list_of_equals(module)
+        has_slices = not isinstance(module, nn.Conv1d) and any(
+            p.dim() == 3 for p in module.parameters(recurse=False)
+        )
+        if not is_list and not has_slices:
             continue
-        shapes = [(type(e), [p.shape for p in e.parameters()]) for e in experts]
-        if any(shape != shapes[0] for shape in shapes[1:]):
-            continue
-        if not any(len(shape) > 1 for shape in shapes[0][1]):
-            continue
-        block = name.rpartition(".")[0]
+        block = name if has_slices else name.rpartition(".")[0]
         while block and not _takes_states(model.get_submodule(block)):
             block = block.rpartition(".")[0]
-        if block and not any(
-            isinstance(m, nn.Embedding) for m in model.get_submodule(block).modules()
-        ):
-            yield block, name.removeprefix(f"{block}.")
+        inner = list(model.get_submodule(block).modules()) if block else []
+        # what was replaced before has a function of its own
+        if inner and not any(isinstance(m, nn.Embedding) or "forward" in vars(m) for m in inner):
+            yield block, name.removeprefix(f"{block}.") if is_list else ""
+
+
+def _is_list_of_equals(module: nn.Module) -> bool:
+    if not isinstance(module, nn.ModuleList) or len(module) < 2:
+        return False
+    shapes = [(type(e), [p.shape for p in e.parameters()]) for e in module]
+    is_equal = all(shape == shapes[0] for shape in shapes[1:])
+    return is_equal and any(len(shape) > 1 for shape in shapes[0][1])
 
 
 def _takes_states(module: nn.Module) -> bool:
@@ -100,40 +111,45 @@ def _understand(
     dtype: torch.dtype,
     buffers: Mapping[str, Tensor],
 ) -> _Replacement | str:
-    trial = _Trial(block, path, dtype, buffers)
+    """The replacement, or why there is none; "" for what is no loop over experts."""
+    kind = _ModuleTrial if path else _SliceTrial
+    trial = kind(block, path, dtype, buffers)
     what = f"{type(block).__name__} computes its experts in a loop that is not understood"
-    if trial.num_values > _MOST_VALUES:
-        return f"{what}: the rest of it is too large to try"
     codes: dict[int, fx.GraphModule] = {}
     problems: list[Exception] = []
-    for width in _widths(model, trial.experts[0]):
-        for shape in ((1,), ()):
-            try:
-                codes[len(shape) + 2] = trial.code(*shape, width=width)
-            except _ERRORS as e:
-                problems.append(e)
-        if codes:
-            break
     try:
+        if trial.num_values > _MOST_VALUES:
+            raise NotUnderstood("the rest of it is too large to try")
+        for width in _widths(model, trial.shapes):
+            for shape in ((1,), ()):
+                try:
+                    codes[len(shape) + 2] = trial.understand(*shape, width=width)
+                except _ERRORS as e:
+                    problems.append(e)
+            if codes:
+                break
         if not codes:
             raise next((p for p in problems if isinstance(p, NotUnderstood)), problems[0])
-        code = expert_code(list(trial.experts), trial.num_extras)
-        _compare_expert(code, trial, dtype, width)
+        code = trial.expert(width)
     except _ERRORS as e:
-        return f"{what}: {e}"
+        return f"{what}: {e}" if trial.is_loop else ""
     return _Replacement(path=path, codes=codes, expert=code)
 
 
-def _widths(model: nn.Module, expert: nn.Module) -> Sequence[int]:
+def _widths(model: nn.Module, shapes: Sequence[torch.Size]) -> Sequence[int]:
     """What the width of hidden states may be."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if config is not None else None
-    known = [getattr(text, "hidden_size", None), *(p.shape[-1] for p in expert.parameters())]
+    sizes = [size for shape in shapes for size in reversed(shape)]
+    known = [getattr(text, "hidden_size", None), *sizes]
     return [width for width in dict.fromkeys(known) if isinstance(width, int)]
 
 
 class _Trial:
     """Runs a block of which only the experts have no values."""
+
+    count: int  # of experts
+    shapes: Sequence[torch.Size]  # of an expert's parameters
 
     def __init__(
         self, block: nn.Module, path: str, dtype: torch.dtype, buffers: Mapping[str, Tensor]
@@ -141,43 +157,63 @@ class _Trial:
         self._block, self._path = block, path
         self._dtype, self._buffers = dtype, buffers
         self._copies: dict[tuple[torch.dtype, int], nn.Module] = {}
-        experts = block.get_submodule(path)
-        assert isinstance(experts, nn.ModuleList)
-        self.experts = experts
-        self.num_extras = 0
-        self.num_values = sum(
-            p.numel() for n, p in block.named_parameters() if not n.startswith(f"{path}.")
-        )
+        self.is_loop = False  # whether experts were found to get some of the tokens only
+        own = block.named_parameters()
+        self.num_values = sum(p.numel() for n, p in own if not self._is_of_experts(n))
 
-    def code(self, *batch: int, width: int) -> fx.GraphModule:
+    def understand(self, *batch: int, width: int) -> fx.GraphModule:
         """The general code of the block. Raises what it raises, and NotUnderstood."""
-        count = len(self.experts)
-        analyses = []
+        recordings = []
         for tokens, dtype in _RECORDED:
-            copied = self._copy(dtype, seed=0)
             hidden = self._hidden((*batch, tokens, width), dtype)
-            experts = copied.get_submodule(self._path).children()
-            numbers = {expert: i for i, expert in enumerate(experts)}
-            recording = record(copied, hidden, numbers, {copied, *_above(copied, self._path)})
-            if not recording.expert_calls:
+            recording = self._record(self._copy(dtype, seed=0), hidden)
+            calls = recording.expert_calls
+            if not calls:
                 raise NotUnderstood("it calls none of them with the states of tokens")
-            analyses.append(Analysis(recording, StandIns(count, width), count))
+            sizes = {call.rows.numel() for call in calls}
+            self.is_loop |= len(calls) < self.count or sizes != {hidden.numel()}
+            recordings.append(recording)
+        first, second = recordings
+        self._compare_recordings(first, second)
+        stands = [self._stand_ins(self._copy(dtype, seed=0), width) for _, dtype in _RECORDED]
+        analyses = (
+            Analysis(first, stands[0], self.count),
+            Analysis(second, stands[1], self.count),
+        )
         routing, results = common_routing(analyses)
-        self.num_extras = len(routing.extras)
-        made = generalize((analyses[0], analyses[1]), routing, (results[0], results[1]))
+        self._num_extras = len(routing.extras)
+        made = generalize(analyses, routing, (results[0], results[1]))
         cases = [*((n, torch.float32) for n in _COMPARED), (_RECORDED[0][0], self._dtype)]
         for tokens, dtype in dict.fromkeys(cases):
             hidden = self._hidden((*batch, tokens, width), dtype)
             self._compare(made, hidden, self._copy(dtype, seed=1))
         return made
 
+    def expert(self, width: int) -> ExpertCode:
+        """The code of the experts, after `understand`. Raises NotUnderstood."""
+        raise NotImplementedError
+
+    def _is_of_experts(self, name: str) -> bool:
+        """Whether a parameter or buffer is of the experts."""
+        raise NotImplementedError
+
+    def _record(self, copied: nn.Module, hidden: Tensor) -> Recording:
+        raise NotImplementedError
+
+    def _run(self, copied: nn.Module, hidden: Tensor) -> Any:
+        raise NotImplementedError
+
+    def _stand_ins(self, copied: nn.Module, width: int) -> Experts:
+        """What runs in place of the experts."""
+        raise NotImplementedError
+
+    def _compare_recordings(self, first: Recording, second: Recording) -> None:
+        """Raise NotUnderstood if the experts did different things."""
+
     def _compare(self, code: fx.GraphModule, hidden: Tensor, copied: nn.Module) -> None:
-        stand_ins = StandIns(len(self.experts), hidden.shape[-1])
-        for number, expert in enumerate(copied.get_submodule(self._path).children()):
-            vars(expert)["forward"] = partial(_stand_in, stand_ins, number)
         with torch.no_grad():
-            wanted = type(copied).forward(copied, hidden.clone())
-            found = code(copied, hidden.clone(), stand_ins)
+            wanted = self._run(copied, hidden.clone())
+            found = code(copied, hidden.clone(), self._stand_ins(copied, hidden.shape[-1]))
         tolerance = _CLOSE if hidden.dtype == torch.float32 else _ROUNDED
         pairs = list(zip(_flat(wanted), _flat(found), strict=True))
         for one, other in pairs:
@@ -197,11 +233,13 @@ class _Trial:
         generator = torch.Generator().manual_seed(seed)
         copied = copy.deepcopy(self._block)
         for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
-            if name.startswith(f"{self._path}."):
-                continue
             owner, _, leaf = name.rpartition(".")
             module = copied.get_submodule(owner)
             to = dtype if tensor.dtype == self._dtype else tensor.dtype
+            if self._is_of_experts(name):
+                if leaf in module._parameters:
+                    module._parameters[leaf] = nn.Parameter(tensor.to("meta", to), False)
+                continue
             known = self._buffers.get(name)
             if known is not None:
                 module._buffers[leaf] = known.to(to, copy=True)
@@ -219,10 +257,13 @@ class _Trial:
         return copied
 
 
-def _above(block: nn.Module, path: str) -> list[nn.Module]:
-    """The modules that contain the experts."""
-    parts = path.split(".")
-    return [block.get_submodule(".".join(parts[:i])) for i in range(1, len(parts) + 1)]
+def _around(block: nn.Module, names: Sequence[str]) -> set[nn.Module]:
+    """The modules in which something has these names, and those around them."""
+    found = {block}
+    for name in names:
+        parts = name.split(".")
+        found |= {block.get_submodule(".".join(parts[:i])) for i in range(1, len(parts))}
+    return found
 
 
 def _stand_in(experts: StandIns, number: int, rows: Tensor, *extras: Tensor) -> Tensor:
@@ -235,41 +276,104 @@ def _flat(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else []
 
 
-def _compare_expert(code: ExpertCode, trial: _Trial, dtype: torch.dtype, width: int) -> None:
-    """Compare the code for all rows with two experts, row by row. Raises NotUnderstood."""
-    expert = trial.experts[0]
-    if 2 * sum(p.numel() for p in expert.parameters()) > _MOST_VALUES:
-        return  # it would take too long; the code has been shown to be that of all experts
-    generator = torch.Generator().manual_seed(0)
-    values: list[dict[str, Tensor]] = [{}, {}]
-    for own in values:
-        for name, p in expert.named_parameters():
-            value = torch.randn(p.shape, generator=generator)
-            if p.dim() > 1:
-                value *= p.shape[-1] ** -0.5
-            own[name] = value.to(torch.float32 if p.dtype == dtype else p.dtype)
-    stacks = []
-    for stack in code.stacks:
-        parts = [[own[part] for part in stack.parts] for own in values]
-        stacks.append(torch.stack([torch.cat(own) if len(own) > 1 else own[0] for own in parts]))
-    number = torch.tensor([0, 1, 1, 0, 1])
-    given = [
-        torch.randn(len(number), size, generator=generator)
-        for size in (width, *[1] * trial.num_extras)
-    ]
-    with torch.no_grad():
-        found = code.code(*given, number, *stacks)
-        wanted = [
-            functional_call(expert, values[e], tuple(one[i : i + 1] for one in given))
-            for i, e in enumerate(number.tolist())
+class _ModuleTrial(_Trial):
+    """Of a block with a list of modules."""
+
+    def __init__(
+        self, block: nn.Module, path: str, dtype: torch.dtype, buffers: Mapping[str, Tensor]
+    ) -> None:
+        super().__init__(block, path, dtype, buffers)
+        self._experts = list(block.get_submodule(path).children())
+        self.count = len(self._experts)
+        self.shapes = [p.shape for p in self._experts[0].parameters()]
+        self._num_extras = 0
+
+    def _is_of_experts(self, name: str) -> bool:
+        return name.startswith(f"{self._path}.")
+
+    def _record(self, copied: nn.Module, hidden: Tensor) -> Recording:
+        experts = copied.get_submodule(self._path).children()
+        numbers = {expert: i for i, expert in enumerate(experts)}
+        return record(copied, hidden, numbers, _around(copied, [self._path + "."]))
+
+    def _stand_ins(self, copied: nn.Module, width: int) -> Experts:
+        return StandIns(self.count, width)
+
+    def _run(self, copied: nn.Module, hidden: Tensor) -> Any:
+        stand_ins = StandIns(self.count, hidden.shape[-1])
+        for number, expert in enumerate(copied.get_submodule(self._path).children()):
+            vars(expert)["forward"] = partial(_stand_in, stand_ins, number)
+        return type(copied).forward(copied, hidden)
+
+    def expert(self, width: int) -> ExpertCode:
+        code = expert_code(self._experts, self._num_extras)
+        expert = self._experts[0]
+        if 2 * sum(p.numel() for p in expert.parameters()) > _MOST_VALUES:
+            return code  # to compare it would take too long; it is shown to be that of all experts
+        generator = torch.Generator().manual_seed(0)
+        values: list[dict[str, Tensor]] = [{}, {}]
+        for own in values:
+            for name, p in expert.named_parameters():
+                value = torch.randn(p.shape, generator=generator)
+                if p.dim() > 1:
+                    value *= p.shape[-1] ** -0.5
+                own[name] = value.to(torch.float32 if p.dtype == self._dtype else p.dtype)
+        stacks = []
+        for stack in code.stacks:
+            parts = [[own[part] for part in stack.parts] for own in values]
+            stacks.append(torch.stack([torch.cat(p) if len(p) > 1 else p[0] for p in parts]))
+        number = torch.tensor([0, 1, 1, 0, 1])
+        given = [
+            torch.randn(len(number), size, generator=generator)
+            for size in (width, *[1] * self._num_extras)
         ]
-    if not is_close(found, torch.cat(wanted), _CLOSE):
-        raise NotUnderstood("its experts do not compute each row by itself")
+        with torch.no_grad():
+            found = code.code(*given, number, *stacks)
+            wanted = [
+                functional_call(expert, values[e], tuple(one[i : i + 1] for one in given))
+                for i, e in enumerate(number.tolist())
+            ]
+        if not is_close(found, torch.cat(wanted), _CLOSE):
+            raise NotUnderstood("its experts do not compute each row by itself")
+        return code
+
+
+class _SliceTrial(_Trial):
+    """Of a block with parameters that have a slice for each expert."""
+
+    def __init__(
+        self, block: nn.Module, path: str, dtype: torch.dtype, buffers: Mapping[str, Tensor]
+    ) -> None:
+        slices = {name: p.shape for name, p in block.named_parameters() if p.dim() == 3}
+        self._names = list(slices)
+        super().__init__(block, path, dtype, buffers)
+        self.shapes = list(slices.values())
+        self.count = self.shapes[0][0]
+        self._products = SliceProducts(self.count)
+
+    def _is_of_experts(self, name: str) -> bool:
+        return name in self._names
+
+    def _record(self, copied: nn.Module, hidden: Tensor) -> Recording:
+        return record(copied, hidden, {}, _around(copied, self._names), self._products)
+
+    def _compare_recordings(self, first: Recording, second: Recording) -> None:
+        self._code = slice_code(self._block, first, second)
+
+    def _stand_ins(self, copied: nn.Module, width: int) -> Experts:
+        return experts_of(self._code, copied, self._products)
+
+    def _run(self, copied: nn.Module, hidden: Tensor) -> Any:
+        return self._record(copied, hidden).output
+
+    def expert(self, width: int) -> ExpertCode:
+        return self._code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Replacement:
-    """path: of the experts. codes: by the number of dimensions of the hidden states."""
+    """path: of the experts, "" for slices of parameters. codes: by the number of dimensions of the
+    hidden states."""
 
     path: str
     codes: Mapping[int, fx.GraphModule]
@@ -278,21 +382,23 @@ class _Replacement:
     def install(self, block: nn.Module, shared: dict[str, Callable[..., Any]]) -> None:
         """`shared`: functions by their code, as equal ones are captured faster."""
         texts = [f"{dims} {code.code}" for dims, code in self.codes.items()]
-        [name, *_] = inspect.signature(block.forward).parameters
-        key = "\n".join([self.path, name, *texts, str(self.expert.code.code)])
+        [first, *_] = inspect.signature(block.forward).parameters
+        key = "\n".join([self.path, first, *texts, str(self.expert.code.code)])
         if key not in shared:
-            shared[key] = self._forward(name)
-        owner, _, leaf = self.path.rpartition(".")
-        experts = block.get_submodule(self.path)
-        assert isinstance(experts, nn.ModuleList)
-        parts = {stack.name: stack.parts for stack in self.expert.stacks}
-        setattr(block.get_submodule(owner), leaf, StackedExperts(experts, parts))
+            shared[key] = self._forward(first)
+        if self.path:
+            owner, _, leaf = self.path.rpartition(".")
+            experts = block.get_submodule(self.path)
+            assert isinstance(experts, nn.ModuleList)
+            parts = {stack.name: stack.parts for stack in self.expert.stacks}
+            setattr(block.get_submodule(owner), leaf, StackedExperts(experts, parts))
         block.forward = MethodType(shared[key], block)
 
     def _forward(self, name: str) -> Callable[..., Any]:
         codes, one_expert = self.codes, self.expert.code
-        steps = self.path.split(".")
-        names = [stack.name for stack in self.expert.stacks]
+        stacks = self.expert.stacks
+        names = [f"{self.path}.{s.name}" if self.path else s.parts[0] for s in stacks]
+        paths = [name.split(".") for name in names]
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             given = [*args, *kwargs.values()]
@@ -301,12 +407,14 @@ class _Replacement:
                     f"{type(self).__name__}, a block of routed experts, gets more than the states "
                     "of tokens, which is not supported"
                 )
-            stacked: Any = self
-            for step in steps:
-                stacked = getattr(stacked, step)
 
             def experts(rows: Tensor, number: Tensor, *extras: Tensor) -> Tensor:
-                stacks = (getattr(stacked, name) for name in names)
+                stacks = []
+                for path in paths:
+                    stack: Any = self
+                    for step in path:
+                        stack = getattr(stack, step)
+                    stacks.append(stack)
                 out: Tensor = one_expert(rows, *extras, number, *stacks)
                 return out
 
