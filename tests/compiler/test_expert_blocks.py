@@ -87,6 +87,12 @@ def test_calls_with_other_arguments_are_refused() -> None:
         made.mlp(x, x)
 
 
+def test_attributes_that_the_code_sets() -> None:
+    model = _replaced(_model(own_experts.Losses))
+    assert model.mlp.loss == 0.0
+    assert not hasattr(model.mlp, "scores"), "its value depends on the tokens"
+
+
 def test_linears_in_a_row() -> None:
     class LowRank(nn.Module):
         def __init__(self) -> None:

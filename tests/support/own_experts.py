@@ -318,6 +318,21 @@ class WidenedSlices(nn.Module):
         return out.view_as(x)
 
 
+class Losses(Block):
+    """Sets attributes that the model reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, x.shape[-1])
+        weights, selected = self.gate(flat).softmax(-1).topk(TOP_K)
+        self.loss, self.scores = 0.0, weights
+        out = torch.zeros_like(flat)
+        for i, expert in enumerate(self.experts):
+            rows, k = torch.where(selected == i)
+            if rows.numel():
+                out[rows] += weights[rows, k, None] * expert(flat[rows])
+        return out.view_as(x)
+
+
 class Inner(nn.Module):
     """Experts in a module that gets the routing."""
 
@@ -442,6 +457,7 @@ BLOCKS: dict[str, type[nn.Module]] = {
         Slices,
         NestedSlices,
         WidenedSlices,
+        Losses,
     )
 }
 
@@ -469,6 +485,7 @@ class OwnExpertsLayer(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         moe: Any = self.mlp(self.post_norm(x))
+        x = x + getattr(self.mlp, "loss", 0.0)
         return x + (moe[0] if isinstance(moe, tuple) else moe)
 
 

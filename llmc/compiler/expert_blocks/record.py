@@ -91,6 +91,7 @@ class Recording:
     products: dict[int, list[int]] = field(default_factory=dict)  # by expert, with its slices
     rows_of: dict[int, Value] = field(default_factory=dict)  # of products of tokens' states
     numbers: dict[Value, int] = field(default_factory=dict)  # that experts' slices have
+    attributes: dict[tuple[str, str], Any] = field(default_factory=dict)  # that the code set
     output: Any = None
     result: Any = None  # the same with Values instead of tensors
 
@@ -177,11 +178,18 @@ def record(
         done = Call(kind="module", target=name, args=given[0], kwargs=given[1])
         return recorder.add(done, made, known)
 
+    before = {module: dict(vars(module)) for module in inlined}
     with torch.no_grad(), mock.patch.object(nn.Module, "__call__", call), recorder:
         for expert in experts:  # code may call `expert.forward`
             vars(expert)["forward"] = expert.__call__
         result = type(block).forward(block, hidden)
         recorder.end(result)
+    for module, old in before.items():
+        for key, value in vars(module).items():
+            if key not in old or old[key] is not value:
+                recorder.recording.attributes[recorder.names[module], key] = value
+        vars(module).clear()  # other runs begin like this one
+        vars(module).update(old)
     return recorder.recording
 
 

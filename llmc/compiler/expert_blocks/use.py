@@ -45,6 +45,7 @@ _RECORDED = ((7, torch.float64), (19, torch.float32))  # numbers of tokens that 
 _COMPARED = (1, 2, 12, 129)  # numbers of tokens
 _ROUNDED = 2**-6  # relative deviation in 16 bits, of sums in another order
 _CLOSE = 1e-4  # and in float32
+_UNKNOWN = object()
 _MOST_VALUES = 1 << 27  # of parameters that are filled at a time
 
 
@@ -133,7 +134,7 @@ def _understand(
         code = trial.expert(width)
     except _ERRORS as e:
         return f"{what}: {e}" if trial.is_loop else ""
-    return _Replacement(path=path, codes=codes, expert=code)
+    return _Replacement(path=path, codes=codes, expert=code, attributes=trial.attributes)
 
 
 def _widths(model: nn.Module, shapes: Sequence[torch.Size]) -> Sequence[int]:
@@ -157,6 +158,7 @@ class _Trial:
         self._block, self._path = block, path
         self._dtype, self._buffers = dtype, buffers
         self._copies: dict[tuple[torch.dtype, int], nn.Module] = {}
+        self.attributes: dict[tuple[str, str], Any] = {}  # that the code sets; see _Replacement
         self.is_loop = False  # whether experts were found to get some of the tokens only
         own = block.named_parameters()
         self.num_values = sum(p.numel() for n, p in own if not self._is_of_experts(n))
@@ -174,6 +176,10 @@ class _Trial:
             self.is_loop |= len(calls) < self.count or sizes != {hidden.numel()}
             recordings.append(recording)
         first, second = recordings
+        for place, value in first.attributes.items():
+            is_plain = isinstance(value, bool | int | float | str | None)
+            is_same = is_plain and second.attributes.get(place) == value
+            self.attributes[place] = value if is_same else _UNKNOWN
         self._compare_recordings(first, second)
         stands = [self._stand_ins(self._copy(dtype, seed=0), width) for _, dtype in _RECORDED]
         analyses = (
@@ -373,11 +379,13 @@ class _SliceTrial(_Trial):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Replacement:
     """path: of the experts, "" for slices of parameters. codes: by the number of dimensions of the
-    hidden states."""
+    hidden states. attributes: those that the code sets, by module and name, such as terms of a
+    loss; _UNKNOWN ones are removed, so that code that reads them fails."""
 
     path: str
     codes: Mapping[int, fx.GraphModule]
     expert: ExpertCode
+    attributes: Mapping[tuple[str, str], Any]
 
     def install(self, block: nn.Module, shared: dict[str, Callable[..., Any]]) -> None:
         """`shared`: functions by their code, as equal ones are captured faster."""
@@ -393,6 +401,12 @@ class _Replacement:
             parts = {stack.name: stack.parts for stack in self.expert.stacks}
             setattr(block.get_submodule(owner), leaf, StackedExperts(experts, parts))
         block.forward = MethodType(shared[key], block)
+        for (name, attribute), value in self.attributes.items():
+            owner_of = block.get_submodule(name)
+            if value is not _UNKNOWN:
+                setattr(owner_of, attribute, value)
+            elif attribute in vars(owner_of):
+                delattr(owner_of, attribute)
 
     def _forward(self, name: str) -> Callable[..., Any]:
         codes, one_expert = self.codes, self.expert.code
