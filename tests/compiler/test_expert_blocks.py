@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from own_experts import EXPERTS, INNER, TOP_K, WIDTH, Block, Gated
+from tiers import tiered
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -47,10 +48,18 @@ def _results(model: Any, tokens: int, dtype: torch.dtype) -> list[Tensor]:
     return pytree.tree_leaves(out)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block", own_experts.BLOCKS.values())
-def test_loops_are_done_for_all_tokens(block: type[nn.Module], dtype: torch.dtype) -> None:
-    model = _model(block, dtype)
+@pytest.mark.parametrize("block", own_experts.BLOCKS)
+def test_loops_are_done_for_all_tokens(block: str) -> None:
+    _check(block, torch.float32)
+
+
+@pytest.mark.parametrize("block", tiered(own_experts.BLOCKS, "WhereEach", "SortedCounts"))
+def test_they_are_in_16_bits(block: str) -> None:
+    _check(block, torch.bfloat16)
+
+
+def _check(block: str, dtype: torch.dtype) -> None:
+    model = _model(own_experts.BLOCKS[block], dtype)
     made = _replaced(model, dtype)
     assert "forward" in vars(made.mlp)
     limit = 1e-5 if dtype == torch.float32 else 2**-6
@@ -59,6 +68,17 @@ def test_loops_are_done_for_all_tokens(block: type[nn.Module], dtype: torch.dtyp
         for wanted, found in results:
             most = limit * float(wanted.abs().max())
             torch.testing.assert_close(found, wanted, rtol=0, atol=most)
+
+
+@pytest.mark.parametrize("block", tiered(own_experts.BLOCKS, "WhereHit", "SortedEnds", "Slices"))
+def test_many_experts_get_no_token(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_experts, "EXPERTS", 42)
+    model = _model(own_experts.BLOCKS[block])
+    made = _replaced(model)
+    assert "forward" in vars(made.mlp)
+    for wanted, found in zip(*(_results(m, 9, torch.float32) for m in (model, made)), strict=True):
+        most = 1e-5 * float(wanted.abs().max())
+        torch.testing.assert_close(found, wanted, rtol=0, atol=most)
 
 
 def test_linears_with_one_input_are_joined() -> None:
