@@ -1,6 +1,6 @@
 """Formats every error as its protocol expects it, wherever it was raised.
 
-OpenAI      {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+others      {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 Anthropic   {"type": "error", "error": {"type": ..., "message": ...}}             /v1/messages;
                                              any path, with the header anthropic-version
 Ollama      {"error": ...}                                                        /api
