@@ -67,7 +67,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # [-2, 2]
     frequency_penalty: float = 0.0  # [-2, 2]
     repetition_penalty: float = 1.0  # (0, 10]
-    repeat_last_n: int = -1  # penalties look at so many of the latest tokens; -1: at all of them
+    repeat_last_n: int = -1  # penalties look at so many of the latest tokens; -1: all, 0: none
     logit_bias: Mapping[int, float] | None = None  # token id -> [-100, 100]
     allowed_token_ids: Sequence[int] | None = None  # only these can be sampled
     bad_words: Sequence[str] | None = None  # texts that the output must not contain
@@ -104,10 +104,8 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, "a number in (0, 10]")
         if self.repetition_penalty == 0:
             raise _fail("repetition_penalty", 0, "a number in (0, 10]")
-        rule = "a positive integer, or -1 for all tokens"
+        rule = "a number of tokens, or -1 for all"
         _integer("repeat_last_n", self.repeat_last_n, -1, 2**31 - 1, rule)
-        if self.repeat_last_n == 0:
-            raise _fail("repeat_last_n", 0, rule)
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1, "a 64-bit integer")
         if self.seed == -1:  # no seed, for clients of other engines

@@ -70,7 +70,7 @@ RANGES = {
     "repeat_last_n": Range(
         low=-1,
         high=2**31 - 1,
-        outside=(-2, 0, 2**31, 1.0),
+        outside=(-2, 2**31, 1.0),
     ),
     "logit_bias": Range(
         low={0: -100.0},

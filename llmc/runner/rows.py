@@ -159,12 +159,13 @@ class RowTables:
         self.logprobs[row] = new.num_candidates or params.logprobs
         self.prompt_logprobs[row] = params.prompt_logprobs
         out.add(self._places["history"].at(row), np.fromiter(new.token_ids, np.int32))
+        looks_back = params.repeat_last_n != 0
         scalars = {
             "prompt_len": new.num_prompt_tokens,
             "position_offset": new.position_offset,
-            "repetition_penalty": params.repetition_penalty,
-            "presence_penalty": params.presence_penalty,
-            "frequency_penalty": params.frequency_penalty,
+            "repetition_penalty": params.repetition_penalty if looks_back else 1.0,
+            "presence_penalty": params.presence_penalty if looks_back else 0.0,
+            "frequency_penalty": params.frequency_penalty if looks_back else 0.0,
             "repeat_last_n": max(params.repeat_last_n, 0),
             "temperature": params.temperature,
             "top_k": max(params.top_k, 0),

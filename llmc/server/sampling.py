@@ -15,8 +15,6 @@ from llmc.server.pooling_protocol import PooledBody
 from llmc.server.protocol import GenerationBody
 from llmc.server.structured import structured_outputs
 
-NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-
 
 def sampling_params(
     body: GenerationBody,
@@ -37,9 +35,6 @@ def sampling_params(
             options[name] = value
     if options.get("top_p") == 0:  # allowed by OpenAI: only the likeliest token
         options |= {"temperature": 0.0, "top_p": 1.0}
-    if options.get("repeat_last_n") == 0:  # penalties look at no token
-        del options["repeat_last_n"]
-        options |= NO_PENALTIES
     if body.logit_bias is not None:
         options["logit_bias"] = _by_token(body.logit_bias)
     options["max_tokens"] = None if max_tokens == -1 else max_tokens

@@ -53,6 +53,9 @@ LINES = {
         '--model m --override-generation-config={"temperature":0.7,"top_k":-1,'
         '"repetition_penalty":1.1}'
     ),
+    "-m m --repeat-penalty 1.1 --repeat-last-n 0": (
+        '--model m --override-generation-config={"repetition_penalty":1.1,"repeat_last_n":0}'
+    ),
     "-hf a/b:Q4_K_M --jinja --alias c": ("--model a/b:Q4_K_M --served-model-name c"),
     "m --rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 32768": (
         'm --hf-overrides={"rope_parameters":{"rope_type":"yarn","factor":4,'

@@ -207,6 +207,15 @@ def test_a_released_row_counts_its_blocks_from_none() -> None:
     assert rows.num_blocks[0] == 0 and rows.logprobs[0] is None
 
 
+def test_penalties_that_look_at_no_token_are_off() -> None:
+    rows = tables()
+    penalties = {"repetition_penalty": 2.0, "presence_penalty": 1.0, "frequency_penalty": 1.0}
+    fill(rows, new_row(0, [1, 2, 3], temperature=0.0, repeat_last_n=0, **penalties))
+    assert neutral(rows, 0)
+    fill(rows, new_row(0, [1, 2, 3], temperature=0.0, **penalties))
+    assert not neutral(rows, 0)
+
+
 def test_nothing_of_the_last_request_stays_in_a_row() -> None:
     """A row that is filled again without a release between behaves as a fresh one."""
     rows, fresh = tables(), tables()

@@ -95,7 +95,10 @@ def test_sampling_parameters_that_a_file_does_not_state_are_those_of_llama_cpp(
             {"penalty_repeat": 1.25, "penalty_last_n": -1},
             {"repetition_penalty": 1.25, "repeat_last_n": -1},
         ),
-        ({"penalty_repeat": 1.25, "penalty_last_n": 0}, {}),
+        (
+            {"penalty_repeat": 1.25, "penalty_last_n": 0},
+            {"repetition_penalty": 1.25, "repeat_last_n": 0},
+        ),
     ],
 )
 def test_penalties_that_a_file_states(

@@ -429,9 +429,6 @@ def generation_config(header: GgufHeader) -> dict[str, Any]:
             config[field] = data[key]
     if "repetition_penalty" in config:
         config.setdefault("repeat_last_n", _PENALTY_LAST_N)
-    if config.get("repeat_last_n") == 0:  # turns penalties off
-        del config["repeat_last_n"]
-        config.pop("repetition_penalty", None)
     return config
 
 
