@@ -81,12 +81,16 @@ class Launch:
         self.kernel.run(grid=self.grid, warmup=True, **self._options())
 
     def _options(self) -> dict[str, Any]:
+        pdl = {"launch_pdl": True} if self.pdl else {}
+        return {**self.args, **self.constants, **self.compiler_options(), **pdl}
+
+    def compiler_options(self) -> dict[str, Any]:
+        """What the compiler is told besides the constants and the GPU."""
         return {
-            **self.args,
-            **self.constants,
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
-            **({"launch_pdl": True} if self.pdl else {}),
+            # Triton 3.9 warns where this is left to it, and 3.10 will not by default
+            "enable_fp_fusion": True,
             **({"maxnreg": self.max_registers} if self.max_registers else {}),
         }
 

@@ -136,11 +136,9 @@ def compiled_code(launch: Launch, target: str) -> Any:
     """Triton's compiled kernel, with the code of each stage in `asm`."""
     made = specialize(launch, target)
     source = ASTSource(launch.kernel, made.signature, made.constants, made.attrs)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    options = launch.compiler_options()
     if made.constants.get("PDL"):
         options["launch_pdl"] = True
-    if launch.max_registers:
-        options["maxnreg"] = launch.max_registers
 
     found = (TARGETS | OTHERS)[target]
 
