@@ -6,6 +6,7 @@ A file's tests stay on one worker, which creates its fixtures once. Tests with a
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
@@ -17,6 +18,8 @@ import pytest
 
 MAX_WORKERS = 8  # each has torch and small models in memory: 1 to 2 GB
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+# What is still frozen when Python exits looks leaked: Triton 3.9 would end the output with a list.
+atexit.register(gc.unfreeze)
 # Only its own tests run the architecture check next to a server; elsewhere it would take cores.
 os.environ.setdefault("LLMC_CERTIFICATE", "0")
 
