@@ -19,7 +19,8 @@ from llmc.kernels.selective_scan import selective_scan
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, calls, emit, is_call, replace, update_below, val
 from llmc.passes.evaluate import NotEvaluable, evaluate, token_counts
-from llmc.passes.inputs import ConstantInput, add_constant, input_of, token_input
+from llmc.passes.find_indexers import num_tokens
+from llmc.passes.inputs import ConstantInput, add_constant, input_of
 
 _TOKENS = 2  # the dimension of tokens in [1, H, T, D]
 _VIEWS = (
@@ -107,12 +108,7 @@ def _sequence(node: fx.Node) -> fx.Node | None:
 
 def _is_sequence(node: fx.Node) -> bool:
     shape = [str(s) for s in val(node).shape]
-    return len(shape) == 4 and shape[0] == "1" and shape[_TOKENS] == str(_num_tokens(node))
-
-
-def _num_tokens(node: fx.Node) -> torch.SymInt:
-    tokens: torch.SymInt = val(token_input(node.graph)).shape[0]  # type: ignore[assignment]
-    return tokens
+    return len(shape) == 4 and shape[0] == "1" and shape[_TOKENS] == str(num_tokens(node))
 
 
 def _measure(
@@ -121,7 +117,7 @@ def _measure(
     """Which of the sequences are queries, keys and values, and the logarithm of each head's decay
     per token [H]. Raises NotEvaluable if random numbers do not give the corresponding result."""
     # the loop is unrolled for this many tokens, or any number that fills as many blocks
-    tokens = int(_num_tokens(joined).node.hint)
+    tokens = int(num_tokens(joined).node.hint)
     reason = NotEvaluable("there is only one token")
     for query, key, value in permutations(sequences) if tokens > 1 else ():
         nodes = (query, key, value)
