@@ -1,4 +1,4 @@
-"""Makes the interpreter of triton 3.6 to 3.8 (TRITON_INTERPRET=1) compute what GPUs compute, and
+"""Makes the interpreter of triton 3.6 to 3.9 (TRITON_INTERPRET=1) compute what GPUs compute, and
 take half the time.
 
 - 3.6 stores a scalar as a one-element array and converts it to a loop bound with `int(array)`,

@@ -1,6 +1,6 @@
 """The Triton kernels compiled ahead of time for GPUs that are not there, within a committed budget.
 
-triton_budget_3.6.json to _3.8.json hold what each build used of registers, spill space and shared
+triton_budget_3.6.json to _3.9.json hold what each build used of registers, spill space and shared
 memory with that version of triton when it was last accepted; using more of any fails. After a
 change that is worth its cost, write them anew, one with each version of triton, and commit them
 with the change:

@@ -1,4 +1,4 @@
-"""Importing this makes the interpreter of triton 3.6 to 3.8 up to eight times as fast.
+"""Importing this makes the interpreter of triton 3.6 to 3.9 up to eight times as fast.
 
 It spends nearly all of its time on descriptions: every operation creates objects for the types of
 its operands, results and shapes, which nothing reads afterwards, and compares shapes number by
