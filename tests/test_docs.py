@@ -134,3 +134,16 @@ def test_the_python_versions_are_those_of_the_project() -> None:
     assert f"Linux, Python 3.{first} to 3.{last}," in (ROOT / "README.md").read_text("utf-8")
     bases = re.findall(r"FROM python:3\.(\d+)-", (ROOT / "Dockerfile").read_text("utf-8"))
     assert bases and {int(minor) for minor in bases} <= set(minors)
+
+
+def test_the_torch_versions_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for_tests = project["optional-dependencies"]["test"]
+    (torch,) = re.findall(r"torch>=2\.(\d+),<2\.(\d+)", " ".join(project["dependencies"]))
+    (triton,) = re.findall(r"triton>=3\.(\d+),<3\.(\d+);", " ".join(for_tests))
+    first, beyond = map(int, torch)
+    assert f", torch 2.{first} to 2.{beyond - 1}," in (ROOT / "README.md").read_text("utf-8")
+    budgets = (ROOT / "tests" / "kernels").glob("triton_budget_3.*.json")
+    assert {path.name for path in budgets} == {
+        f"triton_budget_3.{minor}.json" for minor in range(*map(int, triton))
+    }
