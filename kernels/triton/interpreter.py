@@ -9,6 +9,8 @@ take half the time.
   toward zero.
 - 3.6 and 3.7 patch `triton.language` with their own functions at each launch and again at each
   call of a device function, although only the first patch of a launch changes anything.
+- All say that results of a comparison have the type of what was compared. A block made of such a
+  scalar has numbers in place of truth values, which 3.9 refuses as a mask.
 """
 
 from __future__ import annotations
@@ -50,6 +52,15 @@ def repair() -> None:
         return to_tensor(semantic, value.value if is_constant else value, check_type)
 
     TritonSemantic.to_tensor = unwrapped
+    compute = interpreter.InterpreterBuilder.binary_op
+
+    def with_truth_values(builder: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        result = compute(builder, lhs, rhs, op)
+        if result.data.dtype == np.bool_:
+            result.dtype = tl.int1
+        return result
+
+    interpreter.InterpreterBuilder.binary_op = with_truth_values
     _patch_once_a_launch(interpreter)
 
 

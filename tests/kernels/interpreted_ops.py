@@ -157,6 +157,15 @@ def test_the_interpreter_rounds_as_gpus_do() -> None:
         assert (same | (out.isnan() & want.isnan())).all()
 
 
+def test_the_interpreter_makes_masks_of_comparisons() -> None:
+    """Of a scalar's too, which is made a block where the tests' own interpreter does not."""
+    builder = interpreter.interpreter_builder
+    one = builder.get_int32(1)
+    positive = builder.create_icmpSGT(one, builder.get_int32(0))
+    assert positive.dtype == tl.int1
+    assert builder.create_splat(tl.block_type(tl.int1, [4]), positive).data.dtype == bool
+
+
 def test_every_op_of_a_step_has_a_triton_version() -> None:
     assert set(OPS) - set(NAMES) == op_cases.WITHOUT_TRITON
 
