@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from llmc.errors import InvalidRequestError
 from llmc.server.errors import ApiError
-from llmc.server.settings import ServerSettings
+from llmc.server.settings import MAX_SEQUENCES, ServerSettings
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -84,6 +84,18 @@ async def _read(request: Request, limit: int) -> bytes:
 
 def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than {limit} bytes; send less in one call")
+
+
+def check_num_sequences(num_prompts: int, each: int, param: str) -> None:
+    """Raise InvalidRequestError if a call asks for too many sequences. `param`: the field that says
+    how many each prompt gets."""
+    count = num_prompts * each
+    if count > MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts with {param}={each} make {count} sequences; the limit is "
+            f"{MAX_SEQUENCES}",
+            param=param,
+        )
 
 
 def split_inputs(given: str | list[Any], *, name: str, most: int) -> list[str | list[int]]:

@@ -14,12 +14,12 @@ from llmc.frontend.inputs import Input, Prompt
 from llmc.frontend.outputs import ActiveRequest
 from llmc.server import answer
 from llmc.server.adapters import adapter_named
-from llmc.server.body import read_body, split_inputs
+from llmc.server.body import check_num_sequences, read_body, split_inputs
 from llmc.server.models import model_name
 from llmc.server.protocol import CompletionBody
 from llmc.server.respond import OPENAI, Deltas, GenerationResponse, preparing
 from llmc.server.sampling import cache_salt, priority, sampling_params
-from llmc.server.settings import MAX_PROMPTS, MAX_SEQUENCES
+from llmc.server.settings import MAX_PROMPTS
 from llmc.server.structured import grammar_field, grammar_from
 
 DEFAULT_MAX_TOKENS = 16
@@ -39,12 +39,7 @@ async def create_completion(request: Request) -> GenerationResponse:
             for one in prompts
         ]
     each, param = body.best_of or body.n, "n" if body.best_of is None else "best_of"
-    if len(prompts) * each > MAX_SEQUENCES:
-        raise InvalidRequestError(
-            f"{len(prompts)} prompts with {param}={each} make {len(prompts) * each} sequences; "
-            f"the limit is {MAX_SEQUENCES}",
-            param=param,
-        )
+    check_num_sequences(len(prompts), each, param)
     llm: AsyncLLM = state.llm
     with preparing(request):
         sources = await _sources(llm, body, prompts)

@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from llmc import __version__
 from llmc.async_llm import AsyncLLM, Stream
-from llmc.errors import InvalidRequestError
 from llmc.frontend.completion import CompletionDelta, PositionLogprobs
 from llmc.frontend.inputs import Input, Prompt
 from llmc.frontend.outputs import ActiveRequest
@@ -25,7 +24,7 @@ from llmc.pooling import PoolingParams, embedding, values_of
 from llmc.sampling_params import SamplingParams
 from llmc.server import answer
 from llmc.server.adapters import adapter_named
-from llmc.server.body import read_body
+from llmc.server.body import check_num_sequences, read_body
 from llmc.server.errors import error_body, json_response
 from llmc.server.ggml_protocol import (
     EUCLIDEAN,
@@ -42,7 +41,7 @@ from llmc.server.models import model_name
 from llmc.server.pooling import respond
 from llmc.server.respond import Deltas, GenerationResponse, Wire, preparing, unnamed_event
 from llmc.server.sampling import cache_salt, sampling_params
-from llmc.server.settings import MAX_PROMPTS, MAX_SEQUENCES
+from llmc.server.settings import MAX_PROMPTS
 from llmc.server.structured import grammar_field, grammar_from
 from llmc.server.tokens import ONE_TOKEN
 from llmc.server.tools import template_tools
@@ -56,12 +55,7 @@ async def completion(request: Request) -> GenerationResponse:
     """Continue texts or token ids."""
     body = await read_body(request, GgmlCompletionBody)
     given = split_prompts(body.prompt, most=MAX_PROMPTS)
-    if len(given) * body.n_cmpl > MAX_SEQUENCES:
-        raise InvalidRequestError(
-            f"{len(given)} prompts with n_cmpl={body.n_cmpl} make {len(given) * body.n_cmpl} "
-            f"sequences; the limit is {MAX_SEQUENCES}",
-            param="n_cmpl",
-        )
+    check_num_sequences(len(given), body.n_cmpl, "n_cmpl")
     llm: AsyncLLM = request.app.state.llm
     llm.inputs.need_generation()
     with preparing(request):

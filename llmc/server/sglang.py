@@ -22,12 +22,11 @@ from llmc.frontend.outputs import ActiveRequest
 from llmc.outputs import CompletionOutput
 from llmc.server import answer
 from llmc.server.adapters import adapter_named
-from llmc.server.body import read_body
+from llmc.server.body import check_num_sequences, read_body
 from llmc.server.errors import json_response
 from llmc.server.models import model_name
 from llmc.server.respond import OPENAI, Deltas, GenerationResponse, preparing
 from llmc.server.sampling import cache_salt, priority, sampling_params
-from llmc.server.settings import MAX_SEQUENCES
 from llmc.server.sglang_protocol import NAMES, SamplingBody, SglangBody
 from llmc.server.structured import grammar_field, grammar_from
 from llmc.server.turn import renamed_params
@@ -44,12 +43,7 @@ async def generate(request: Request) -> GenerationResponse:
     llm.inputs.need_generation()
     prompts = body.prompts()
     asked = body.sampling(len(prompts))
-    num_sequences = sum(one.n for one in asked)
-    if num_sequences > MAX_SEQUENCES:
-        raise InvalidRequestError(
-            f"{num_sequences} sequences in one call; the limit is {MAX_SEQUENCES}",
-            param="sampling_params.n",
-        )
+    check_num_sequences(len(prompts), asked[0].n, "sampling_params.n")
     if _scores_prompt(body) and body.stream:
         raise InvalidRequestError(
             "logprob_start_len can't be combined with stream: log-probabilities of the prompt "
