@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import MAX_STOP_STRINGS
-from llmc.server.protocol import MAX_TOOLS, Body, ChatBody
+from llmc.server.protocol import MAX_TOOLS, Body, ChatBody, CountOrAll, Fraction, Temperature
 from llmc.server.turn import apart, content_part, text_parts
 
 TEXT = ("text",)
@@ -157,9 +157,9 @@ class MessagesBody(CountTokensBody):
 
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)]  # 0: only caches the prompt
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    temperature: Temperature | None = None
+    top_p: Fraction | None = None
+    top_k: CountOrAll | None = None
     stream: bool = False
 
     def chat(self, **sampling: Any) -> ChatBody:

@@ -13,7 +13,17 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import MAX_LOGPROBS, MAX_N
 from llmc.server.pooling_protocol import InputBody
-from llmc.server.protocol import SAMPLERS_OFF, Body, CompletionBody, Int64, TemplateBody
+from llmc.server.protocol import (
+    SAMPLERS_OFF,
+    Body,
+    CompletionBody,
+    CountOrAll,
+    Fraction,
+    Int64,
+    Penalty,
+    RepetitionPenalty,
+    TemplateBody,
+)
 
 # Fields of a CompletionBody -> those they come from, for errors.
 NAMES = {
@@ -58,12 +68,12 @@ class OptionsBody(Body):
     )
     temperature: Annotated[float, Field(le=2)] | None = None
     top_k: Int64 | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    top_p: Fraction | None = None
+    min_p: Fraction | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    repeat_last_n: CountOrAll | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     samplers: list[str] | None = None
     seed: Int64 | None = None
     stop: str | list[str] | None = None

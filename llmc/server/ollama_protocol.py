@@ -11,7 +11,18 @@ from llmc.errors import InvalidRequestError
 from llmc.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS
 from llmc.server.errors import ApiError
 from llmc.server.pooling_protocol import MAX_INPUTS
-from llmc.server.protocol import MAX_TOOLS, Body, ChatBody, Int64, ToolBody
+from llmc.server.protocol import (
+    MAX_TOOLS,
+    Body,
+    ChatBody,
+    CountOrAll,
+    Fraction,
+    Int64,
+    Penalty,
+    RepetitionPenalty,
+    Temperature,
+    ToolBody,
+)
 
 # Fields of a ChatBody -> ours, for errors.
 NAMES = {
@@ -42,16 +53,16 @@ class OllamaOptions(BaseModel):
     num_predict: (
         Annotated[int, Field(ge=-2, le=2**31 - 1, json_schema_extra={"not": {"const": 0}})] | None
     ) = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: Fraction | None = None
+    top_k: CountOrAll | None = None
+    min_p: Fraction | None = None
     seed: Int64 | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    repeat_last_n: CountOrAll | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -17,6 +17,11 @@ from llmc.server.errors import ApiError
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+CountOrAll = Annotated[int, Field(ge=-1, le=2**31 - 1)]  # -1: all
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(gt=0, le=10)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 # Of an answer. -1: until the context is full, as some other servers have it.
@@ -154,16 +159,16 @@ class GenerationBody(Body):
     )
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = Field(
+    temperature: Temperature | None = None
+    top_p: Fraction | None = None
+    top_k: CountOrAll | None = None
+    min_p: Fraction | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = Field(
         default=None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
-    repeat_last_n: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    repeat_last_n: CountOrAll | None = None
     seed: Int64 | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
@@ -171,7 +176,7 @@ class GenerationBody(Body):
     logit_bias: dict[str, float] | None = None
     bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    truncate_prompt_tokens: CountOrAll | None = None
     extra_args: dict[str, Any] | None = Field(
         default=None, validation_alias=AliasChoices("extra_args", "vllm_xargs")
     )

@@ -11,7 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from llmc.engine.admission import MAX_CACHE_SALT
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import MAX_LOGPROBS
-from llmc.server.protocol import MAX_TOOLS, Body, ChatBody, Count, Int64, StreamOptions
+from llmc.server.protocol import (
+    MAX_TOOLS,
+    Body,
+    ChatBody,
+    Count,
+    CountOrAll,
+    Fraction,
+    Int64,
+    StreamOptions,
+    Temperature,
+)
 from llmc.server.turn import apart, content_part, text_parts
 
 TEXT = ("input_text", "output_text", "text")
@@ -81,9 +91,9 @@ class ResponsesBody(Body):
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    temperature: Temperature | None = None
+    top_p: Fraction | None = None
+    top_k: CountOrAll | None = None
     seed: Int64 | None = None
     stop: str | list[str] | None = None
     ignore_eos: bool | None = None

@@ -12,7 +12,18 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import MAX_LOGPROBS, MAX_N
-from llmc.server.protocol import Body, CompletionBody, Count, Int64, TokenId
+from llmc.server.protocol import (
+    Body,
+    CompletionBody,
+    Count,
+    CountOrAll,
+    Fraction,
+    Int64,
+    Penalty,
+    RepetitionPenalty,
+    Temperature,
+    TokenId,
+)
 from llmc.server.settings import MAX_PROMPTS
 
 DEFAULT_MAX_TOKENS = 128
@@ -37,13 +48,13 @@ class SamplingBody(BaseModel):
     max_new_tokens: Count | None = DEFAULT_MAX_TOKENS  # None: until the context is full
     min_new_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    temperature: Temperature | None = None
+    top_p: Fraction | None = None
+    top_k: CountOrAll | None = None
+    min_p: Fraction | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     sampling_seed: Int64 | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
