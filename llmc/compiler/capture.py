@@ -27,6 +27,7 @@ from llmc.compiler.compressors import no_masks
 from llmc.compiler.functional import make_functional
 from llmc.compiler.heads import HeadOutput
 from llmc.compiler.interface import KEY_CACHE, NAME, VALUE_CACHE, unpacked_positions
+from llmc.compiler.model_errors import MODEL_ERRORS
 from llmc.compiler.program import CapturedModel
 from llmc.compiler.recurrent import replaced_functions
 from llmc.compiler.traceable import (
@@ -50,17 +51,6 @@ from llmc.passes.inputs import (
 from llmc.pooling import Head
 from llmc.weights.parameters import describe_parameters
 
-# Raised by models' code on unexpected inputs.
-_MODEL_ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    IndexError,
-    KeyError,
-    AttributeError,
-    AssertionError,
-    ConstraintViolationError,
-)
 # torch's messages for code that can't be captured, and the explanations for users.
 _REASONS = {
     "Constraints violated": "its code depends on the number of tokens (it loops over them, or "
@@ -201,7 +191,7 @@ def _run_dynamo(
         if not on_meta and _TWO_DEVICES.search(str(e)):
             return _run_dynamo(model, head, tokens, on_meta=True)
         raise CompileError(_explain(e, model)) from e
-    except _MODEL_ERRORS as e:
+    except (*MODEL_ERRORS, ConstraintViolationError) as e:
         raise CompileError(_explain(e, model)) from e
     finally:
         torch._dynamo.reset()

@@ -27,20 +27,11 @@ from llmc.compiler.expert_blocks.generalize import generalize
 from llmc.compiler.expert_blocks.record import NotUnderstood, Recording, StandIns, record
 from llmc.compiler.expert_blocks.routing import Experts
 from llmc.compiler.expert_blocks.slices import SliceProducts, experts_of, slice_code
+from llmc.compiler.model_errors import MODEL_ERRORS
 from llmc.errors import CompileError
 from llmc.weights.stacked_experts import StackedExperts
 
-# Raised by models' code on unexpected inputs.
-_ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    IndexError,
-    KeyError,
-    AttributeError,
-    AssertionError,
-    NotUnderstood,
-)
+_ERRORS = (*MODEL_ERRORS, NotUnderstood)
 _RECORDED = ((7, torch.float64), (19, torch.float32))  # numbers of tokens that no size equals
 _COMPARED = (1, 2, 12, 129)  # numbers of tokens
 _ROUNDED = 2**-6  # relative deviation in 16 bits, of sums in another order
