@@ -21,6 +21,7 @@ from llmc.compiler.compressors import use_compressors
 from llmc.compiler.expert_blocks.use import use_expert_blocks
 from llmc.compiler.expert_loops import use_expert_loops
 from llmc.compiler.experts import use_sorted_experts
+from llmc.compiler.first_calls import make_first_calls
 from llmc.compiler.heads import make_module
 from llmc.compiler.rotary import use_tables
 from llmc.errors import CheckpointError, reason_of
@@ -128,6 +129,7 @@ def build(
     if not type(module).__module__.startswith("transformers."):
         constructed = _constructed_buffers(module, buffers, make)
         buffers |= constructed
+        make_first_calls(module, buffers)
     not_understood = use_expert_blocks(module, dtype, buffers)
     text = getattr(config, "get_text_config", lambda: config)()
     context = context or getattr(text, "max_position_embeddings", None) or 0

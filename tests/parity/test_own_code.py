@@ -55,6 +55,32 @@ def tables(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Te
     return _causal(_turned(q, cos, sin), _turned(k, cos, sin), v)
 
 
+class Rotary(nn.Module):
+    """Computes its tables again in the first call, for as many tokens as it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", _frequencies(), persistent=False)
+        self._compute(CONTEXT)
+        self.rows: int | None = None
+
+    def _compute(self, rows: int) -> None:
+        self.rows = rows
+        angles = torch.outer(torch.arange(rows).float(), self.frequencies).repeat(1, 2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+        if self.rows is None or seq_len > self.rows:
+            self._compute(seq_len)
+        return self.cos[:seq_len].to(x.dtype), self.sin[:seq_len].to(x.dtype)
+
+
+def first_call(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    cos, sin = (x[positions][:, None] for x in layer.rotary(v, seq_len=q.shape[2]))
+    return _causal(_turned(q, cos, sin), _turned(k, cos, sin), v)
+
+
 def saved_mask(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     tokens = q.shape[2]
     scores = q @ k.mT / math.sqrt(DIM)
@@ -117,6 +143,7 @@ FORMS: dict[str, Attend] = {
     form.__name__: form
     for form in (
         tables,
+        first_call,
         saved_mask,
         mask,
         slopes,
@@ -138,6 +165,8 @@ class OwnLayer(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         if form == "torchs_module":
             self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        if form == "first_call":
+            self.rotary = Rotary()
         angles = torch.outer(torch.arange(CONTEXT).float(), _frequencies()).repeat(1, 2)
         shown = torch.ones(CONTEXT, CONTEXT).tril()
         self.register_buffer("cos", angles.cos(), persistent=False)
