@@ -107,6 +107,24 @@ def test_calls_with_other_arguments_are_refused() -> None:
         made.mlp(x, x)
 
 
+class Marked(own_experts.SortedEnds):
+    """Also takes where images are, of which a text has none."""
+
+    def forward(self, hidden_states: Tensor, starts: Any, ends: Any, scale: float = 1.0) -> Tensor:
+        if starts is not None:
+            hidden_states = hidden_states[:, starts:ends]
+        return super().forward(hidden_states * scale)
+
+
+def test_arguments_that_are_none() -> None:
+    model, x = _model(Marked), torch.randn(1, 3, WIDTH)
+    made = _replaced(model)
+    torch.testing.assert_close(made.mlp(x, None, ends=None), model.mlp(x, None, None))
+    for others in ((0, 2), (None, None, 2.0)):
+        with pytest.raises(CompileError, match="gets more than the states of tokens"):
+            made.mlp(x, *others)
+
+
 def test_attributes_that_the_code_sets() -> None:
     model = _replaced(_model(own_experts.Losses))
     assert model.mlp.loss == 0.0

@@ -7,6 +7,7 @@ code, with the sizes of that run; generalize.py finds out which part of it holds
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -182,7 +183,7 @@ def record(
     with torch.no_grad(), mock.patch.object(nn.Module, "__call__", call), recorder:
         for expert in experts:  # code may call `expert.forward`
             vars(expert)["forward"] = expert.__call__
-        result = type(block).forward(block, hidden)
+        result = run_block(block, hidden)
         recorder.end(result)
     for module, old in before.items():
         for key, value in vars(module).items():
@@ -191,6 +192,20 @@ def record(
         vars(module).clear()  # other runs begin like this one
         vars(module).update(old)
     return recorder.recording
+
+
+def num_needed(module: nn.Module) -> int:
+    """The number of arguments without a default; 0 for a mere container."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return 0
+    parameters = inspect.signature(module.forward).parameters.values()
+    needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return len(needed)
+
+
+def run_block(block: nn.Module, hidden: Tensor) -> Any:
+    """Run the code of its class. What it takes besides states is None."""
+    return type(block).forward(block, hidden, *[None] * (num_needed(block) - 1))
 
 
 class _Recorder(TorchFunctionMode):

@@ -24,7 +24,14 @@ from torch.func import functional_call
 from llmc.compiler.expert_blocks.expert_code import ExpertCode, expert_code, likeness
 from llmc.compiler.expert_blocks.find import Analysis, common_routing, is_close
 from llmc.compiler.expert_blocks.generalize import generalize
-from llmc.compiler.expert_blocks.record import NotUnderstood, Recording, StandIns, record
+from llmc.compiler.expert_blocks.record import (
+    NotUnderstood,
+    Recording,
+    StandIns,
+    num_needed,
+    record,
+    run_block,
+)
 from llmc.compiler.expert_blocks.routing import Experts
 from llmc.compiler.expert_blocks.slices import SliceProducts, experts_of, slice_code
 from llmc.compiler.model_errors import MODEL_ERRORS
@@ -48,22 +55,29 @@ def use_expert_blocks(
         return ()  # its loops are known (experts.py, expert_loops.py)
     made: dict[Any, _Replacement | str] = {}  # for equal blocks
     shared: dict[str, Callable[..., Any]] = {}
-    for name, path in list(dict.fromkeys(_candidates(model))):
-        block = model.get_submodule(name)
-        key = path, likeness(block)
-        if key not in made:
-            own = {n.removeprefix(f"{name}."): b for n, b in buffers.items()}
-            made[key] = _understand(model, block, path, dtype, own)
-        found = made[key]
-        if isinstance(found, _Replacement):
-            found.install(block, shared)
-    reasons = [found for found in made.values() if isinstance(found, str) and found]
+    reasons: list[str] = []
+    for candidates in list(dict.fromkeys(_candidates(model))):
+        for name, path in candidates:
+            block = model.get_submodule(name)
+            key = path, likeness(block)
+            if key not in made:
+                own = {n.removeprefix(f"{name}."): b for n, b in buffers.items()}
+                made[key] = _understand(model, block, path, dtype, own)
+            found = made[key]
+            if isinstance(found, _Replacement):
+                found.install(block, shared)
+                break
+        else:
+            reasons += [found] if isinstance(found, str) and found else []
     return tuple(dict.fromkeys(reasons))
 
 
-def _candidates(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """The names of blocks, and of the list of equal modules in each; "" for parameters that may
-    have a slice for each expert."""
+def _candidates(model: nn.Module) -> Iterator[tuple[tuple[str, str], ...]]:
+    """For each list of equal modules, the names of blocks around it, of which one is replaced, and
+    of the list in each; "" for parameters that may have a slice for each expert.
+
+    A block takes the states of tokens only. Before it, one that takes more is tried with None.
+    """
     for name, module in model.named_modules():
         is_list = _is_list_of_equals(module)
         has_slices = not isinstance(module, nn.Conv1d) and any(
@@ -72,12 +86,20 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, str]]:
         if not is_list and not has_slices:
             continue
         block = name if has_slices else name.rpartition(".")[0]
-        while block and not _takes_states(model.get_submodule(block)):
+        found: list[tuple[str, str]] = []
+        while block:
+            needed = num_needed(model.get_submodule(block))
+            inner = list(model.get_submodule(block).modules())
+            # what was replaced before has a function of its own
+            if any(isinstance(m, nn.Embedding) or "forward" in vars(m) for m in inner):
+                break
+            if needed == 1 or (needed and not found):
+                found.append((block, name.removeprefix(f"{block}.") if is_list else ""))
+            if needed == 1:
+                break
             block = block.rpartition(".")[0]
-        inner = list(model.get_submodule(block).modules()) if block else []
-        # what was replaced before has a function of its own
-        if inner and not any(isinstance(m, nn.Embedding) or "forward" in vars(m) for m in inner):
-            yield block, name.removeprefix(f"{block}.") if is_list else ""
+        if found:
+            yield tuple(found)
 
 
 def _is_list_of_equals(module: nn.Module) -> bool:
@@ -86,14 +108,6 @@ def _is_list_of_equals(module: nn.Module) -> bool:
     shapes = [(type(e), [p.shape for p in e.parameters()]) for e in module]
     is_equal = all(shape == shapes[0] for shape in shapes[1:])
     return is_equal and any(len(shape) > 1 for shape in shapes[0][1])
-
-
-def _takes_states(module: nn.Module) -> bool:
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        return False
-    parameters = inspect.signature(module.forward).parameters.values()
-    needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    return len(needed) == 1
 
 
 def _understand(
@@ -300,7 +314,7 @@ class _ModuleTrial(_Trial):
         stand_ins = StandIns(self.count, hidden.shape[-1])
         for number, expert in enumerate(copied.get_submodule(self._path).children()):
             vars(expert)["forward"] = partial(_stand_in, stand_ins, number)
-        return type(copied).forward(copied, hidden)
+        return run_block(copied, hidden)
 
     def expert(self, width: int) -> ExpertCode:
         code = expert_code(self._experts, self._num_extras)
@@ -367,6 +381,14 @@ class _SliceTrial(_Trial):
         return self._code
 
 
+def _arguments(block: nn.Module) -> tuple[list[str], list[str]]:
+    """The names of its code's arguments, and of those that are None when it is tried."""
+    _, *rest = inspect.signature(block.forward).parameters.values()
+    taken = [p for p in rest if p.kind is p.POSITIONAL_OR_KEYWORD]
+    names = [*inspect.signature(block.forward).parameters][: len(taken) + 1]
+    return names, [p.name for p in taken if p.default in (p.empty, None)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Replacement:
     """path: of the experts, "" for slices of parameters. codes: by the number of dimensions of the
@@ -381,10 +403,10 @@ class _Replacement:
     def install(self, block: nn.Module, shared: dict[str, Callable[..., Any]]) -> None:
         """`shared`: functions by their code, as equal ones are captured faster."""
         texts = [f"{dims} {code.code}" for dims, code in self.codes.items()]
-        [first, *_] = inspect.signature(block.forward).parameters
-        key = "\n".join([self.path, first, *texts, str(self.expert.code.code)])
+        names, others = _arguments(block)
+        key = "\n".join([self.path, repr((names, others)), *texts, str(self.expert.code.code)])
         if key not in shared:
-            shared[key] = self._forward(first)
+            shared[key] = self._forward(names, others)
         if self.path:
             owner, _, leaf = self.path.rpartition(".")
             experts = block.get_submodule(self.path)
@@ -399,15 +421,23 @@ class _Replacement:
             elif attribute in vars(owner_of):
                 delattr(owner_of, attribute)
 
-    def _forward(self, name: str) -> Callable[..., Any]:
+    def _forward(self, arguments: Sequence[str], others: Sequence[str]) -> Callable[..., Any]:
+        """`others`: the arguments that were None."""
         codes, one_expert = self.codes, self.expert.code
         stacks = self.expert.stacks
         names = [f"{self.path}.{s.name}" if self.path else s.parts[0] for s in stacks]
         paths = [name.split(".") for name in names]
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            given = [*args, *kwargs.values()]
-            if len(given) != 1 or (kwargs and name not in kwargs) or given[0].dim() not in codes:
+            given = dict(zip(arguments, args, strict=False)) | kwargs
+            given = {k: v for k, v in given.items() if v is not None or k not in others}
+            hidden = given.get(arguments[0])
+            if (
+                len(given) != 1
+                or len(args) > len(arguments)
+                or hidden is None
+                or hidden.dim() not in codes
+            ):
                 raise CompileError(
                     f"{type(self).__name__}, a block of routed experts, gets more than the states "
                     "of tokens, which is not supported"
@@ -423,6 +453,6 @@ class _Replacement:
                 out: Tensor = one_expert(rows, *extras, number, *stacks)
                 return out
 
-            return codes[given[0].dim()](self, given[0], experts)
+            return codes[hidden.dim()](self, hidden, experts)
 
         return forward
