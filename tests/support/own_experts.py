@@ -442,6 +442,22 @@ class Dropping(Block):
         return out.view_as(x)
 
 
+class WidenedSum(Block):
+    """Adds up in float32, the dtype of its weights, to which results in 16 bits are widened."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, WIDTH)
+        scores = F.linear(flat.float(), self.gate.weight.float()).sigmoid()
+        weights, chosen = scores.topk(TOP_K, dim=-1)
+        out = torch.zeros_like(flat, dtype=weights.dtype)
+        mask = F.one_hot(chosen, num_classes=EXPERTS).permute(2, 0, 1)
+        for number, expert in enumerate(self.experts):
+            rows, k = torch.where(mask[number])
+            if rows.numel() > 0:
+                out.index_add_(0, rows, expert(flat[rows]) * weights[rows, k].unsqueeze(-1))
+        return out.type(x.dtype).view_as(x)
+
+
 BLOCKS: dict[str, type[nn.Module]] = {
     block.__name__: block
     for block in (
@@ -458,6 +474,7 @@ BLOCKS: dict[str, type[nn.Module]] = {
         NestedSlices,
         WidenedSlices,
         Losses,
+        WidenedSum,
     )
 }
 

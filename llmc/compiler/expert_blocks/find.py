@@ -21,6 +21,7 @@ from llmc.compiler.expert_blocks.routing import Experts, Routing, combined
 
 # relative to the largest value; routing may be in float32 where the rest is in float64
 _TOLERANCE = 1e-5
+_ROUNDED = 2**-6  # of sums in another order in 16 bits
 
 
 # Functions whose result does not depend on the data of their arguments.
@@ -203,6 +204,7 @@ class Analysis:
                 cached.append(self._experts(each, numbers, *others))
             return cached[0]
 
+        tolerance = _TOLERANCE if self.recording.dtype.itemsize > 2 else _ROUNDED
         found = []
         for sums in (False, True):
             if tensor.numel() != tokens * width * (1 if sums else choices):
@@ -216,7 +218,7 @@ class Analysis:
                     continue
                 is_dense = values is not None and values.numel() != sizes[0]
                 wanted = combined(experts, known[rows], number, values, extras, is_dense, sums)
-                if is_close(tensor.reshape(wanted.shape), wanted):
+                if is_close(tensor.reshape(wanted.shape), wanted, tolerance):
                     found.append(
                         Routing(
                             rows=rows,

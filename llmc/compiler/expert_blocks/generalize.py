@@ -1,8 +1,8 @@
 """Two recordings of a block's code -> code for any number of tokens, with all experts at once.
 
 Only what the result needs is kept: of the loop, nothing. Sizes that differ between the recordings
-must be linear in the number of tokens. One recording is in float64, where the model's dtype is
-meant, and the other in float32; a dtype that is the same in both is meant as such.
+must be linear in the number of tokens. One recording is in float64 or bfloat16, where the model's
+dtype is meant, and the other in float32; a dtype that is the same in both is meant as such.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ class Pair:
             ends = ((one.start, other.start), (one.stop, other.stop), (one.step, other.step))
             return slice(*(self.argument(a, b) for a, b in ends))
         if isinstance(one, torch.dtype):
-            return ModelDtype() if (one, other) == (torch.float64, torch.float32) else (
-                self._same(one, other))  # fmt: skip
+            is_models = (one, other) == (self.first.dtype, self.second.dtype)
+            return ModelDtype() if is_models else self._same(one, other)
         if isinstance(one, int) and not isinstance(one, bool) and one != other:
             return self._size(one, other)
         return self._same(one, other)

@@ -83,6 +83,7 @@ class Recording:
     decided about the size of a tensor, so that the code may branch on them."""
 
     tokens: int
+    dtype: torch.dtype  # of the tokens' states
     calls: list[Call] = field(default_factory=list)
     expert_calls: list[ExpertCall] = field(default_factory=list)
     branches: list[Value] = field(default_factory=list)
@@ -213,7 +214,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self._products = products
         self._slices: dict[int, tuple[str, int]] = {}  # by the id of a tensor
-        self.recording = Recording(tokens=hidden.shape[-2])
+        self.recording = Recording(tokens=hidden.shape[-2], dtype=hidden.dtype)
         self.is_paused = False
         self._values: dict[int, Value] = {}  # by the id of a tensor, without its changes
         self._kept: list[Tensor] = []  # ids are not reused while objects are alive

@@ -39,7 +39,9 @@ from llmc.errors import CompileError
 from llmc.weights.stacked_experts import StackedExperts
 
 _ERRORS = (*MODEL_ERRORS, NotUnderstood)
-_RECORDED = ((7, torch.float64), (19, torch.float32))  # numbers of tokens that no size equals
+_RECORDED = (7, 19)  # numbers of tokens that no size equals
+# Code may need that its float32 routers are not narrower than the states of tokens.
+_DTYPES = ((torch.float64, torch.float32), (torch.bfloat16, torch.float32))
 _COMPARED = (1, 2, 12, 129)  # numbers of tokens
 _ROUNDED = 2**-6  # relative deviation in 16 bits, of sums in another order
 _CLOSE = 1e-4  # and in float32
@@ -128,10 +130,15 @@ def _understand(
             raise NotUnderstood("the rest of it is too large to try")
         for width in _widths(model, trial.shapes):
             for shape in ((1,), ()):
-                try:
-                    codes[len(shape) + 2] = trial.understand(*shape, width=width)
-                except _ERRORS as e:
-                    problems.append(e)
+                for dtypes in _DTYPES:
+                    try:
+                        codes[len(shape) + 2] = trial.understand(*shape, width=width, dtypes=dtypes)
+                        break
+                    except NotUnderstood as e:
+                        problems.append(e)
+                        break
+                    except _ERRORS as e:
+                        problems.append(e)
             if codes:
                 break
         if not codes:
@@ -168,10 +175,13 @@ class _Trial:
         own = block.named_parameters()
         self.num_values = sum(p.numel() for n, p in own if not self._is_of_experts(n))
 
-    def understand(self, *batch: int, width: int) -> fx.GraphModule:
-        """The general code of the block. Raises what it raises, and NotUnderstood."""
+    def understand(
+        self, *batch: int, width: int, dtypes: tuple[torch.dtype, torch.dtype]
+    ) -> fx.GraphModule:
+        """The general code of the block, which is recorded in two dtypes. Raises what the code
+        raises, and NotUnderstood."""
         recordings = []
-        for tokens, dtype in _RECORDED:
+        for tokens, dtype in zip(_RECORDED, dtypes, strict=True):
             hidden = self._hidden((*batch, tokens, width), dtype)
             recording = self._record(self._copy(dtype, seed=0), hidden)
             calls = recording.expert_calls
@@ -186,7 +196,7 @@ class _Trial:
             is_same = is_plain and second.attributes.get(place) == value
             self.attributes[place] = value if is_same else _UNKNOWN
         self._compare_recordings(first, second)
-        stands = [self._stand_ins(self._copy(dtype, seed=0), width) for _, dtype in _RECORDED]
+        stands = [self._stand_ins(self._copy(dtype, seed=0), width) for dtype in dtypes]
         analyses = (
             Analysis(first, stands[0], self.count),
             Analysis(second, stands[1], self.count),
@@ -194,7 +204,7 @@ class _Trial:
         routing, results = common_routing(analyses)
         self._num_extras = len(routing.extras)
         made = generalize(analyses, routing, (results[0], results[1]))
-        cases = [*((n, torch.float32) for n in _COMPARED), (_RECORDED[0][0], self._dtype)]
+        cases = [*((n, torch.float32) for n in _COMPARED), (_RECORDED[0], self._dtype)]
         for tokens, dtype in dict.fromkeys(cases):
             hidden = self._hidden((*batch, tokens, width), dtype)
             self._compare(made, hidden, self._copy(dtype, seed=1))
