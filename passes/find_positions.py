@@ -32,9 +32,10 @@ _OF_A_SHAPE = (
     aten.new_ones.default,
     aten.new_full.default,
 )
+_SQUEEZES = (aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
 _VIEWS = (
     aten.unsqueeze.default,
-    aten.squeeze.dim,
+    *_SQUEEZES,
     aten.view.default,
     aten.reshape.default,
     aten.expand.default,
@@ -123,7 +124,7 @@ def _read_by_position(graph: fx.Graph, node: fx.Node) -> None:
     """Read the tokens' rows from the whole table by their positions."""
     table, dim, *_ = _cut(node)
     path, ends = _through_views(node)
-    if dim == 0 and all(_looks_up(value, reader) for value, reader in ends):
+    if all(_looks_up(value, reader) for value, reader in ends):
         replace(node, table)  # positions are always within the sequence
         for view in path:
             update_val(view)
@@ -150,10 +151,13 @@ def _through_views(node: fx.Node) -> tuple[list[fx.Node], list[tuple[fx.Node, fx
 
 
 def _looks_up(table: fx.Node, reader: fx.Node) -> bool:
-    """Whether it is table[positions], where the table is at most cast."""
-    while is_call(table, *CASTS):
+    """Whether it is table[positions], where the table is at most cast, or its sizes of 1 left out
+    before the rows."""
+    if _growing(table) != [0] or not is_call(reader, *_LOOK_UPS):
+        return False
+    while is_call(table, *CASTS, *_SQUEEZES):
         table = table.args[0]  # type: ignore[assignment]
-    if is_call(table, *_VIEWS) or not is_call(reader, *_LOOK_UPS):
+    if is_call(table, *_VIEWS):
         return False
     if is_call(reader, aten.index_select.default) and reader.args[1] != 0:
         return False

@@ -108,6 +108,25 @@ def test_the_positions_are_added_where_the_model_reads_none() -> None:
     assert_same(found, gm, Values.of(**INPUTS), tolerance=0)
 
 
+def test_a_table_with_leading_sizes_of_one_is_whole_where_positions_are_looked_up() -> None:
+    """As in many rotary embeddings of 2023."""
+
+    def forward(token_ids: Tensor, positions: Tensor, embed: Tensor, table: Tensor) -> Tensor:
+        x = F.embedding(token_ids.unsqueeze(0), embed)
+        rows = table[:, :, : x.shape[1]].double().squeeze(1).squeeze(0)
+        return x * rows[positions.unsqueeze(0)]
+
+    inputs = {name: INPUTS[name] for name in ("token_ids", "positions", "embed")}
+    inputs["table"] = weight("table", torch.randn(1, 1, POSITIONS, CHANNELS))
+    gm = trace(forward, **inputs)
+    found, _ = apply(gm, find_positions(max_positions=POSITIONS))
+    assert "aten.slice.Tensor" not in ops(found)
+    assert_same(found, gm, Values.of(**inputs), tolerance=0)
+    x = inputs["embed"].tensor[inputs["token_ids"].tensor]
+    got = run(found, Values.of(**inputs | {"positions": step(PACKED)}))[0]
+    torch.testing.assert_close(got, x * inputs["table"].tensor[0, 0, PACKED].double())
+
+
 def test_a_table_is_whole_where_positions_are_looked_up() -> None:
     """Tables of cosines, say, that a model cuts to the length of its text."""
 
