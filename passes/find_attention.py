@@ -100,6 +100,7 @@ def find_attention(gm: fx.GraphModule, *, max_positions: int, encoder: bool = Fa
             with graph.inserting_before(quotient):
                 replace(quotient, emit(graph, aten.softmax.int, scores, -1))
         _multiply_matrices(graph)
+        _join_products(graph)
     for softmax in calls(graph, *SOFTMAX):
         if not is_scores(softmax):
             continue
@@ -136,6 +137,54 @@ def _multiply_matrices(graph: fx.Graph) -> None:
             left = [x for x, term in zip(given, terms, strict=True) if result[-2] in term]
         if len(left) == 1:
             to_matmul(graph, node, left[0])
+
+
+def _join_products(graph: fx.Graph) -> None:
+    """Write sums of products of queries and keys, as of their parts with and without positions, as
+    one product of vectors that have both parts."""
+    for total in list(calls(graph, aten.add.Tensor)):
+        given = arguments(total)
+        terms = [given.self, given.other]
+        if total.kwargs.get("alpha", 1) != 1 or not all(
+            _is_own_product(term, total) for term in terms
+        ):
+            continue
+        queries, keys = [_left(term) for term in terms], [_right(term) for term in terms]
+        with graph.inserting_before(total):
+            query, key = _joined(graph, queries, -1), _joined(graph, keys, -2)
+            if query is not None and key is not None:
+                replace(total, emit(graph, aten.matmul.default, query, key))
+
+
+def _is_own_product(term: Any, total: fx.Node) -> bool:
+    """Whether it is a product of queries and keys that is only read by this sum."""
+    return (
+        isinstance(term, fx.Node)
+        and is_call(term, aten.matmul.default)
+        and is_scores(term)
+        and list(term.users) == [total]
+        and str(val(term).shape) == str(val(total).shape)
+    )
+
+
+def _joined(graph: fx.Graph, parts: list[Any], dim: int) -> fx.Node | None:
+    """The parts [..., rows, columns] side by side along `dim`, those of one head for every head;
+    None if their heads differ otherwise."""
+    leading = [val(part).shape[:-2] for part in parts]
+    if len({len(sizes) for sizes in leading}) > 1:
+        return None
+    common = []
+    for sizes in zip(*leading, strict=True):
+        several = {str(size): size for size in sizes if size != 1}
+        if len(several) > 1:
+            return None
+        common.append(next(iter(several.values()), 1))
+    made = []
+    for part, sizes in zip(parts, leading, strict=True):
+        if [str(size) for size in sizes] != [str(size) for size in common]:
+            part = emit(graph, aten.expand.default, part, (*common, -1, -1))
+        made.append(part)
+    return emit(graph, aten.cat.default, made, dim)
 
 
 def spells_attention(gm: fx.GraphModule) -> bool:

@@ -139,6 +139,24 @@ def uninitialized(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor
     return (scores.masked_fill(later, float("-inf")).softmax(-1) @ v[0])[None]
 
 
+def two_products(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """Scores are sums of a part for each head and one that all heads share, as of latents."""
+    own, shared = q.split((DIM - 2, 2), -1), k[:, :1].split((DIM - 2, 2), -1)
+    scores = own[1] @ shared[1].mT + own[0] @ k[..., : DIM - 2].mT
+    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    return (scores * 0.3).masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+
+def of_latents(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """All heads share keys, whose first part is the values."""
+    own, shared = q.split((DIM - 2, 2), -1), k[:, 0].split((DIM - 2, 2), -1)
+    scores = own[1] @ shared[1].unsqueeze(1).mT + own[0] @ shared[0].unsqueeze(-3).mT
+    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    weights = (scores * 0.3).masked_fill(hidden, float("-inf")).softmax(-1)
+    mixed = torch.einsum("bhql,blc->bhqc", weights, shared[0])
+    return torch.cat((mixed, v[..., :2] * 0), -1)
+
+
 FORMS: dict[str, Attend] = {
     form.__name__: form
     for form in (
@@ -153,6 +171,8 @@ FORMS: dict[str, Attend] = {
         torchs_module,
         cache,
         uninitialized,
+        two_products,
+        of_latents,
     )
 }
 

@@ -80,6 +80,45 @@ def squashed(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tens
     return causal(torch.tanh(s), positions, slopes, bias)
 
 
+@pytest.mark.parametrize("num_shared", [1, HEADS])
+def test_a_sum_of_two_products_is_one_of_longer_vectors(num_shared: int) -> None:
+    """A part for each head, and one that all heads share."""
+
+    def forward(
+        positions: Tensor, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, bias: Tensor
+    ) -> Tensor:
+        own, other = q.split((5, 3), -1), k[:, :num_shared, :, 5:]
+        scores = own[1] @ other.transpose(-1, -2) + own[0] @ k[..., :5].transpose(-1, -2)
+        return torch.softmax(causal(scores, positions, slopes, bias), -1) @ v
+
+    gm = trace(forward, **INPUTS)
+    found, _ = apply(gm, FIND)
+    assert ops(found)["llmc.attention.default"] == 1 and "aten.matmul.default" not in ops(found)
+    values = Values.of(**INPUTS)
+    torch.testing.assert_close(run(found, values), run(gm, values), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda a, b: torch.add(a, b, alpha=2),  # not the sum
+        lambda a, b: a + b[:, :, :, :1],  # no product of every key
+        lambda a, b: a * b,
+    ],
+)
+def test_other_ways_to_combine_two_products_are_refused(
+    score: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    def forward(
+        positions: Tensor, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, bias: Tensor
+    ) -> Tensor:
+        both = score(q @ k.transpose(-1, -2), k @ q.transpose(-1, -2))
+        return torch.softmax(causal(both, positions, slopes, bias), -1) @ v
+
+    with pytest.raises(CompileError, match="2 products|modified by something"):
+        apply(trace(forward, **INPUTS), FIND)
+
+
 @pytest.mark.parametrize(
     ("score", "scale", "softcap", "window", "has_slopes"),
     [
