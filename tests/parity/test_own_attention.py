@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
-from own_models import assert_served_logits
+from own_models import WIDTH, SmallConfig, SmallModel, assert_served_logits
 from torch import Tensor, nn
-from transformers.modeling_outputs import CausalLMOutput
 
 from llmc.compiler.traceable import _attention
 
-HEADS, DIM, WIDTH, VOCAB = 4, 8, 32, 64
+HEADS, DIM = 4, 8
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -46,14 +44,9 @@ def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 FORMS: dict[str, Attend] = {f.__name__: f for f in (causal, masked, added, grouped)}
 
 
-class OwnConfig(tf.PretrainedConfig):
+class OwnConfig(SmallConfig):
     model_type = "llmc-test-own-attention"
     form: str = "causal"
-    vocab_size: int = VOCAB
-    hidden_size: int = WIDTH
-    num_hidden_layers: int = 2
-    num_attention_heads: int = HEADS
-    max_position_embeddings: int = 64
 
 
 class OwnLayer(nn.Module):
@@ -63,28 +56,18 @@ class OwnLayer(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         split = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, DIM)).transpose(1, 3)
         q, k, v = (split[:, :, i] for i in range(3))
         attended = FORMS[self.form](q, k, v)
         return x + self.out(attended.transpose(1, 2).flatten(2))
 
 
-class OwnModel(tf.PreTrainedModel):
+class OwnModel(SmallModel):
     config_class = OwnConfig
 
     def __init__(self, config: OwnConfig) -> None:
-        super().__init__(config)
-        self.embed, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(64, WIDTH)
-        self.layers = nn.ModuleList(OwnLayer(config.form) for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.post_init()
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> CausalLMOutput:
-        x = self.embed(input_ids) + self.places(position_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return CausalLMOutput(logits=self.head(x))
+        super().__init__(config, (OwnLayer(config.form) for _ in range(2)))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
-from own_models import assert_served_logits
+from own_models import CONTEXT, WIDTH, SmallConfig, SmallModel, assert_served_logits
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as by_another_name
 from transformers.modeling_outputs import CausalLMOutput
@@ -21,19 +21,14 @@ from transformers.modeling_outputs import CausalLMOutput
 from llmc.check import check
 from llmc.config import EngineConfig
 
-HEADS, DIM, WIDTH, VOCAB, CONTEXT = 4, 8, 32, 64, 64
+HEADS, DIM = 4, 8
 LOG, THEIR_LOG = logging.getLogger(__name__), tf.logging.get_logger("transformers")
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class OwnConfig(tf.PretrainedConfig):
+class OwnConfig(SmallConfig):
     model_type = "llmc-test-own-code"
     form: str = ""
-    vocab_size: int = VOCAB
-    hidden_size: int = WIDTH
-    num_hidden_layers: int = 2
-    num_attention_heads: int = HEADS
-    max_position_embeddings: int = CONTEXT
 
 
 def _frequencies() -> Tensor:
@@ -205,28 +200,11 @@ class OwnLayer(nn.Module):
         return x * self.gain + self.out(attended.transpose(1, 2).flatten(2)) + self.drawn
 
 
-class OwnModel(tf.PreTrainedModel):
+class OwnModel(SmallModel):
     config_class = OwnConfig
 
     def __init__(self, config: OwnConfig) -> None:
-        super().__init__(config)
-        self.embed, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.layers = nn.ModuleList(OwnLayer(config.form) for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """Buffers are left as their constructors make them, as in code from before meta builds."""
-
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any
-    ) -> CausalLMOutput:
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        x = self.embed(input_ids) + self.places(position_ids)
-        for layer in self.layers:
-            x = layer(x, position_ids)
-        return CausalLMOutput(logits=self.head(x))
+        super().__init__(config, (OwnLayer(config.form) for _ in range(2)))
 
 
 class OtherConfig(OwnConfig):

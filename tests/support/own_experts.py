@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers as tf
+from own_models import WIDTH, SmallConfig, SmallModel
 from torch import Tensor, nn
-from transformers.modeling_outputs import CausalLMOutput
 
-WIDTH, INNER, EXPERTS, TOP_K, VOCAB, HEADS = 32, 64, 6, 2, 64, 2
+INNER, EXPERTS, TOP_K, HEADS = 64, 6, 2, 2
 
 
 class Gated(nn.Module):
@@ -479,14 +479,10 @@ BLOCKS: dict[str, type[nn.Module]] = {
 }
 
 
-class OwnExpertsConfig(tf.PretrainedConfig):
+class OwnExpertsConfig(SmallConfig):
     model_type = "llmc-test-own-experts"
     block: str = "WhereEach"
-    vocab_size: int = VOCAB
-    hidden_size: int = WIDTH
-    num_hidden_layers: int = 2
     num_attention_heads: int = HEADS
-    max_position_embeddings: int = 64
 
 
 class OwnExpertsLayer(nn.Module):
@@ -496,7 +492,7 @@ class OwnExpertsLayer(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.mlp = {**BLOCKS, "Dropping": Dropping}[block]()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         split = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS)).transpose(1, 3)
         q, k, v = (split[:, :, i] for i in range(3))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -506,29 +502,12 @@ class OwnExpertsLayer(nn.Module):
         return x + (moe[0] if isinstance(moe, tuple) else moe)
 
 
-class OwnExpertsModel(tf.PreTrainedModel, tf.GenerationMixin):
+class OwnExpertsModel(SmallModel, tf.GenerationMixin):
     config_class = OwnExpertsConfig
 
     def __init__(self, config: OwnExpertsConfig) -> None:
-        super().__init__(config)
-        self.embed, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(64, WIDTH)
         count = config.num_hidden_layers
-        self.layers = nn.ModuleList(OwnExpertsLayer(config.block) for _ in range(count))
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """Weights are filled by `filled`."""
-
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any
-    ) -> CausalLMOutput:
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        x = self.embed(input_ids) + self.places(position_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return CausalLMOutput(logits=self.head(x))
+        super().__init__(config, (OwnExpertsLayer(config.block) for _ in range(count)))
 
 
 def register() -> None:

@@ -1,19 +1,54 @@
-"""Serves saved models with code of their own, and compares them with that code."""
+"""Small models with code of their own: serves them, and compares them with that code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import transformers as tf
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 
 from llmc import LLM, SamplingParams
 from llmc.lora_request import LoRARequest
 
+VOCAB, WIDTH, CONTEXT = 64, 32, 64
 PROMPTS = ([3, 9, 4, 33, 12, 7, 3], [5], [3, 3, 8, 60, 1, 22, 14, 2, 9])
+
+
+class SmallConfig(tf.PretrainedConfig):
+    vocab_size: int = VOCAB
+    hidden_size: int = WIDTH
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    max_position_embeddings: int = CONTEXT
+
+
+class SmallModel(tf.PreTrainedModel):
+    """Learned positions, layers that get the states and the positions, and a head."""
+
+    def __init__(self, config: SmallConfig, layers: Iterable[nn.Module]) -> None:
+        super().__init__(config)
+        self.embed, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Buffers are left as their constructors make them, as in code from before meta builds."""
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any
+    ) -> CausalLMOutput:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        x = self.embed(input_ids) + self.places(position_ids)
+        for layer in self.layers:
+            x = layer(x, position_ids)
+        return CausalLMOutput(logits=self.head(x))
 
 
 def assert_served_logits(
