@@ -64,8 +64,6 @@ async def _sources(llm: AsyncLLM, body: CompletionBody, prompts: list[Prompt]) -
         prompt_logprobs=_prompt_logprobs(body),
     )
     with grammar_from(grammar_field(body)):
-        if len(prompts) == 1:
-            return [await llm.prepare.prompt(prompts[0], sampling)]
         return await llm.prepare.prompts(prompts, sampling)
 
 

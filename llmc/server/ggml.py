@@ -104,7 +104,7 @@ async def _generation(
             logprobs=equal.logprobs,
         )
         with preparing(request), grammar_from(grammar_field(equal)):
-            sources = [await llm.prepare.prompt(prompt, sampling) for prompt in prompts]
+            sources = await llm.prepare.prompts(prompts, sampling)
     if not is_endless:
         sources = [source.with_most(body.n_predict or 0) for source in sources]
     salt, adapter = cache_salt(request, None), adapter_named(request, model)
@@ -163,8 +163,7 @@ class GgmlCall:
                     **self._probabilities(delta),
                 }
             if delta.finish_reason not in (None, "abort"):  # which is an error at the end
-                output = request.output().outputs[delta.index]
-                yield self._last(prompt, request, output, content="", tokens=[])
+                yield self._last(prompt, request, one.output(), content="", tokens=[])
 
     def last_chunks(self, stream: Stream) -> Iterable[dict[str, Any]]:
         answer.check_not_aborted(stream)

@@ -80,6 +80,12 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+def whole(value: Any) -> Any:
+    """The value, as an int if it is whole: JSON has no integers of its own, and some clients send
+    them as 1.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 class Body(BaseModel):
     """The base of all bodies: strict types, finite numbers, no unknown fields."""
 
@@ -106,9 +112,7 @@ class Body(BaseModel):
                         code="unsupported_parameter",
                     )
             elif value is not None:
-                # JSON has no integers of its own: some clients send them as 1.0.
-                is_whole = isinstance(value, float) and value.is_integer()
-                kept[name] = int(value) if is_whole else value
+                kept[name] = whole(value)
         return kept
 
 

@@ -13,6 +13,7 @@ from llmc.frontend.inputs import InputProcessor
 from llmc.sampling_params import SamplingParams
 from llmc.server.pooling_protocol import PooledBody
 from llmc.server.protocol import GenerationBody
+from llmc.server.sglang_protocol import SglangBody
 from llmc.server.structured import structured_outputs
 
 
@@ -44,7 +45,7 @@ def sampling_params(
     return SamplingParams(**options)
 
 
-def priority(llm: AsyncLLM, body: GenerationBody | PooledBody) -> int:
+def priority(llm: AsyncLLM, body: GenerationBody | PooledBody | SglangBody) -> int:
     """The caller's priority; InvalidRequestError if the server does not schedule by priority."""
     if body.priority and llm.config.scheduling_policy != "priority":
         raise InvalidRequestError(

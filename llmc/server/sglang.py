@@ -50,13 +50,16 @@ async def generate(request: Request) -> GenerationResponse:
             "can't be streamed",
             param="logprob_start_len",
         )
-    salt, adapter = cache_salt(request, None), adapter_named(request, model)
-    sources = []
+    sources: list[Input] = []
     with renamed_params(NAMES), renamed_params({"prompt": _prompt_field(body)}):
-        for prompt, sampling in zip(prompts, asked, strict=True):
-            source = await _source(request, body, prompt, sampling)
-            sources.append(source.salted(salt).with_adapter(adapter))
-        rank = priority(llm, asked[0].completion(body))
+        if isinstance(body.sampling_params, SamplingBody):
+            sources = await _sources(request, body, prompts, body.sampling_params)
+        else:
+            for prompt, sampling in zip(prompts, asked, strict=True):
+                sources += await _sources(request, body, [prompt], sampling)
+    salt, adapter = cache_salt(request, None), adapter_named(request, model)
+    sources = [source.salted(salt).with_adapter(adapter) for source in sources]
+    rank = priority(llm, body)
     state = request.app.state
     call = SglangCall(llm, body, sources, num_completions=asked[0].n)
     return GenerationResponse(llm, call, state.settings, state.metrics, priority=rank)
@@ -70,9 +73,12 @@ def _scores_prompt(body: SglangBody) -> bool:
     return body.return_logprob and body.logprob_start_len >= 0
 
 
-async def _source(
-    request: Request, body: SglangBody, prompt: str | list[int], sampling: SamplingBody
-) -> Input:
+async def _sources(
+    request: Request,
+    body: SglangBody,
+    prompts: Sequence[str | list[int]],
+    sampling: SamplingBody,
+) -> list[Input]:
     llm: AsyncLLM = request.app.state.llm
     equal = sampling.completion(body)
     params = sampling_params(
@@ -83,7 +89,7 @@ async def _source(
         prompt_logprobs=body.top_logprobs_num if _scores_prompt(body) else None,
     )
     with preparing(request), grammar_from(grammar_field(equal)):
-        return await llm.prepare.prompt(prompt, params)
+        return await llm.prepare.prompts(prompts, params)
 
 
 class SglangCall:
@@ -103,7 +109,7 @@ class SglangCall:
     def chunks(self, stream: Stream, deltas: Deltas) -> Iterable[dict[str, Any]]:
         for prompt, delta in deltas:
             request = stream.requests[prompt]
-            one = request.output().outputs[delta.index]
+            one = request.completions[delta.index].output()
             index = {"index": prompt * self._num_completions + delta.index}
             yield {**self._shown(request, one), **(index if self._body.is_several else {})}
 

@@ -23,6 +23,7 @@ from llmc.server.protocol import (
     RepetitionPenalty,
     Temperature,
     TokenId,
+    whole,
 )
 from llmc.server.settings import MAX_PROMPTS
 
@@ -73,13 +74,9 @@ class SamplingBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _whole_numbers(cls, data: Any) -> Any:
-        """JSON has no integers of its own: some clients send them as 1.0."""
         if not isinstance(data, dict):
             return data
-        return {
-            name: int(value) if isinstance(value, float) and value.is_integer() else value
-            for name, value in data.items()
-        }
+        return {name: whole(value) for name, value in data.items()}
 
     def completion(self, given: SglangBody) -> CompletionBody:
         """The equivalent plain completion, without its prompt."""
@@ -97,7 +94,6 @@ class SamplingBody(BaseModel):
             "seed": self.sampling_seed,
             "include_stop_str_in_output": self.no_stop_trim,
             "stream": given.stream,
-            "priority": given.priority,
         }
         return CompletionBody.model_validate(fields, strict=True)
 
