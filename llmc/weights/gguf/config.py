@@ -74,7 +74,7 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
         for path in paths if key in values else ():
             _put(config, path, values[key])
     for field, (one, operation, other) in rule.get("computed", {}).items():
-        config[field] = _computed(values, one, operation, other)
+        config[field] = _computed({**config, **values}, one, operation, other)
     _add_layers(config, values, known, header)
     _add_by_window(config, values, rule)
     if "token_embd.weight" in header.tensors:
@@ -138,23 +138,28 @@ def _put(config: dict[str, Any], path: str, value: Any) -> None:
     config[field] = value
 
 
-def _computed(values: Mapping[str, Any], one: str, operation: str, other: str | int) -> int:
-    """Combine two numbers. Each is a constant, or the first key that the metadata has among those
-    separated by bars; for a list by layer, its minimum."""
+def _computed(
+    values: Mapping[str, Any], one: str | float, operation: str, other: str | float
+) -> float:
+    """Combine two numbers. Each is a constant, or the first key that there is among those separated
+    by bars, of the metadata or a field of the config; for a list by layer, its minimum."""
 
-    def number(keys: str | int) -> Any:
-        if isinstance(keys, int):
+    def number(keys: str | float) -> Any:
+        if not isinstance(keys, str):
             return keys
         found = next((values[key] for key in keys.split("|") if key in values), None)
         return min(found, default=None) if isinstance(found, list) else found
 
     left, right = number(one), number(other)
-    if not (type(left) is int and type(right) is int and left > 0 and right > 0):
+    if not all(type(n) in (int, float) and n > 0 for n in (left, right)):
         raise CheckpointError(
             f"the metadata has {shown(left)} as {one} and {shown(right)} as {other}, but "
             "both should be positive"
         )
-    return {"/": left // right, "-": left - right, "+": left + right}[operation]
+    return {
+        "/": left // right, "-": left - right, "+": left + right,
+        "/ root of": left / math.sqrt(right),
+    }[operation]  # fmt: skip
 
 
 def _ours(header: GgufHeader) -> dict[str, Any]:

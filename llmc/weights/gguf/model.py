@@ -16,7 +16,9 @@ from llmc.errors import CheckpointError
 from llmc.weights.gguf.blocks import RowOrder
 from llmc.weights.gguf.files import INDEX
 from llmc.weights.gguf.names import ParameterMap
+from llmc.weights.gguf.processors import RULES as OF_PROCESSORS
 from llmc.weights.gguf.reader import GgufHeader, GgufTensorInfo
+from llmc.weights.gguf.rules import rule_of
 from llmc.weights.gguf.tensors import GgufNumber, GgufTensor, Undo
 
 _SAME = "same"  # rows are not reordered
@@ -27,7 +29,8 @@ def write_index(
 ) -> None:
     """Write the index into `folder`. `config`: the result of `read_config` for the header."""
     files = {file: i for i, file in enumerate(header.files)}
-    undo = Undo(architecture=header.architecture, config=config)
+    of_processor = {k: v for k, v in rule_of(header).items() if k in OF_PROCESSORS}
+    undo = Undo(architecture=header.architecture, config=config, rule=of_processor)
     orders: dict[str, list[int]] = {}  # by digest: layers share one list
 
     def order(name: str) -> tuple[str | None, bool]:
@@ -47,6 +50,7 @@ def write_index(
     index = {
         "architecture": header.architecture,
         "config": dict(config),
+        "rule": of_processor,
         "orders": orders,
         "files": [[str(file), file.stat().st_size] for file in header.files],
         "parameters": {
@@ -75,7 +79,7 @@ def open_gguf(folder: Path) -> dict[str, GgufTensor | GgufNumber]:
         for file, (_, size) in zip(files, index["files"], strict=True):
             if not file.is_file() or file.stat().st_size != size:
                 raise CheckpointError(f"{file.name} has changed or is missing; restart")
-        undo = Undo(architecture=index["architecture"], config=index["config"])
+        undo = Undo(**{part: index[part] for part in ("architecture", "config", "rule")})
         orders: dict[str | None, RowOrder | None] = {None: None, _SAME: slice(None)}
         orders |= {key: np.array(rows, np.int64) for key, rows in index["orders"].items()}
         numbers = {

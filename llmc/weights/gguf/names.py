@@ -55,7 +55,7 @@ def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]
         with _one_name_map():
             names = get_gguf_hf_weights_map(
                 module,
-                processor_of(header.architecture, config).inner,
+                processor_of(header.architecture, config, rule).inner,
                 model_type=_named_as(header),
                 num_layers=hf_config.num_hidden_layers,
             )

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.weights.gguf.rules import rules, squashed
+from llmc.weights.gguf.rules import squashed
 
+RULES = ("processor", "steps", "joined")  # the parts of an architecture's rule that are read here
 Array = NDArray[Any]
 Config = Mapping[str, Any]
 
@@ -111,6 +112,9 @@ _STEPS: Mapping[str, Callable[[Array, Config], Array]] = {
     "alternating": lambda numbers, _: np.stack(np.split(numbers, 2, -1), -1).reshape(numbers.shape),
     "squeezed": lambda numbers, _: numbers.squeeze(),
     "one less": lambda numbers, _: numbers - 1,
+    "rows of length one": lambda numbers, _: (
+        numbers / np.linalg.norm(numbers, axis=-1, keepdims=True).clip(1e-12)
+    ),
     "heads by group": _heads_by_group,
     "states by group": _states_by_group,
     "values by group": _values_by_group,
@@ -119,12 +123,10 @@ _STEPS: Mapping[str, Callable[[Array, Config], Array]] = {
 }
 
 
-def processor_of(architecture: str, config: Config) -> Processor:
-    """The processor of an architecture. `config` has transformers' field names."""
+def processor_of(architecture: str, config: Config, rule: Mapping[str, Any]) -> Processor:
+    """The processor of an architecture, by its rule. `config` has transformers' field names."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
-    own = {squashed(name): rule for name, rule in rules()["architectures"].items()}
-    rule = own.get(squashed(architecture), {})
     kinds = {squashed(name): kind for name, kind in TENSOR_PROCESSORS.items()}
     kind: Any = kinds.get(squashed(rule.get("processor", architecture)), TensorProcessor)
     return Processor(

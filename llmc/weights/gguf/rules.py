@@ -43,7 +43,7 @@ def rule_of(header: GgufHeader) -> dict[str, Any]:
     """The rule of a file's architecture; `as` is transformers' name. CheckpointError if none.
 
     A variant of a rule applies to files whose metadata has the given values (`true`: any nonzero
-    value; null: absent), or that have tensors of the given name.
+    value; null: absent), or that have tensors of the given name, or of so many rows.
     """
     name = header.architecture
     known = {squashed(a): (a, model) for a, model in architectures().items()}
@@ -74,7 +74,10 @@ def rule_of(header: GgufHeader) -> dict[str, Any]:
 
 
 def _found(header: GgufHeader, key: str) -> Any:
-    """A metadata value, or whether there are tensors of this name."""
+    """A metadata value, a tensor's number of rows, or whether there are tensors of this name."""
+    if key.startswith("rows of "):
+        tensor = header.tensors.get(key.removeprefix("rows of "))
+        return None if tensor is None else tensor.shape[0]
     if key.endswith((".weight", ".bias")):
         return any(name.endswith(key) for name in header.tensors)
     return header.metadata.get(f"{header.architecture}.{key}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -38,10 +38,11 @@ class Undo:
 
     architecture: str
     config: Mapping[str, Any]
+    rule: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def processor(self) -> Processor:
-        return processor_of(self.architecture, self.config)
+        return processor_of(self.architecture, self.config, self.rule)
 
     def __call__(self, parts: Sequence[tuple[str, NDArray[Any]]]) -> NDArray[Any]:
         """The parameter made from its tensors. CheckpointError if their shapes don't fit."""
