@@ -11,6 +11,7 @@ import torch
 from converted_cases import CASES as FIRST
 from converted_gguf import make_module, write_converted
 from converted_more import MORE, beside, scales
+from converted_older import OLDER
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from packed_rows import empty_parts
@@ -22,9 +23,10 @@ from llmc.kernels.quantized_linear import dequantize as op_numbers
 from llmc.startup.gguf_files import model_directory
 from llmc.weights.checkpoint import BlockWriter
 from llmc.weights.gguf.reader import read_header
+from llmc.weights.gguf.rules import rules
 from llmc.weights.tensors import open_tensors
 
-CASES = FIRST | MORE
+CASES = FIRST | MORE | OLDER
 IDS = torch.tensor([[5, 9, 123, 33, 14, 77, 31, 32, 88, 90, 20, 21, 22, 23, 55, 56, 57, 1, 0, 99]])
 
 
@@ -107,6 +109,16 @@ def test_rows_of_two_tensors_keep_their_bits(tmp_path: Path) -> None:
         ("chunks", {"attention.sliding_window": 0}, "do not say which layers have rotary"),
         ("gates of attention", {"expert_gating_func": 1}, "'afmoe' with a softmax over experts"),
         ("more keys in a window", {"attention.value_scale": None}, "not say how values are scaled"),
+        ("pairs, as many layers as have rotary positions", {"block_count": 31}, "other than 32 la"),
+        (
+            "pairs, as many layers as have rotary positions",
+            {"block_count": 40},
+            r"with 40 layers \(13B\), whose scores depend on the distance \(ALiBi\), are not",
+        ),
+        ("biases by distance", {"attention.max_alibi_bias": 0.0}, "not bias scores by distance"),
+        ("one loop over the layers", {"num_loops": 2}, "whose layers run several times"),
+        ("joined heads, groups of experts", {"expert_gating_func": 1}, "a softmax over experts"),
+        ("two rotary bases, one of them scaled", {"expert_gating_func": 2}, "a sigmoid of experts"),
         (
             "linear attention",
             {"ssm.inner_size": 0},
@@ -121,6 +133,23 @@ def test_what_transformers_has_no_model_for_is_refused(
     path = write_converted(tmp_path / "m.gguf", case, make_module(case))
     with pytest.raises(CheckpointError, match=message):
         model_directory(path)
+
+
+def test_a_head_that_its_model_normalizes_is_stored_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Baichuan 2 has another vocabulary than Baichuan, whose head is a plain linear."""
+    case = CASES["pairs, as many layers as have rotary positions"]
+    rule = rules()["architectures"][case.architecture]
+    [variant] = [v for v in rule["variants"] if "steps" in v]
+    monkeypatch.setitem(variant, "when", {"rows of token_embd.weight": 128})
+    module = make_module(case)
+    path = write_converted(tmp_path / "m.gguf", case, module)
+    with torch.no_grad():
+        module.lm_head.weight.copy_(torch.nn.functional.normalize(module.lm_head.weight))
+        want = module(IDS, use_cache=False).logits
+        got = read_back(path)(IDS, use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5 * float(want.std()))
 
 
 def test_a_class_that_transformers_does_not_register_is_named(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import converted_gguf
 import pytest
 import torch
 import transformers as tf
-from converted_gguf import Case, write_converted
+from converted_gguf import Case, pairs, write_converted
 from gguf import GGUFWriter
 from tiers import tiered
 from torch import Tensor
@@ -110,6 +110,14 @@ CASES = {
     "rms norms": Case(
         architecture="eurobert", name="eurobert", change=plain,
         fields={**SIZES, "bos_token_id": None, "eos_token_id": None},
+    ),
+    "rms norms, halves side by side": Case(
+        architecture="llama-embed", named_as="eurobert", name="eurobert", change=pairs,
+        fields={
+            **SIZES, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None,
+            "tie_word_embeddings": True,
+        },
+        metadata={"rope.dimension_count": 16},
     ),
     "decoder made bidirectional": Case(
         architecture="gemma-embedding", name="gemma3_text", change=one_more,

@@ -1,0 +1,157 @@
+"""Tiny models of older architectures in GGUF files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from converted_cases import (
+    LATENT,
+    LATENT_YARN,
+    MOE,
+    OF_LATENT,
+    OF_YARN,
+    SCALES,
+    SIZES,
+    YARN,
+)
+from converted_gguf import Case, pairs
+from converted_more import indexed, joined_heads, plain
+
+ALIKE: dict[str, Any] = {**SIZES, "num_key_value_heads": 4}  # as many heads of keys as of queries
+OLDER = {
+    "pairs": Case(architecture="internlm2", name="llama", fields=SIZES, change=pairs),
+    "pairs, all heads with keys": Case(
+        architecture="xverse", name="llama", fields=ALIKE,
+        metadata={"rope.dimension_count": 16, "rope.freq_base": None}, change=pairs,
+    ),
+    "pairs, as many layers as have rotary positions": Case(
+        architecture="baichuan", name="llama", fields={**ALIKE, "num_hidden_layers": 32},
+        metadata={"rope.dimension_count": 16, "rope.freq_base": None}, change=pairs,
+    ),
+    "multipliers but that of scores": Case(
+        architecture="minicpm", name="granite",
+        fields={**SIZES, **SCALES, "attention_multiplier": 16**-0.5},
+        metadata={"attention.scale": None}, change=pairs,
+    ),
+    "multipliers that are not stated": Case(
+        architecture="minicpm", name="granite",
+        fields={
+            **SIZES, "hidden_size": 512, "embedding_multiplier": 12.0, "logits_scaling": 2.0,
+            "attention_multiplier": 128**-0.5, "residual_multiplier": 1.4 * 2**-0.5,
+        },
+        metadata={
+            "attention.scale": None, "embedding_scale": None, "residual_scale": None,
+            "logit_scale": None, "rope.dimension_count": 128,
+        },
+        change=pairs,
+    ),
+    "all of a head turned": Case(
+        architecture="orion", name="stablelm",
+        fields={
+            **ALIKE, "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
+            },
+        },
+        metadata={"rope.freq_base": None, "use_parallel_residual": None},
+    ),
+    "joined heads, twice the width": Case(
+        architecture="qwen", named_as="qwen2", name="qwen2", fields=ALIKE,
+        metadata={"feed_forward_length": 192, "rope.dimension_count": 16},
+        change=joined_heads(plain),
+    ),
+    "biases of attention": Case(
+        architecture="pangu-embedded", name="llama", fields={**SIZES, "attention_bias": True},
+        metadata={
+            "rope.dimension_count": 16, "attention.key_length": 16, "attention.value_length": 16,
+        },
+    ),
+    "joined heads, groups of experts": Case(
+        architecture="bailingmoe2", named_as="exaone-moe", name="glm4_moe",
+        fields={
+            **{k: v for k, v in MOE.items() if k != "num_experts"}, **SIZES, "head_dim": 16,
+            "num_hidden_layers": 3, "n_routed_experts": 8, "n_shared_experts": 1,
+            "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "use_qk_norm": True,
+            "first_k_dense_replace": 1,
+        },
+        metadata={
+            "rope.dimension_count": 8,
+            "attention.key_length": 16, "attention.value_length": 16, "expert_count": 8,
+            "expert_group_count": 4, "expert_group_used_count": 2, "expert_shared_count": 1,
+            "expert_shared_feed_forward_length": 32, "expert_weights_scale": 2.5,
+            "expert_weights_norm": True, "expert_gating_func": 2, "leading_dense_block_count": 1,
+        },
+        change=joined_heads(plain),
+    ),
+    "some keys of a latent, halves apart": Case(
+        architecture="deepseek32", named_as="glm-dsa", name="deepseek_v32",
+        fields={
+            **LATENT, "num_hidden_layers": 3, "q_lora_rank": 24, "index_topk": 8, "n_group": 4,
+            "topk_group": 2, "index_n_heads": 4, "index_head_dim": 64,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {**LATENT_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        metadata={
+            **OF_LATENT, **OF_YARN, "rope.scaling.yarn_log_multiplier": 0.1,
+            "attention.q_lora_rank": 24, "attention.indexer.head_count": 4,
+            "attention.indexer.key_length": 64, "attention.indexer.top_k": 8,
+            "expert_weights_scale": 2.5, "expert_weights_norm": True, "expert_group_count": 4,
+            "expert_group_used_count": 2, "expert_gating_func": 2,
+        },
+        change=indexed,
+    ),
+    "two rotary bases, one of them scaled": Case(
+        architecture="mellum", named_as="qwen3moe", name="mellum",
+        fields={
+            **SIZES, **MOE, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 8,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+            "rope_parameters": {
+                "full_attention": {**YARN, "truncate": True},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+            },
+        },
+        metadata={
+            "attention.sliding_window_pattern": [False, True, True, True],
+            "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0,
+            "rope.scaling.original_context_length": 16, "rope.scaling.yarn_beta_fast": 32.0,
+            "rope.scaling.yarn_beta_slow": 1.0, "rope.dimension_count": 32,
+            "attention.value_length": 32,
+        },
+    ),
+    "biases by distance": Case(
+        architecture="mpt", name="mpt",
+        fields={
+            "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 128,
+            "attn_config": {"clip_qkv": 0.8}, "tie_word_embeddings": True,
+        },
+        metadata={
+            "context_length": 64, "feed_forward_length": 256, "attention.clamp_kqv": 0.8,
+            "attention.max_alibi_bias": 8.0,
+        },
+    ),
+    "one loop over the layers": Case(
+        architecture="nanbeige", named_as="llama", name="llama",
+        fields={**SIZES, "head_dim": 32},
+        metadata={"num_loops": 1, "rope.dimension_count": 32, "attention.value_length": 32},
+        change=pairs,
+    ),
+    "text beside images, one theta": Case(
+        architecture="paddleocr", name="llama", fields={**SIZES, "head_dim": 32},
+        metadata={
+            "rope.dimension_sections": [4, 6, 6, 0], "attention.value_length": 32,
+            "rope.dimension_count": 32,
+        },
+    ),
+    "text beside images, a larger base": Case(
+        architecture="hunyuan_vl", name="hunyuan_v1_dense",
+        fields={
+            **SIZES, "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0,
+            },
+        },
+        metadata={
+            "rope.dimension_sections": [2, 2, 2, 2], "rope.scaling.alpha": 1000.0,
+            "rope.scaling.type": "none", "rope.scaling.factor": 1.0,
+        },
+    ),
+}  # fmt: skip
