@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from converted_cases import (
@@ -15,7 +16,21 @@ from converted_cases import (
     YARN,
 )
 from converted_gguf import Case, pairs
-from converted_more import indexed, joined_heads, plain
+from converted_more import delta, indexed, joined_heads, layer_of, plain
+from torch import Tensor
+
+
+def full_rank(name: str, value: Tensor, config: Any) -> Mapping[str, Tensor]:
+    """Gates of linear attention are one matrix each, and decay rates are stored themselves."""
+    short = name.split(".")[-2]
+    block = f"blk.{layer_of(name)}." if ".layers." in name else ""
+    if name.endswith("A_log"):
+        return {f"{block}ssm_a": value.exp()[:, None]}
+    if short == "g_proj":
+        linear = config.layer_types[int(layer_of(name))] == "linear_attention"
+        return {f"{block}{'ssm_g_a' if linear else 'attn_gate'}.weight": value}
+    return {f"{block}ssm_f_a.weight": value} if short == "f_proj" else delta(name, value, config)
+
 
 ALIKE: dict[str, Any] = {**SIZES, "num_key_value_heads": 4}  # as many heads of keys as of queries
 OLDER = {
@@ -116,6 +131,25 @@ OLDER = {
             "rope.scaling.yarn_beta_slow": 1.0, "rope.dimension_count": 32,
             "attention.value_length": 32,
         },
+    ),
+    "delta attention of full rank, or gated latent": Case(
+        architecture="bailingmoe3", named_as="kimi-linear", name="bailing_hybrid",
+        fields={
+            **{k: v for k, v in LATENT.items() if k != "n_routed_experts"},
+            "num_hidden_layers": 3, "num_local_experts": 8, "n_group": 4, "topk_group": 2,
+            "head_dim": 16, "layer_group_size": 2, "pad_token_id": 0, "eos_token_id": 1,
+            "n_shared_experts": 1, "kda_lower_bound": -4.0,
+            "layer_types": ["linear_attention", "full_attention", "full_attention"],
+        },
+        metadata={
+            **OF_LATENT, "attention.head_count_kv": [0, 1, 1], "kda.head_dim": 16,
+            "kda.safe_gate": True, "kda.gate_lower_bound": -4.0, "ssm.conv_kernel": 4,
+            "expert_count": 8, "expert_shared_count": 1, "expert_weights_scale": 2.5,
+            "expert_weights_norm": True, "expert_gating_func": 2, "expert_group_count": 4,
+            "expert_group_used_count": 2, "expert_shared_feed_forward_length": 32,
+            "swiglu_clamp_exp": [0.0, 0.0, 0.0],
+        },
+        change=full_rank,
     ),
     "biases by distance": Case(
         architecture="mpt", name="mpt",

@@ -117,6 +117,11 @@ def test_rows_of_two_tensors_keep_their_bits(tmp_path: Path) -> None:
         ),
         ("biases by distance", {"attention.max_alibi_bias": 0.0}, "not bias scores by distance"),
         ("one loop over the layers", {"num_loops": 2}, "whose layers run several times"),
+        (
+            "delta attention of full rank, or gated latent",
+            {"swiglu_clamp_exp": [0.0, 7.0, 7.0]},
+            "with clamps within experts",
+        ),
         ("joined heads, groups of experts", {"expert_gating_func": 1}, "a softmax over experts"),
         ("two rotary bases, one of them scaled", {"expert_gating_func": 2}, "a sigmoid of experts"),
         (

@@ -108,6 +108,7 @@ def _values_behind_keys(numbers: Array, config: Config) -> Array:
 # by their names in rules.json
 _STEPS: Mapping[str, Callable[[Array, Config], Array]] = {
     "turned": lambda numbers, _: numbers.swapaxes(-1, -2),
+    "logarithm": lambda numbers, _: np.log(numbers),
     "logarithm of negative": lambda numbers, _: np.log(-numbers),
     "alternating": lambda numbers, _: np.stack(np.split(numbers, 2, -1), -1).reshape(numbers.shape),
     "squeezed": lambda numbers, _: numbers.squeeze(),

@@ -60,7 +60,7 @@ def rule_of(header: GgufHeader) -> dict[str, Any]:
     for variant in rule.pop("variants", []):
         values = {key: _found(header, key) for key in variant["when"]}
         if all(
-            (wanted is True and bool(values[key])) or values[key] == wanted
+            (wanted is True and _is_nonzero(values[key])) or values[key] == wanted
             for key, wanted in variant["when"].items()
         ):
             rule |= variant
@@ -71,6 +71,10 @@ def rule_of(header: GgufHeader) -> dict[str, Any]:
             "use the safetensors checkpoint"
         )
     return rule
+
+
+def _is_nonzero(value: Any) -> bool:
+    return any(value) if isinstance(value, list) else bool(value)
 
 
 def _found(header: GgufHeader, key: str) -> Any:
