@@ -256,6 +256,12 @@ def make_module(case: Case) -> Any:
             if value.is_floating_point() and not name.endswith(("A_log", "dt_bias")):
                 noise = torch.randn_like(value)
                 value.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.2 * noise)
+            if name.endswith("tid2eid"):  # the experts of each token
+                experts = range(config.num_local_experts)
+                chosen = [
+                    torch.tensor(experts).roll(i)[: value.shape[1]] for i in range(len(value))
+                ]
+                value.copy_(torch.stack(chosen))
     return module.eval()
 
 
@@ -334,7 +340,7 @@ def _stored(case: Case, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _named(names: Any, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """A tensor under its name in a file, where joined expert matrices are two tensors."""
-    if name.startswith(("blk.", "rope_")):  # already has it
+    if name.startswith(("blk.", "rope_", "output_hc_")):  # already has it
         yield name, value
         return
     layer = next((word for word in name.split(".") if word.isdecimal()), None)

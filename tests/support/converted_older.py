@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from converted_cases import (
     LATENT,
     LATENT_YARN,
@@ -30,6 +31,32 @@ def full_rank(name: str, value: Tensor, config: Any) -> Mapping[str, Tensor]:
         linear = config.layer_types[int(layer_of(name))] == "linear_attention"
         return {f"{block}{'ssm_g_a' if linear else 'attn_gate'}.weight": value}
     return {f"{block}ssm_f_a.weight": value} if short == "f_proj" else delta(name, value, config)
+
+
+def connected(name: str, value: Tensor, config: Any) -> Mapping[str, Tensor]:
+    """Hyper-connections, compressors and indexers, and experts by token, as 32-bit integers."""
+    known = {
+        "attn_hc.": "hc_attn_", "ffn_hc.": "hc_ffn_", "hc_head.hc_": "output_hc_",
+        "compressor.indexer.q_b_proj": "indexer.attn_q_b",
+        "compressor.indexer.scorer.weights_proj": "indexer.proj",
+        "compressor.indexer.kv_proj": "indexer_compressor_kv",
+        "compressor.indexer.gate_proj": "indexer_compressor_gate",
+        "compressor.indexer.kv_norm": "indexer_compressor_norm",
+        "compressor.indexer.position_bias": "indexer_compressor_ape",
+        "compressor.kv_proj": "attn_compressor_kv", "compressor.gate_proj": "attn_compressor_gate",
+        "compressor.kv_norm": "attn_compressor_norm",
+        "compressor.position_bias": "attn_compressor_ape",
+        "q_a_norm": "attn_q_a_norm", "self_attn.kv_proj": "attn_kv", "kv_norm": "attn_kv_a_norm",
+        "o_a_proj": "attn_output_a", "o_b_proj": "attn_output_b", "sinks": "attn_sinks",
+        "gate.tid2eid": "ffn_gate_tid2eid",
+    }  # fmt: skip
+    start = next((k for k in known if k in name), None)
+    if start is None:
+        return {name: value}
+    end = name.split(start)[1].removesuffix("weight").removesuffix(".")
+    block = f"blk.{layer_of(name)}." if ".layers." in name else ""
+    value = value.int() if value.dtype == torch.long else value
+    return {f"{block}{known[start]}{end}.weight": value}
 
 
 ALIKE: dict[str, Any] = {**SIZES, "num_key_value_heads": 4}  # as many heads of keys as of queries
@@ -150,6 +177,38 @@ OLDER = {
             "swiglu_clamp_exp": [0.0, 0.0, 0.0],
         },
         change=full_rank,
+    ),
+    "a window and compressed entries, hyper-connections": Case(
+        architecture="deepseek4", named_as="deepseek2", name="deepseek_v4",
+        fields={
+            "vocab_size": 128, "hidden_size": 64, "moe_intermediate_size": 32,
+            "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 32, "q_lora_rank": 24,
+            "num_experts_per_tok": 2, "n_routed_experts": 8, "max_position_embeddings": 64,
+            "layer_types": [
+                "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            ],
+            "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"], "swiglu_limit": 0.5,
+            "sliding_window": 8, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 4,
+            "index_head_dim": 64, "index_topk": 2, "qk_rope_head_dim": 8, "hc_sinkhorn_iters": 3,
+            "rope_scaling": {**YARN, "truncate": True}, "compress_rope_theta": 20000.0,
+            "rope_theta": 10000.0,
+        },
+        metadata={
+            "feed_forward_length": None, "expert_count": 8, "expert_used_count": 2,
+            "expert_feed_forward_length": 32, "expert_shared_count": 1, "expert_weights_norm": True,
+            "expert_weights_scale": 1.5, "expert_gating_func": 4, "swiglu_clamp_exp": [0.5] * 4,
+            "attention.q_lora_rank": 24, "attention.output_lora_rank": 16,
+            "attention.output_group_count": 2, "attention.compress_ratios": [0, 4, 128, 4],
+            "attention.compress_rope_freq_base": 20000.0, "attention.indexer.head_count": 4,
+            "attention.indexer.key_length": 64, "attention.indexer.top_k": 2,
+            "hyper_connection.count": 4, "hyper_connection.sinkhorn_iterations": 3,
+            "hyper_connection.epsilon": 1e-6, "hash_layer_count": 1, "rope.dimension_count": 8,
+            "rope.freq_base": 10000.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0,
+            "rope.scaling.original_context_length": 16, "rope.scaling.yarn_beta_fast": 32.0,
+            "rope.scaling.yarn_beta_slow": 1.0, "attention.value_length": 32,
+        },
+        change=connected,
     ),
     "biases by distance": Case(
         architecture="mpt", name="mpt",

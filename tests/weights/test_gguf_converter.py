@@ -122,6 +122,11 @@ def test_rows_of_two_tensors_keep_their_bits(tmp_path: Path) -> None:
             {"swiglu_clamp_exp": [0.0, 7.0, 7.0]},
             "with clamps within experts",
         ),
+        (
+            "a window and compressed entries, hyper-connections",
+            {"swiglu_clamp_shexp": [0.0, 7.0, 0.0, 0.0]},
+            "with other clamps of shared experts",
+        ),
         ("joined heads, groups of experts", {"expert_gating_func": 1}, "a softmax over experts"),
         ("two rotary bases, one of them scaled", {"expert_gating_func": 2}, "a sigmoid of experts"),
         (

@@ -156,10 +156,9 @@ def _computed(
             f"the metadata has {shown(left)} as {one} and {shown(right)} as {other}, but "
             "both should be positive"
         )
-    return {
-        "/": left // right, "-": left - right, "+": left + right,
-        "/ root of": left / math.sqrt(right),
-    }[operation]  # fmt: skip
+    divided = left / right if isinstance(left, float) else left // right
+    root = left / math.sqrt(right)
+    return {"/": divided, "/ root of": root, "-": left - right, "+": left + right}[operation]
 
 
 def _ours(header: GgufHeader) -> dict[str, Any]:
@@ -303,7 +302,7 @@ def _dtype(header: GgufHeader) -> str | None:
     """
     kept, sizes = 0, Counter[str]()
     for tensor in header.tensors.values():
-        if len(tensor.shape) > 1:
+        if len(tensor.shape) > 1 and tensor.type.name != "I32":
             count = math.prod(tensor.shape)
             sizes[tensor.type.name] += count
             if kept_as(tensor.type, *tensor.shape[-2:]) is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
@@ -25,6 +25,8 @@ from llmc.weights.gguf.reader import GgufTensorInfo
 
 _AT_ONCE = 1 << 20  # values dequantized at a time
 _PROBED = 4  # columns: enough to detect a change of their order (two groups of two)
+
+_NUMBERS = ("F32", "F16", "BF16", "F64", "I32")  # types that are not quantized
 
 Floats = NDArray[np.float32]
 
@@ -166,7 +168,7 @@ class GgufTensor(BlockTensor):
 
     @property
     def is_quantized(self) -> bool:
-        return any(part.type.name not in ("F32", "F16", "BF16", "F64") for part in self.parts)
+        return any(part.type.name not in _NUMBERS for part in self.parts)
 
     def write_blocks(self, to: Quantization, out: BlockWriter, part: SomeOf | None = None) -> None:
         """Write the stored bits of the tensor, or of a part, in the op's layout; of one expert
@@ -278,6 +280,8 @@ def raw_rows(info: GgufTensorInfo) -> NDArray[np.uint8]:
 
 def _widen(raw: NDArray[np.uint8], info: GgufTensorInfo) -> Floats:
     """[rows, bytes] -> [rows, values] in float32, dequantized by the gguf package."""
+    if info.type is GGMLQuantizationType.I32:  # numbers of experts, which are exact in float32
+        return raw.view(np.int32).astype(np.float32)
     try:
         with np.errstate(all="ignore"):
             numbers = dequantize(np.ascontiguousarray(raw), info.type)
