@@ -9,6 +9,7 @@ import torch
 from converted_cases import (
     LATENT,
     LATENT_YARN,
+    LOCAL,
     MOE,
     OF_LATENT,
     OF_YARN,
@@ -59,6 +60,26 @@ def connected(name: str, value: Tensor, config: Any) -> Mapping[str, Tensor]:
     return {f"{block}{known[start]}{end}.weight": value}
 
 
+def pairs_and_sinks(name: str, value: Tensor, config: Any) -> Mapping[str, Tensor]:
+    """The gate and up matrices of the shared expert stay joined."""
+    block = f"blk.{layer_of(name)}." if ".layers." in name else ""
+    if name.endswith("sinks"):
+        return {f"{block}attn_sinks.weight": value}
+    if "input_linear" in name:
+        return {f"{block}ffn_up_shexp.weight": value}
+    return pairs(name, value, config)
+
+
+SWA: dict[str, Any] = {
+    **SIZES, **SCALES, "num_hidden_layers": 4, "sliding_window": 8,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3],
+    "layer_rope_theta": [0, 20000.0, 20000.0, 20000.0],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+}  # fmt: skip
+OF_SWA: dict[str, Any] = {
+    "attention.sliding_window_pattern": [False, True, True, True],
+    "attention.rope_pattern": [False, True, True, True], "rope.dimension_count": 16,
+}  # fmt: skip
 ALIKE: dict[str, Any] = {**SIZES, "num_key_value_heads": 4}  # as many heads of keys as of queries
 OLDER = {
     "pairs": Case(architecture="internlm2", name="llama", fields=SIZES, change=pairs),
@@ -209,6 +230,15 @@ OLDER = {
             "rope.scaling.yarn_beta_slow": 1.0, "attention.value_length": 32,
         },
         change=connected,
+    ),
+    "sinks, some layers without positions": Case(
+        architecture="granite_swa", named_as="granite", name="granite_swa",
+        fields={**SWA, "tie_word_embeddings": False}, metadata=OF_SWA, change=pairs_and_sinks,
+    ),
+    "sinks, some layers without positions, experts": Case(
+        architecture="granite_swa", named_as="granitemoe", name="granitemoe_swa",
+        fields={**SWA, **LOCAL, "shared_intermediate_size": 32},
+        metadata={**OF_SWA, "expert_shared_feed_forward_length": 32}, change=pairs_and_sinks,
     ),
     "biases by distance": Case(
         architecture="mpt", name="mpt",

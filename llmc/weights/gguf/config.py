@@ -257,6 +257,10 @@ def _add_layers(
     for key, (field, by_layer) in rule.get("by_layer", {}).items():
         if isinstance(counts := values.get(key), list) and counts:
             config |= {field: max(counts), by_layer: counts[:layers]}
+    for field, (key, known_as, other) in rule.get("where", {}).items():
+        if isinstance(flags := values.get(key), list):
+            own = config.get(known_as, _ROPE_THETA)
+            config[field] = [own if flag else other for flag in flags[:layers]]
     pattern = values.get("attention.sliding_window_pattern")
     if pattern is None and values.get("attention.sliding_window"):
         pattern = rule.get("window_pattern")  # not stored in files
