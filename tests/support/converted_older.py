@@ -70,6 +70,11 @@ def pairs_and_sinks(name: str, value: Tensor, config: Any) -> Mapping[str, Tenso
     return pairs(name, value, config)
 
 
+def pairs_of_norms(name: str, value: Tensor, config: Any) -> Mapping[str, Tensor]:
+    own = name.endswith(("query_layernorm.weight", "key_layernorm.weight"))
+    return {name: value.view(2, -1).T.flatten()} if own else pairs(name, value, config)
+
+
 SWA: dict[str, Any] = {
     **SIZES, **SCALES, "num_hidden_layers": 4, "sliding_window": 8,
     "layer_types": ["full_attention", *["sliding_attention"] * 3],
@@ -239,6 +244,14 @@ OLDER = {
         architecture="granite_swa", named_as="granitemoe", name="granitemoe_swa",
         fields={**SWA, **LOCAL, "shared_intermediate_size": 32},
         metadata={**OF_SWA, "expert_shared_feed_forward_length": 32}, change=pairs_and_sinks,
+    ),
+    "pairs, normalized after turning": Case(
+        architecture="maincoder", name="hunyuan_v1_dense",
+        fields={
+            **SIZES, "head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+        metadata={"rope.dimension_count": 32, "attention.value_length": 32},
+        change=pairs_of_norms,
     ),
     "biases by distance": Case(
         architecture="mpt", name="mpt",

@@ -111,6 +111,7 @@ _STEPS: Mapping[str, Callable[[Array, Config], Array]] = {
     "logarithm": lambda numbers, _: np.log(numbers),
     "logarithm of negative": lambda numbers, _: np.log(-numbers),
     "alternating": lambda numbers, _: np.stack(np.split(numbers, 2, -1), -1).reshape(numbers.shape),
+    "pairs apart": lambda numbers, _: numbers.reshape(-1, 2).T.reshape(-1),
     "squeezed": lambda numbers, _: numbers.squeeze(),
     "one less": lambda numbers, _: numbers - 1,
     "rows of length one": lambda numbers, _: (
