@@ -246,13 +246,14 @@ class _Vocabulary:
 
     def _implied(self, vocab: Mapping[str, int]) -> Iterator[tuple[str, str]]:
         """Merges ordered by the scores of their results; equal ones by id."""
-        scores = self._list("scores", (int, float))
+        if self._data.get("general.architecture") in _rules()["merged_by_id"]:
+            scores = [-i for i in range(len(vocab))]  # a file need not have any
+        else:
+            scores = self._list("scores", (int, float))
         if len(scores) != len(vocab):
             raise CheckpointError(
                 f"tokenizer.ggml.scores has {len(scores)} scores for {len(vocab)} tokens"
             )
-        if self._data.get("general.architecture") in _rules()["merged_by_id"]:
-            scores = [-i for i in range(len(vocab))]
         found = []
         for token, i in vocab.items():
             for at in range(1, len(token)):

@@ -517,6 +517,19 @@ def test_sentencepiece_vocabulary(architecture: str, tmp_path: Path) -> None:
     assert tokenizer.decode([0, 1, 4]) == "a"
 
 
+def test_tokens_without_scores_are_merged_by_id(tmp_path: Path) -> None:
+    letters = ["\u2581", "a", "b", "ba", "ab"]
+    metadata = {
+        "general.architecture": "xverse", "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", *letters],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[1] * 5], "tokenizer.ggml.unknown_token_id": 0,
+    }  # fmt: skip
+    assert write_tokenizer(with_special_tokens(metadata), tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    ids = tokenizer.encode("aba", add_special_tokens=False)
+    assert tokenizer.tokens(ids) == ["\u2581", "a", "ba"]
+
+
 def test_a_kind_of_vocabulary_without_a_space_before_the_text(tmp_path: Path) -> None:
     def change(writer: GGUFWriter) -> None:
         use_sentencepiece(writer)
