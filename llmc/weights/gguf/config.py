@@ -158,7 +158,10 @@ def _computed(
         )
     divided = left / right if isinstance(left, float) else left // right
     root = left / math.sqrt(right)
-    return {"/": divided, "/ root of": root, "-": left - right, "+": left + right}[operation]
+    results: dict[str, float] = {
+        "/": divided, "/ root of": root, "-": left - right, "+": left + right
+    }  # fmt: skip
+    return results[operation]
 
 
 def _ours(header: GgufHeader) -> dict[str, Any]:
