@@ -30,6 +30,7 @@ struct Words {  // float
   using V = vf;
   using Sum = vf;
   static constexpr int64_t kStep = kNative;
+  static constexpr bool prefetches() { return true; }
   LLMC_INLINE V get(const float* p) { return load_as<vf>(p); }
   LLMC_INLINE Sum add(Sum acc, V w, const float* x) { return acc + w * get(x); }
   static void pack(const T* x, int64_t n, X* to) { std::memcpy(to, x, n * sizeof(T)); }
@@ -42,6 +43,14 @@ struct Words<f16> {
   struct V { vf low, high; };
   using Sum = vf;
   static constexpr int64_t kStep = 2 * kNative;
+  static bool prefetches() {
+#ifdef __x86_64__
+    static const bool is_amd = __builtin_cpu_is("amd");  // a tenth slower there
+    return !is_amd;
+#else
+    return true;
+#endif
+  }
   LLMC_INLINE V get(const f16* p) { return {load_lanes<vf>(p), load_lanes<vf>(p + kNative)}; }
   LLMC_INLINE Sum add(Sum acc, V w, const float* x) {
     acc += w.low * load_as<vf>(x);
@@ -60,6 +69,7 @@ struct Words<bf16> {  // 32 products per instruction
   using V = __m512i;
   using Sum = v16f;
   static constexpr int64_t kStep = 32;
+  static constexpr bool prefetches() { return true; }
   LLMC_INLINE V get(const bf16* p) { return _mm512_loadu_si512(p); }
   LLMC_INLINE Sum add(Sum acc, V w, const bf16* x) {
     return (v16f)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)get(x));
@@ -74,6 +84,7 @@ struct Words<bf16> {  // a register of bf16 becomes two of floats: even elements
   using V = vu;
   using Sum = vf;
   static constexpr int64_t kStep = 2 * kNative;
+  static constexpr bool prefetches() { return true; }
   LLMC_INLINE V get(const bf16* p) { return load_as<vu>(p); }
   LLMC_INLINE Sum add(Sum acc, V w, const float* x) {
     acc += (vf)(w << 16) * load_as<vf>(x);
@@ -117,9 +128,9 @@ LLMC_INLINE typename Words::V get_rest(const typename Words::T* p, int64_t n) {
   return Words::get(rest);
 }
 
-// kSums / M rows of the weight, one after the other as in memory, by M rows of x, with one prefetch
-// per line.
-template <int M, class Words>
+// kSums / M rows of the weight, one after the other as in memory, by M rows of x; kFetch: with one
+// prefetch per line.
+template <int M, bool kFetch, class Words>
 LLMC_INLINE void stream(const Product<Words>& p, int64_t n, int64_t m) {
   constexpr int R = kSums / M, kSteps = 4 / M;  // alternating sums, to hide the latency
   constexpr int64_t kStep = Words::kStep, kRound = kSteps * kStep;
@@ -133,12 +144,13 @@ LLMC_INLINE void stream(const Product<Words>& p, int64_t n, int64_t m) {
 #pragma GCC unroll 4
       for (int s = 0; s < kSteps; ++s) {
         const auto* at = w + k + s * kStep;
-        if (s * kStep * kSize % kLineBytes == 0) __builtin_prefetch(at + kAhead / kSize, 0, kToL2);
+        if (kFetch && s * kStep * kSize % kLineBytes == 0)
+          __builtin_prefetch(at + kAhead / kSize, 0, kToL2);
         const auto v = Words::get(at);
 #pragma GCC unroll 2
         for (int j = 0; j < M; ++j)
           acc[j][s] = Words::add(acc[j][s], v, p.row(m + j) + k + s * kStep);
-        asm volatile("" ::: "memory");  // alternate prefetches and loads: else a tenth slower
+        if (kFetch) asm volatile("" ::: "memory");  // alternate with loads: else a tenth slower
       }
     }
     for (; k < depth; k += kStep) {
@@ -240,13 +252,21 @@ void channels(const Product<Words>& p, int64_t rows, int64_t begin, int64_t end)
   const bool at_once = rows > 4 && rows <= kAtOnce;
   const int64_t groups = (rows + 3) / 4;
   const int64_t fours = kThrees ? std::max<int64_t>(0, rows - 3 * groups) : groups;
+  const auto stream_at = [&](int64_t n, auto fetch) __attribute__((always_inline)) {
+    constexpr bool kFetch = decltype(fetch)::value;
+    if (rows == 1) {
+      stream<1, kFetch>(p, n, 0);
+    } else {
+      stream<2, kFetch>(p, n, 0);
+      stream<2, kFetch>(p, n + kSums / 2, 0);
+    }
+  };
   int64_t n = begin;
   for (; n + kSums <= end; n += kSums) {  // all rows of x while these weight rows are in the cache
-    if (streams && rows == 1) {
-      stream<1>(p, n, 0);
+    if (streams && Words::prefetches()) {
+      stream_at(n, std::true_type{});
     } else if (streams) {
-      stream<2>(p, n, 0);
-      stream<2>(p, n + kSums / 2, 0);
+      stream_at(n, std::false_type{});
     } else if (rows == 1) {
       blocks<1>(p, n, 0, rows);
     } else if (rows == 2) {
