@@ -6,6 +6,7 @@ The signature is what Triton would derive from the same arguments at run time: p
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -19,6 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.language import target_info
+from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from llmc.kernels.triton.launch import Launch
@@ -60,6 +62,23 @@ _TYPES = {
     torch.uint8: "u8",
     torch.float8_e4m3fn: "fp8e4nv",
 }
+
+
+_cache_key = JITFunction.cache_key.fget
+
+
+def _key_anywhere(function: Any) -> str:
+    """Triton's key of a function, without where it is in its file, on which only debug information
+    depends."""
+    line = function.starting_line_number
+    function.starting_line_number = 1
+    try:
+        return str(_cache_key(function))
+    finally:
+        function.starting_line_number = line
+
+
+JITFunction.cache_key = property(_key_anywhere)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +151,30 @@ def is_for(launch: Launch, target: str) -> bool:
     return target in FLOAT8 or not is_float8
 
 
-def compiled_code(launch: Launch, target: str) -> Any:
-    """Triton's compiled kernel, with the code of each stage in `asm`."""
+def _source(launch: Launch, target: str) -> tuple[ASTSource, dict[str, Any]]:
+    """What Triton compiles, and with which options."""
     made = specialize(launch, target)
-    source = ASTSource(launch.kernel, made.signature, made.constants, made.attrs)
     options = launch.compiler_options()
     if made.constants.get("PDL"):
         options["launch_pdl"] = True
+    return ASTSource(launch.kernel, made.signature, made.constants, made.attrs), options
 
+
+def source_digest(launch: Launch, target: str) -> str:
+    """Equal for launches that Triton compiles to equal code: its cache goes by the same things.
+
+    These are the text of the kernel and of all that it calls, constants, types, what is divisible,
+    options, and Triton's version.
+    """
+    source, options = _source(launch, target)
+    gpu = (TARGETS | OTHERS)[target]
+    text = f"{triton.__version__} {gpu} {sorted(options.items())} {source.hash()}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def compiled_code(launch: Launch, target: str) -> Any:
+    """Triton's compiled kernel, with the code of each stage in `asm`."""
+    source, options = _source(launch, target)
     found = (TARGETS | OTHERS)[target]
 
     def current_target() -> GPUTarget:
