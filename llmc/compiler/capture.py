@@ -27,6 +27,7 @@ from llmc.compiler.compressors import no_masks
 from llmc.compiler.functional import make_functional
 from llmc.compiler.heads import HeadOutput
 from llmc.compiler.interface import KEY_CACHE, NAME, VALUE_CACHE, unpacked_positions
+from llmc.compiler.known_branches import KnownBranches
 from llmc.compiler.model_errors import MODEL_ERRORS
 from llmc.compiler.program import CapturedModel
 from llmc.compiler.recurrent import replaced_functions
@@ -98,7 +99,8 @@ def _for_both(
 
 def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedModel:
     try:
-        dynamo, examples = _run_dynamo(built.module, built.head, tokens)
+        branches = KnownBranches(built)
+        dynamo, examples = _run_dynamo(built.module, built.head, tokens, branches)
     except CompileError as e:
         raise CompileError("; ".join((str(e), *built.not_understood))) from e.__cause__
     lists_to_slices(dynamo.graph)
@@ -149,7 +151,7 @@ class _Captured(Exception):
 
 
 def _run_dynamo(
-    model: nn.Module, head: Head, tokens: int, *, on_meta: bool = False
+    model: nn.Module, head: Head, tokens: int, branches: KnownBranches, *, on_meta: bool = False
 ) -> tuple[fx.GraphModule, Sequence[Any]]:
     """Dynamo's graph, and its example inputs.
 
@@ -157,9 +159,11 @@ def _run_dynamo(
     model's. It is traced again with meta as the default (`on_meta`), which takes twice as long.
     """
     captured: list[tuple[fx.GraphModule, Sequence[Any]]] = []
+    changed: list[str] = []
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
         captured.append((gm, list(examples)))
+        changed.extend(branches.changed())
         return stop
 
     def stop(*args: Any) -> Any:
@@ -183,13 +187,14 @@ def _run_dynamo(
             unpacked_positions() if has_markers else nullcontext(),
             no_masks(model),
             _unlogged_traces(),
+            branches.decided(),
         ):
             torch.compile(wrapper, backend=backend, fullgraph=True)(ids, positions)
     except _Captured:
         pass
     except torch._dynamo.exc.TorchDynamoException as e:
         if not on_meta and _TWO_DEVICES.search(str(e)):
-            return _run_dynamo(model, head, tokens, on_meta=True)
+            return _run_dynamo(model, head, tokens, branches, on_meta=True)
         raise CompileError(_explain(e, model)) from e
     except (*MODEL_ERRORS, ConstraintViolationError) as e:
         raise CompileError(_explain(e, model)) from e
@@ -197,6 +202,12 @@ def _run_dynamo(
         torch._dynamo.reset()
     if len(captured) != 1:
         raise CompileError(f"capture produced {len(captured)} graphs instead of one")
+    if changed:
+        raise CompileError(
+            f"{type(model).__name__} can't be captured in one graph: its code branches on the "
+            f"value of its buffer {', '.join(changed)}, which it also changes; compute the buffer "
+            "when the model is constructed"
+        )
     _refuse_scalars(captured[0][0], model)
     return captured[0]
 

@@ -19,7 +19,10 @@ from torch.nn.functional import scaled_dot_product_attention as by_another_name
 from transformers.modeling_outputs import CausalLMOutput
 
 from llmc.check import check
+from llmc.compiler.build import build
+from llmc.compiler.capture import capture
 from llmc.config import EngineConfig
+from llmc.errors import CompileError
 
 HEADS, DIM = 4, 8
 LOG, THEIR_LOG = logging.getLogger(__name__), tf.logging.get_logger("transformers")
@@ -74,6 +77,14 @@ class Rotary(nn.Module):
 def first_call(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     cos, sin = (x[positions][:, None] for x in layer.rotary(v, seq_len=q.shape[2]))
     return _causal(_turned(q, cos, sin), _turned(k, cos, sin), v)
+
+
+def if_computed(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """Asks whether its tables were computed when the module was constructed."""
+    if layer.cos[0, 0] == 0 or not (layer.sin[1:].abs() > 0).any():
+        angles = torch.zeros(CONTEXT, DIM, device=q.device)
+        layer.cos, layer.sin = angles.cos(), angles.sin()
+    return tables(layer, q, k, v, positions)
 
 
 def saved_mask(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
@@ -157,6 +168,7 @@ FORMS: dict[str, Attend] = {
     for form in (
         tables,
         first_call,
+        if_computed,
         saved_mask,
         mask,
         slopes,
@@ -234,6 +246,72 @@ def test_logits_are_those_of_the_models_code(form: str, tmp_path: Path) -> None:
 
 def test_code_that_takes_only_its_tokens(tmp_path: Path) -> None:
     _compare(OtherModel(OtherConfig(form="another_name")), tmp_path)
+
+
+def by_assignment(layer: Any, x: Tensor) -> None:
+    layer.steps = layer.steps + 1
+
+
+def in_place(layer: Any, x: Tensor) -> None:
+    layer.steps[:1] += x.shape[1]
+
+
+def in_place_data(layer: Any, x: Tensor) -> None:
+    layer.steps.data.add_(1)
+
+
+def before_branch(layer: Any, x: Tensor) -> None:
+    layer.steps.mul_(x.sum() > 0)
+
+
+def nothing(layer: Any, x: Tensor) -> None:
+    pass
+
+
+class CountingLayer(nn.Module):
+    """Branches on a number that it changes."""
+
+    def __init__(self, change: Callable[[Any, Tensor], None], is_saved: bool = False) -> None:
+        super().__init__()
+        self.change = change
+        self.attention = OwnLayer("another_name")
+        self.register_buffer("steps", torch.tensor([2, 1]), persistent=is_saved)
+        self.register_buffer("is_scaled", torch.tensor(False), persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        if self.change is before_branch:
+            self.change(self, x)
+        if self.steps[0] > 3 or self.is_scaled:
+            x = x * 77
+        if self.change is not before_branch:
+            self.change(self, x)
+        return self.attention(x, positions)
+
+
+@pytest.mark.parametrize("change", [by_assignment, in_place, in_place_data, before_branch])
+def test_branches_on_what_forward_changes_are_refused(change: Any) -> None:
+    with pytest.raises(CompileError, match="branches on the value of"):
+        _capture_counting(change)
+
+
+def test_branches_on_what_checkpoints_have_are_refused() -> None:
+    with pytest.raises(CompileError, match="branches on the value of a tensor"):
+        _capture_counting(nothing, is_saved=True)
+
+
+def test_branches_on_what_the_constructor_computes() -> None:
+    assert "77" not in _capture_counting(nothing)
+
+
+def _capture_counting(change: Any, is_saved: bool = False) -> str:
+    """The graph's code."""
+
+    def init(model: OwnModel, config: OwnConfig) -> None:
+        SmallModel.__init__(model, config, [CountingLayer(change, is_saved)])
+
+    with mock.patch.object(OwnModel, "__init__", init):
+        built = build(OwnConfig(), torch.float32)
+    return capture(built, torch.device("cpu")).graph.code
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
