@@ -68,6 +68,7 @@ class BuiltModel:
     apart: tuple[str, ...] = ()  # parameters that the config ties to others, but not here
     trust_remote_code: bool = False
     not_understood: tuple[str, ...] = ()  # loops over experts, and why
+    left: frozenset[str] = frozenset()  # buffers for what loops over experts leave in attributes
 
 
 def build(
@@ -130,7 +131,9 @@ def build(
         constructed = _constructed_buffers(module, buffers, make)
         buffers |= constructed
         make_first_calls(module, buffers)
+    before = set(buffers)
     not_understood = use_expert_blocks(module, dtype, buffers)
+    left = frozenset(buffers.keys() - before)
     text = getattr(config, "get_text_config", lambda: config)()
     context = context or getattr(text, "max_position_embeddings", None) or 0
     has_tables = use_tables(module, buffers, context)
@@ -151,6 +154,7 @@ def build(
         apart=tuple(apart),
         trust_remote_code=trust_remote_code,
         not_understood=not_understood,
+        left=left,
     )
 
 

@@ -122,6 +122,11 @@ def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedMo
         role = node.meta.get("input")
         if isinstance(role, ConstantInput) and is_unset(role.tensor):
             names = [name for name, value in built.buffers.items() if value is role.tensor]
+            if built.left.intersection(names):
+                raise CompileError(
+                    f"the model's result depends on {', '.join(names)}, which the code of a loop "
+                    "over experts sets: that is not supported; the loop would have to return it"
+                )
             raise CompileError(
                 f"the model's code does not initialize its buffer {', '.join(names) or node.name}, "
                 "which is not in checkpoints"

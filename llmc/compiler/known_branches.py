@@ -8,6 +8,7 @@ a buffer is refused.
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -62,8 +63,9 @@ class KnownBranches:
             kind.dispatch_table for kind in _subclasses(symbolic_convert.InstructionTranslatorBase)
         ]
         before = [list(table) for table in tables]
-        opcodes = symbolic_convert.dis.opmap.items()
-        pops = [code for name, code in opcodes if name.startswith("POP_JUMP") and code < 256]
+        pops = [
+            code for name, code in dis.opmap.items() if name.startswith("POP_JUMP") and code < 256
+        ]
         for table in tables:
             for code in pops:
                 if getattr(table[code], "__qualname__", "") == _JUMPS:
@@ -119,8 +121,9 @@ class KnownBranches:
         return known
 
 
-def _subclasses(kind: type) -> list[Any]:
-    return [kind, *(found for child in kind.__subclasses__() for found in _subclasses(child))]
+def _subclasses(kind: Any) -> list[Any]:
+    children: list[Any] = kind.__subclasses__()
+    return [kind, *(found for child in children for found in _subclasses(child))]
 
 
 def _nodes_before(last: fx.Node) -> list[fx.Node]:

@@ -126,8 +126,11 @@ def test_arguments_that_are_none() -> None:
 
 
 def test_attributes_that_the_code_sets() -> None:
-    model = _replaced(_model(own_experts.Losses))
+    model = _model(own_experts.Losses)
+    buffers: dict[str, Tensor] = {}
+    use_expert_blocks(model, torch.float32, buffers)
     assert model.mlp.loss == 0.0
+    assert model.mlp.balance.is_meta and buffers["mlp.balance"].isnan(), "not known"
     assert not hasattr(model.mlp, "scores"), "its value depends on the tokens"
 
 

@@ -35,7 +35,7 @@ def _adapter(block: str, path: Path) -> LoRARequest:
 
 
 @pytest.mark.parametrize(
-    "block", tiered(own_experts.BLOCKS, "WhereEach", "SortedCounts", "Nested", "Slices")
+    "block", tiered(own_experts.BLOCKS, "WhereEach", "SortedCounts", "Nested", "Slices", "Losses")
 )
 def test_logits_are_those_of_the_models_code(block: str, tmp_path: Path) -> None:
     model = own_experts.filled(block)
@@ -104,7 +104,14 @@ def test_several_ranks(tmp_path: Path) -> None:
     many.started.rank_processes.stop()
 
 
-def test_other_loops_are_refused_with_the_reason(tmp_path: Path) -> None:
-    own_experts.filled("Dropping").save_pretrained(tmp_path)
-    with pytest.raises(CompileError, match="Dropping computes its experts in a loop that is not"):
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        ("Dropping", "Dropping computes its experts in a loop that is not"),
+        ("AddedLoss", "the model's result depends on layers.0.mlp.loss, which"),
+    ],
+)
+def test_other_loops_are_refused_with_the_reason(block: str, reason: str, tmp_path: Path) -> None:
+    own_experts.filled(block).save_pretrained(tmp_path)
+    with pytest.raises(CompileError, match=reason):
         LLM(str(tmp_path), device="cpu", opt_level=0)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import transformers as tf
 from own_models import WIDTH, SmallConfig, SmallModel
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 
 INNER, EXPERTS, TOP_K, HEADS = 64, 6, 2, 2
 
@@ -325,12 +326,22 @@ class Losses(Block):
         flat = x.view(-1, x.shape[-1])
         weights, selected = self.gate(flat).softmax(-1).topk(TOP_K)
         self.loss, self.scores = 0.0, weights
+        self.balance = weights.mean(0).sum()
         out = torch.zeros_like(flat)
         for i, expert in enumerate(self.experts):
             rows, k = torch.where(selected == i)
             if rows.numel():
                 out[rows] += weights[rows, k, None] * expert(flat[rows])
         return out.view_as(x)
+
+
+class AddedLoss(Losses):
+    """The loss that the layer adds to its states depends on the tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.loss = self.balance
+        return out
 
 
 class Inner(nn.Module):
@@ -479,6 +490,9 @@ BLOCKS: dict[str, type[nn.Module]] = {
 }
 
 
+REFUSED: dict[str, type[nn.Module]] = {"Dropping": Dropping, "AddedLoss": AddedLoss}
+
+
 class OwnExpertsConfig(SmallConfig):
     model_type = "llmc-test-own-experts"
     block: str = "WhereEach"
@@ -490,7 +504,7 @@ class OwnExpertsLayer(nn.Module):
         super().__init__()
         self.norm, self.post_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = {**BLOCKS, "Dropping": Dropping}[block]()
+        self.mlp = {**BLOCKS, **REFUSED}[block]()
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         split = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS)).transpose(1, 3)
@@ -508,6 +522,15 @@ class OwnExpertsModel(SmallModel, tf.GenerationMixin):
     def __init__(self, config: OwnExpertsConfig) -> None:
         count = config.num_hidden_layers
         super().__init__(config, (OwnExpertsLayer(config.block) for _ in range(count)))
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any
+    ) -> CausalLMOutput:
+        """Adds up a term of the loss, which the logits don't depend on."""
+        out = super().forward(input_ids, position_ids)
+        blocks = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Losses)]
+        terms = [block.balance for block in blocks]
+        return CausalLMOutput(logits=out.logits, loss=sum(terms, out.logits.new_zeros(1).squeeze()))
 
 
 def register() -> None:

@@ -50,9 +50,10 @@ _MOST_VALUES = 1 << 27  # of parameters that are filled at a time
 
 
 def use_expert_blocks(
-    model: nn.Module, dtype: torch.dtype, buffers: Mapping[str, Tensor]
+    model: nn.Module, dtype: torch.dtype, buffers: dict[str, Tensor]
 ) -> tuple[str, ...]:
-    """Replace what is understood. -> why other loops are not. `buffers`: values by name."""
+    """Replace what is understood. -> why other loops are not. `buffers`: values by name, to which
+    those of new buffers are added: NaN, for tensors that blocks leave in attributes."""
     if type(model).__module__.startswith("transformers."):
         return ()  # its loops are known (experts.py, expert_loops.py)
     made: dict[Any, _Replacement | str] = {}  # for equal blocks
@@ -67,7 +68,7 @@ def use_expert_blocks(
                 made[key] = _understand(model, block, path, dtype, own)
             found = made[key]
             if isinstance(found, _Replacement):
-                found.install(block, shared)
+                buffers |= {f"{name}.{n}": b for n, b in found.install(block, shared).items()}
                 break
         else:
             reasons += [found] if isinstance(found, str) and found else []
@@ -192,9 +193,12 @@ class _Trial:
             recordings.append(recording)
         first, second = recordings
         for place, value in first.attributes.items():
+            other = second.attributes.get(place)
+            if isinstance(value, Tensor) and isinstance(other, Tensor):
+                self.attributes[place] = _unset(value, other, dtypes, self._dtype)
+                continue
             is_plain = isinstance(value, bool | int | float | str | None)
-            is_same = is_plain and second.attributes.get(place) == value
-            self.attributes[place] = value if is_same else _UNKNOWN
+            self.attributes[place] = value if is_plain and other == value else _UNKNOWN
         self._compare_recordings(first, second)
         stands = [self._stand_ins(self._copy(dtype, seed=0), width) for dtype in dtypes]
         analyses = (
@@ -289,6 +293,17 @@ def _around(block: nn.Module, names: Sequence[str]) -> set[nn.Module]:
 
 def _stand_in(experts: StandIns, number: int, rows: Tensor, *extras: Tensor) -> Tensor:
     return experts(rows, number, *extras)
+
+
+def _unset(
+    one: Tensor, other: Tensor, dtypes: tuple[torch.dtype, torch.dtype], models: torch.dtype
+) -> Any:
+    """What stands for a tensor that the code sets, by those of two recordings."""
+    is_models = (one.dtype, other.dtype) == dtypes
+    if one.shape != other.shape or not (is_models or one.dtype == other.dtype):
+        return _UNKNOWN
+    dtype = models if is_models else one.dtype
+    return torch.full(one.shape, float("nan"), dtype=dtype) if dtype.is_floating_point else _UNKNOWN
 
 
 def _flat(result: Any) -> list[Tensor]:
@@ -403,15 +418,17 @@ def _arguments(block: nn.Module) -> tuple[list[str], list[str]]:
 class _Replacement:
     """path: of the experts, "" for slices of parameters. codes: by the number of dimensions of the
     hidden states. attributes: those that the code sets, by module and name, such as terms of a
-    loss; _UNKNOWN ones are removed, so that code that reads them fails."""
+    loss. A tensor of NaN is a value that is not known: code may read it, but the model's result
+    must not depend on it. _UNKNOWN ones are removed, so that code that reads them fails."""
 
     path: str
     codes: Mapping[int, fx.GraphModule]
     expert: ExpertCode
     attributes: Mapping[tuple[str, str], Any]
 
-    def install(self, block: nn.Module, shared: dict[str, Callable[..., Any]]) -> None:
-        """`shared`: functions by their code, as equal ones are captured faster."""
+    def install(self, block: nn.Module, shared: dict[str, Callable[..., Any]]) -> dict[str, Tensor]:
+        """-> the values of new buffers, by their names in the block. `shared`: functions by their
+        code, as equal ones are captured faster."""
         texts = [f"{dims} {code.code}" for dims, code in self.codes.items()]
         names, others = _arguments(block)
         key = "\n".join([self.path, repr((names, others)), *texts, str(self.expert.code.code)])
@@ -424,12 +441,17 @@ class _Replacement:
             parts = {stack.name: stack.parts for stack in self.expert.stacks}
             setattr(block.get_submodule(owner), leaf, StackedExperts(experts, parts))
         block.forward = MethodType(shared[key], block)
+        unset: dict[str, Tensor] = {}
         for (name, attribute), value in self.attributes.items():
             owner_of = block.get_submodule(name)
-            if value is not _UNKNOWN:
+            if value is _UNKNOWN or isinstance(value, Tensor):
+                vars(owner_of).pop(attribute, None)
+            if isinstance(value, Tensor):
+                owner_of.register_buffer(attribute, value.to("meta"), persistent=False)
+                unset[f"{name}.{attribute}".lstrip(".")] = value.clone()
+            elif value is not _UNKNOWN:
                 setattr(owner_of, attribute, value)
-            elif attribute in vars(owner_of):
-                delattr(owner_of, attribute)
+        return unset
 
     def _forward(self, arguments: Sequence[str], others: Sequence[str]) -> Callable[..., Any]:
         """`others`: the arguments that were None."""
