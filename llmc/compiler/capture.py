@@ -28,6 +28,12 @@ from llmc.compiler.functional import make_functional
 from llmc.compiler.heads import HeadOutput
 from llmc.compiler.interface import KEY_CACHE, NAME, VALUE_CACHE, unpacked_positions
 from llmc.compiler.known_branches import KnownBranches
+from llmc.compiler.left_values import (
+    LeftValue,
+    left_by_another_call,
+    left_values,
+    without_left,
+)
 from llmc.compiler.model_errors import MODEL_ERRORS
 from llmc.compiler.program import CapturedModel
 from llmc.compiler.recurrent import replaced_functions
@@ -100,7 +106,11 @@ def _for_both(
 def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedModel:
     try:
         branches = KnownBranches(built)
-        dynamo, examples = _run_dynamo(built.module, built.head, tokens, branches)
+        dynamo, examples, left = _run_dynamo(built.module, built.head, tokens, branches)
+        if left:
+            with left_by_another_call(left):
+                again, *_ = _run_dynamo(built.module, built.head, tokens, branches)
+            without_left(dynamo, again, left)
     except CompileError as e:
         raise CompileError("; ".join((str(e), *built.not_understood))) from e.__cause__
     lists_to_slices(dynamo.graph)
@@ -113,7 +123,7 @@ def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedMo
     _round_tables(aten.graph)
     _flatten_inputs(aten.graph)
     _constants_to_inputs(aten)
-    _single_output(aten.graph)
+    _single_output(aten.graph, left)
     _move_devices(aten.graph, device)
     _strip_grad_mode(aten.graph)
     make_functional(aten.graph)
@@ -157,18 +167,20 @@ class _Captured(Exception):
 
 def _run_dynamo(
     model: nn.Module, head: Head, tokens: int, branches: KnownBranches, *, on_meta: bool = False
-) -> tuple[fx.GraphModule, Sequence[Any]]:
-    """Dynamo's graph, and its example inputs.
+) -> tuple[fx.GraphModule, Sequence[Any], list[LeftValue]]:
+    """Dynamo's graph, its example inputs, and the numbers that the code leaves in attributes.
 
     Code that makes tensors without naming a device makes them on the CPU, where they don't fit the
     model's. It is traced again with meta as the default (`on_meta`), which takes twice as long.
     """
     captured: list[tuple[fx.GraphModule, Sequence[Any]]] = []
     changed: list[str] = []
+    left: list[LeftValue] = []
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
         captured.append((gm, list(examples)))
         changed.extend(branches.changed())
+        left.extend(left_values())
         return stop
 
     def stop(*args: Any) -> Any:
@@ -214,7 +226,7 @@ def _run_dynamo(
             "when the model is constructed"
         )
     _refuse_scalars(captured[0][0], model)
-    return captured[0]
+    return *captured[0], left
 
 
 @contextmanager
@@ -375,7 +387,7 @@ def _constants_to_inputs(gm: fx.GraphModule) -> None:
         graph.erase_node(node)
 
 
-def _single_output(graph: fx.Graph) -> None:
+def _single_output(graph: fx.Graph, left: Sequence[LeftValue]) -> None:
     """Make the graph return the logits tensor itself, not a tuple that also has values that the
     model's code assigned to its own attributes (such as a table cast to another dtype)."""
     output = graph.output_node()
@@ -385,7 +397,11 @@ def _single_output(graph: fx.Graph) -> None:
     if len(values) > 1:
         values = [v for v in values if _reads_tokens(v)]
     if len(values) != 1:
-        raise CompileError(f"the captured graph returns {len(values)} values instead of logits")
+        names = dict.fromkeys(f"{type(v.owner).__name__}.{v.attribute}" for v in left)
+        why = f": {', '.join(names)} may be read by a later call" if names else ""
+        raise CompileError(
+            f"the captured graph returns {len(values)} values instead of logits{why}"
+        )
     output.args = (values[0],)
 
 

@@ -121,6 +121,13 @@ def messages(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> 
     return _causal(q, k, v)
 
 
+def loss(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """Leaves terms of a loss in attributes, of which one is read."""
+    layer.loss = q.square().mean()
+    layer.sum = layer.loss + k.sum()
+    return _causal(q, k, v)
+
+
 def another_name(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     return by_another_name(q, k, v, is_causal=True)
 
@@ -174,6 +181,7 @@ FORMS: dict[str, Attend] = {
         slopes,
         autocast,
         messages,
+        loss,
         another_name,
         torchs_module,
         cache,
@@ -248,6 +256,27 @@ def test_code_that_takes_only_its_tokens(tmp_path: Path) -> None:
     _compare(OtherModel(OtherConfig(form="another_name")), tmp_path)
 
 
+class Remembering(nn.Module):
+    """Uses a number of the tokens of an earlier call."""
+
+    def __init__(self, only_counts: bool = False) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+        self.attention, self.only_counts = OwnLayer("another_name"), only_counts
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        if self.last is not None:
+            x = x + (1 if self.only_counts else self.last)
+        self.last = x.mean()
+        return self.attention(x, positions)
+
+
+@pytest.mark.parametrize("only_counts", [False, True])
+def test_numbers_of_earlier_calls_are_refused(only_counts: bool) -> None:
+    with pytest.raises(CompileError, match="Remembering.last may be read by a later call"):
+        _capture(lambda: Remembering(only_counts))
+
+
 def by_assignment(layer: Any, x: Tensor) -> None:
     layer.steps = layer.steps + 1
 
@@ -304,10 +333,14 @@ def test_branches_on_what_the_constructor_computes() -> None:
 
 
 def _capture_counting(change: Any, is_saved: bool = False) -> str:
-    """The graph's code."""
+    return _capture(lambda: CountingLayer(change, is_saved))
+
+
+def _capture(layer: Callable[[], nn.Module]) -> str:
+    """The code of the graph of a model with this layer."""
 
     def init(model: OwnModel, config: OwnConfig) -> None:
-        SmallModel.__init__(model, config, [CountingLayer(change, is_saved)])
+        SmallModel.__init__(model, config, [layer()])
 
     with mock.patch.object(OwnModel, "__init__", init):
         built = build(OwnConfig(), torch.float32)
