@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from traceback import FrameSummary
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from llmc.compiler.branches import same_code, sizes_in_doubt
 from llmc.compiler.build import BuiltModel, is_unset
 from llmc.compiler.compressors import no_masks
+from llmc.compiler.expert_blocks.refused import loop_reason
 from llmc.compiler.functional import make_functional
 from llmc.compiler.heads import HeadOutput
 from llmc.compiler.interface import KEY_CACHE, NAME, VALUE_CACHE, unpacked_positions
@@ -108,11 +110,14 @@ def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedMo
         branches = KnownBranches(built)
         dynamo, examples, left = _run_dynamo(built.module, built.head, tokens, branches)
         if left:
-            with left_by_another_call(left):
+            with left_by_another_call(left), suppress(CompileError):
                 again, *_ = _run_dynamo(built.module, built.head, tokens, branches)
-            without_left(dynamo, again, left)
+                without_left(dynamo, again, left)
     except CompileError as e:
-        raise CompileError("; ".join((str(e), *built.not_understood))) from e.__cause__
+        frame = _frame(e.__cause__)
+        loop = loop_reason(built.module, frame.filename, frame.lineno or 0) if frame else None
+        reasons = built.not_understood or ((loop,) if loop else ())
+        raise CompileError("; ".join((str(e), *reasons))) from e.__cause__
     lists_to_slices(dynamo.graph)
     roles = _roles(built, dynamo, examples)
     aten = _to_aten(dynamo)
@@ -260,16 +265,21 @@ def _explain(error: Exception, model: nn.Module) -> str:
     ours = re.search(r"raised exception CompileError\((['\"])(.*)\1\)", str(error))
     if ours:
         return ours.group(2)
-    stack = getattr(error, "real_stack", None) or []
-    where = ""
-    for frame in reversed(list(stack)):
-        if "torch" not in frame.filename.split("/")[-3:] and "/torch/" not in frame.filename:
-            where = f" at {frame.filename}:{frame.lineno} ({frame.line or frame.name})"
-            break
+    frame = _frame(error)
+    where = f" at {frame.filename}:{frame.lineno} ({frame.line or frame.name})" if frame else ""
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     known = (said for sign, said in _REASONS.items() if sign in str(error))
     reason = next(known, first.strip()[:300])
     return f"{type(model).__name__} can't be captured in one graph{where}: {reason}"
+
+
+def _frame(error: BaseException | None) -> FrameSummary | None:
+    """The line of the model's code that Dynamo did not follow."""
+    stack: list[FrameSummary] = list(getattr(error, "real_stack", None) or [])
+    for frame in reversed(stack):
+        if "torch" not in frame.filename.split("/")[-3:] and "/torch/" not in frame.filename:
+            return frame
+    return None
 
 
 def _roles(built: BuiltModel, gm: fx.GraphModule, examples: Sequence[Any]) -> list[Input]:

@@ -33,7 +33,7 @@ class KnownBranches:
         self._owners: dict[str, nn.Module] = {}
         self._values: dict[int, Tensor] = {}
         for name, buffer in model.named_buffers(remove_duplicate=False):
-            if name not in values or name in saved:
+            if name in saved or name not in values or values[name].shape != buffer.shape:
                 continue
             # false may stand for a mask that was not computed
             if values[name].dtype != torch.bool or values[name].any() or name in built.constructed:

@@ -109,6 +109,9 @@ def test_several_ranks(tmp_path: Path) -> None:
     [
         ("Dropping", "Dropping computes its experts in a loop that is not"),
         ("AddedLoss", "the model's result depends on layers.0.mlp.loss, which"),
+        ("RoutedByOthers", r"from more than the states of tokens \(router_input, x\)"),
+        ("Listed", "Listed computes its experts in a loop over parameters in a list"),
+        ("LoopInLayer", "LoopInLayer computes its experts in a loop among other things"),
     ],
 )
 def test_other_loops_are_refused_with_the_reason(block: str, reason: str, tmp_path: Path) -> None:

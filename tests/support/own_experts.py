@@ -490,7 +490,69 @@ BLOCKS: dict[str, type[nn.Module]] = {
 }
 
 
-REFUSED: dict[str, type[nn.Module]] = {"Dropping": Dropping, "AddedLoss": AddedLoss}
+class RoutedByOthers(Block):
+    """Chooses by other states than its experts get."""
+
+    def forward(self, router_input: Tensor, x: Tensor) -> Tensor:
+        flat = x.view(-1, x.shape[-1])
+        weights, selected = self.gate(router_input.view(flat.shape)).softmax(-1).topk(TOP_K)
+        out = torch.zeros_like(flat)
+        for i, expert in enumerate(self.experts):
+            rows, k = torch.where(selected == i)
+            if rows.shape[0] == 0:
+                continue
+            out[rows] += weights[rows, k, None] * expert(flat[rows])
+        return out.view_as(x)
+
+
+class Listed(nn.Module):
+    """Experts are parameters in lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        weights = [torch.empty(WIDTH, WIDTH) for _ in range(EXPERTS)]
+        self.weights = nn.ParameterList(map(nn.Parameter, weights))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, x.shape[-1])
+        weights, selected = self.gate(flat).softmax(-1).topk(TOP_K)
+        out = torch.zeros_like(flat)
+        for i, weight in enumerate(self.weights):
+            rows, k = torch.where(selected == i)
+            if rows.numel():
+                out[rows] += weights[rows, k, None] * F.linear(flat[rows], weight).relu()
+        return out.view_as(x)
+
+
+class LoopInLayer(nn.Module):
+    """A decoder layer with its experts and the loop over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.moe = nn.ModuleList(Gated() for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        assert positions is not None
+        heads = self.norm(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        heads = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        x = x + self.out(heads.transpose(1, 2).flatten(2))
+        flat = x.view(-1, x.shape[-1])
+        weights, selected = self.router(flat).softmax(-1).topk(TOP_K)
+        out = torch.zeros_like(flat)
+        for i, expert in enumerate(self.moe):
+            rows, k = torch.where(selected == i)
+            if rows.shape[0] == 0:
+                continue
+            out[rows] += weights[rows, k, None] * expert(flat[rows])
+        return x + out.view_as(x)
+
+
+REFUSED: dict[str, type[nn.Module]] = {
+    block.__name__: block for block in (Dropping, AddedLoss, RoutedByOthers, Listed)
+}
 
 
 class OwnExpertsConfig(SmallConfig):
@@ -507,11 +569,14 @@ class OwnExpertsLayer(nn.Module):
         self.mlp = {**BLOCKS, **REFUSED}[block]()
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        before = x
         split = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS)).transpose(1, 3)
         q, k, v = (split[:, :, i] for i in range(3))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        moe: Any = self.mlp(self.post_norm(x))
+        given = self.post_norm(x)
+        others = (before,) if isinstance(self.mlp, RoutedByOthers) else ()
+        moe: Any = self.mlp(*others, given)
         x = x + getattr(self.mlp, "loss", 0.0)
         return x + (moe[0] if isinstance(moe, tuple) else moe)
 
@@ -521,15 +586,19 @@ class OwnExpertsModel(SmallModel, tf.GenerationMixin):
 
     def __init__(self, config: OwnExpertsConfig) -> None:
         count = config.num_hidden_layers
-        super().__init__(config, (OwnExpertsLayer(config.block) for _ in range(count)))
+        has_loop = config.block == LoopInLayer.__name__
+        layers = (
+            LoopInLayer() if has_loop else OwnExpertsLayer(config.block) for _ in range(count)
+        )
+        super().__init__(config, layers)
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any
     ) -> CausalLMOutput:
         """Adds up a term of the loss, which the logits don't depend on."""
         out = super().forward(input_ids, position_ids)
-        blocks = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Losses)]
-        terms = [block.balance for block in blocks]
+        assert out.logits is not None
+        terms = [block.balance for block in self.modules() if isinstance(block, Losses)]
         return CausalLMOutput(logits=out.logits, loss=sum(terms, out.logits.new_zeros(1).squeeze()))
 
 

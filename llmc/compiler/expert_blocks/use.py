@@ -59,8 +59,8 @@ def use_expert_blocks(
     made: dict[Any, _Replacement | str] = {}  # for equal blocks
     shared: dict[str, Callable[..., Any]] = {}
     reasons: list[str] = []
-    for candidates in list(dict.fromkeys(_candidates(model))):
-        for name, path in candidates:
+    for around in list(dict.fromkeys(candidates(model))):
+        for name, path in around:
             block = model.get_submodule(name)
             key = path, likeness(block)
             if key not in made:
@@ -75,7 +75,7 @@ def use_expert_blocks(
     return tuple(dict.fromkeys(reasons))
 
 
-def _candidates(model: nn.Module) -> Iterator[tuple[tuple[str, str], ...]]:
+def candidates(model: nn.Module) -> Iterator[tuple[tuple[str, str], ...]]:
     """For each list of equal modules, the names of blocks around it, of which one is replaced, and
     of the list in each; "" for parameters that may have a slice for each expert.
 
