@@ -67,6 +67,7 @@ class BuiltModel:
     head: Head = LM
     apart: tuple[str, ...] = ()  # parameters that the config ties to others, but not here
     trust_remote_code: bool = False
+    own_code: bool = False  # the class is not one of transformers
     not_understood: tuple[str, ...] = ()  # loops over experts, and why
     left: frozenset[str] = frozenset()  # buffers for what loops over experts leave in attributes
 
@@ -127,13 +128,16 @@ def build(
         use_compressors(module)
     buffers = materialize_buffers(module) | computed_tables(module)
     constructed: dict[str, Tensor] = {}
-    if not type(module).__module__.startswith("transformers."):
+    not_understood: tuple[str, ...] = ()
+    left: frozenset[str] = frozenset()
+    own_code = not type(module).__module__.startswith("transformers.")
+    if own_code:  # the loops of transformers' code are known (experts.py, expert_loops.py)
         constructed = _constructed_buffers(module, buffers, make)
         buffers |= constructed
         make_first_calls(module, buffers)
-    before = set(buffers)
-    not_understood = use_expert_blocks(module, dtype, buffers)
-    left = frozenset(buffers.keys() - before)
+        before = set(buffers)
+        not_understood = use_expert_blocks(module, dtype, buffers)
+        left = frozenset(buffers.keys() - before)
     text = getattr(config, "get_text_config", lambda: config)()
     context = context or getattr(text, "max_position_embeddings", None) or 0
     has_tables = use_tables(module, buffers, context)
@@ -153,6 +157,7 @@ def build(
         context=context if has_tables else None,
         apart=tuple(apart),
         trust_remote_code=trust_remote_code,
+        own_code=own_code,
         not_understood=not_understood,
         left=left,
     )

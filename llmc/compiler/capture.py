@@ -57,7 +57,6 @@ from llmc.passes.inputs import (
     WeightInput,
     add_input,
 )
-from llmc.pooling import Head
 from llmc.weights.parameters import describe_parameters
 
 # torch's messages for code that can't be captured, and the explanations for users.
@@ -108,10 +107,10 @@ def _for_both(
 def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedModel:
     try:
         branches = KnownBranches(built)
-        dynamo, examples, left = _run_dynamo(built.module, built.head, tokens, branches)
+        dynamo, examples, left = _run_dynamo(built, tokens, branches)
         if left:
             with left_by_another_call(left), suppress(CompileError):
-                again, *_ = _run_dynamo(built.module, built.head, tokens, branches)
+                again, *_ = _run_dynamo(built, tokens, branches)
                 without_left(dynamo, again, left)
     except CompileError as e:
         frame = _frame(e.__cause__)
@@ -171,13 +170,14 @@ class _Captured(Exception):
 
 
 def _run_dynamo(
-    model: nn.Module, head: Head, tokens: int, branches: KnownBranches, *, on_meta: bool = False
+    built: BuiltModel, tokens: int, branches: KnownBranches, *, on_meta: bool = False
 ) -> tuple[fx.GraphModule, Sequence[Any], list[LeftValue]]:
     """Dynamo's graph, its example inputs, and the numbers that the code leaves in attributes.
 
     Code that makes tensors without naming a device makes them on the CPU, where they don't fit the
     model's. It is traced again with meta as the default (`on_meta`), which takes twice as long.
     """
+    model, head = built.module, built.head
     captured: list[tuple[fx.GraphModule, Sequence[Any]]] = []
     changed: list[str] = []
     left: list[LeftValue] = []
@@ -185,7 +185,8 @@ def _run_dynamo(
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
         captured.append((gm, list(examples)))
         changed.extend(branches.changed())
-        left.extend(left_values())
+        if built.own_code:
+            left.extend(left_values())
         return stop
 
     def stop(*args: Any) -> Any:
@@ -216,7 +217,7 @@ def _run_dynamo(
         pass
     except torch._dynamo.exc.TorchDynamoException as e:
         if not on_meta and _TWO_DEVICES.search(str(e)):
-            return _run_dynamo(model, head, tokens, branches, on_meta=True)
+            return _run_dynamo(built, tokens, branches, on_meta=True)
         raise CompileError(_explain(e, model)) from e
     except (*MODEL_ERRORS, ConstraintViolationError) as e:
         raise CompileError(_explain(e, model)) from e

@@ -24,7 +24,7 @@ _JUMPS = "generic_jump.<locals>.inner"  # Dynamo's function for jumps on a condi
 
 
 class KnownBranches:
-    """The branches of a model that is traced."""
+    """The branches of a model that is traced: of code of its own, as transformers' has none."""
 
     def __init__(self, built: BuiltModel) -> None:
         model, values = built.module, built.buffers
@@ -32,7 +32,8 @@ class KnownBranches:
         self._names: dict[int, list[str]] = {}  # by the id of a buffer
         self._owners: dict[str, nn.Module] = {}
         self._values: dict[int, Tensor] = {}
-        for name, buffer in model.named_buffers(remove_duplicate=False):
+        buffers = model.named_buffers(remove_duplicate=False) if built.own_code else ()
+        for name, buffer in buffers:
             if name in saved or name not in values or values[name].shape != buffer.shape:
                 continue
             # false may stand for a mask that was not computed
@@ -46,6 +47,9 @@ class KnownBranches:
     @contextmanager
     def decided(self) -> Iterator[None]:
         """Inside this context, Dynamo follows these branches."""
+        if not self._values:
+            yield
+            return
         from torch._dynamo import symbolic_convert  # late: slow to import
         from torch._dynamo.variables import ConstantVariable, TensorVariable
 

@@ -54,8 +54,6 @@ def use_expert_blocks(
 ) -> tuple[str, ...]:
     """Replace what is understood. -> why other loops are not. `buffers`: values by name, to which
     those of new buffers are added: NaN, for tensors that blocks leave in attributes."""
-    if type(model).__module__.startswith("transformers."):
-        return ()  # its loops are known (experts.py, expert_loops.py)
     made: dict[Any, _Replacement | str] = {}  # for equal blocks
     shared: dict[str, Callable[..., Any]] = {}
     reasons: list[str] = []
