@@ -30,7 +30,6 @@ struct Words {  // float
   using V = vf;
   using Sum = vf;
   static constexpr int64_t kStep = kNative;
-  static constexpr bool prefetches() { return true; }
   LLMC_INLINE V get(const float* p) { return load_as<vf>(p); }
   LLMC_INLINE Sum add(Sum acc, V w, const float* x) { return acc + w * get(x); }
   static void pack(const T* x, int64_t n, X* to) { std::memcpy(to, x, n * sizeof(T)); }
@@ -43,14 +42,6 @@ struct Words<f16> {
   struct V { vf low, high; };
   using Sum = vf;
   static constexpr int64_t kStep = 2 * kNative;
-  static bool prefetches() {
-#ifdef __x86_64__
-    static const bool is_amd = __builtin_cpu_is("amd");  // a tenth slower there
-    return !is_amd;
-#else
-    return true;
-#endif
-  }
   LLMC_INLINE V get(const f16* p) { return {load_lanes<vf>(p), load_lanes<vf>(p + kNative)}; }
   LLMC_INLINE Sum add(Sum acc, V w, const float* x) {
     acc += w.low * load_as<vf>(x);
@@ -69,7 +60,6 @@ struct Words<bf16> {  // 32 products per instruction
   using V = __m512i;
   using Sum = v16f;
   static constexpr int64_t kStep = 32;
-  static constexpr bool prefetches() { return true; }
   LLMC_INLINE V get(const bf16* p) { return _mm512_loadu_si512(p); }
   LLMC_INLINE Sum add(Sum acc, V w, const bf16* x) {
     return (v16f)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)get(x));
@@ -84,7 +74,6 @@ struct Words<bf16> {  // a register of bf16 becomes two of floats: even elements
   using V = vu;
   using Sum = vf;
   static constexpr int64_t kStep = 2 * kNative;
-  static constexpr bool prefetches() { return true; }
   LLMC_INLINE V get(const bf16* p) { return load_as<vu>(p); }
   LLMC_INLINE Sum add(Sum acc, V w, const float* x) {
     acc += (vf)(w << 16) * load_as<vf>(x);
@@ -101,6 +90,16 @@ struct Words<bf16> {  // a register of bf16 becomes two of floats: even elements
   }
 };
 #endif
+
+// Whether a row of the weight is read with prefetches. Loads that convert are a tenth slower with
+// them on AMD's processors.
+template <class T>
+bool prefetches() {
+#ifdef __x86_64__
+  if constexpr (std::is_same_v<T, f16>) return !__builtin_cpu_is("amd");
+#endif
+  return true;
+}
 
 template <class Words>
 struct Product {  // a linear, and rows of x packed for Words, padded with zeros to whole steps
@@ -249,6 +248,7 @@ void channels(const Product<Words>& p, int64_t rows, int64_t begin, int64_t end)
   constexpr bool kThrees = kSums % 3 == 0;
   constexpr int kAtOnce = kThrees ? 6 : 4;
   const bool streams = kStreams && (rows == 1 || (rows == 2 && p.stride < kStreamedTwice<Words>));
+  const bool fetches = prefetches<typename Words::T>();
   const bool at_once = rows > 4 && rows <= kAtOnce;
   const int64_t groups = (rows + 3) / 4;
   const int64_t fours = kThrees ? std::max<int64_t>(0, rows - 3 * groups) : groups;
@@ -263,7 +263,7 @@ void channels(const Product<Words>& p, int64_t rows, int64_t begin, int64_t end)
   };
   int64_t n = begin;
   for (; n + kSums <= end; n += kSums) {  // all rows of x while these weight rows are in the cache
-    if (streams && Words::prefetches()) {
+    if (streams && fetches) {
       stream_at(n, std::true_type{});
     } else if (streams) {
       stream_at(n, std::false_type{});

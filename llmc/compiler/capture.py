@@ -113,9 +113,11 @@ def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedMo
                 again, *_ = _run_dynamo(built, tokens, branches)
                 without_left(dynamo, again, left)
     except CompileError as e:
+        reasons = built.not_understood
         frame = _frame(e.__cause__)
-        loop = loop_reason(built.module, frame.filename, frame.lineno or 0) if frame else None
-        reasons = built.not_understood or ((loop,) if loop else ())
+        if built.own_code and frame is not None and not reasons:
+            loop = loop_reason(built.module, frame.filename, frame.lineno or 0)
+            reasons = () if loop is None else (loop,)
         raise CompileError("; ".join((str(e), *reasons))) from e.__cause__
     lists_to_slices(dynamo.graph)
     roles = _roles(built, dynamo, examples)

@@ -28,12 +28,15 @@ class KnownBranches:
 
     def __init__(self, built: BuiltModel) -> None:
         model, values = built.module, built.buffers
-        saved = set(model.state_dict())  # what checkpoints have is not known yet
         self._names: dict[int, list[str]] = {}  # by the id of a buffer
         self._owners: dict[str, nn.Module] = {}
         self._values: dict[int, Tensor] = {}
-        buffers = model.named_buffers(remove_duplicate=False) if built.own_code else ()
-        for name, buffer in buffers:
+        # inputs that decided a branch, the id of the buffer, and Dynamo's state
+        self._decisive: list[tuple[fx.Node, int, Any]] = []
+        if not built.own_code:
+            return
+        saved = set(model.state_dict())  # what checkpoints have is not known yet
+        for name, buffer in model.named_buffers(remove_duplicate=False):
             if name in saved or name not in values or values[name].shape != buffer.shape:
                 continue
             # false may stand for a mask that was not computed
@@ -41,8 +44,6 @@ class KnownBranches:
                 self._names.setdefault(id(buffer), []).append(name)
                 self._owners[name] = model.get_submodule(name.rpartition(".")[0])
                 self._values[id(buffer)] = values[name].to(buffer.dtype)
-        # inputs that decided a branch, the id of the buffer, and Dynamo's state
-        self._decisive: list[tuple[fx.Node, int, Any]] = []
 
     @contextmanager
     def decided(self) -> Iterator[None]:

@@ -150,6 +150,9 @@ LLAMA3 = {
 }  # fmt: skip
 LLAMA3_FACTORS = llama3_factors(500000.0, 16, 16.0, 64)  # of its frequencies, in heads of 16
 MSCALE = math.sqrt(1.5)  # 1 + log(64 / 16) / log(16)
+LARGER_BASE = {
+    "rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0,
+}  # fmt: skip
 CHUNKED: dict[str, Any] = {
     **SIZES, "num_hidden_layers": 4, "head_dim": 16, "intermediate_size": 32,
     "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2, "num_experts_per_tok": 1,
@@ -296,9 +299,7 @@ MORE = {
         architecture="hunyuan-moe", name="hunyuan_v1_moe",
         fields={
             **SIZES, "head_dim": 16, "num_experts": 4, "moe_topk": 2,
-            "rope_parameters": {
-                "rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0,
-            },
+            "rope_parameters": LARGER_BASE,
         },
         metadata={
             "attention.key_length": None, "rope.freq_base": 10000.0 * 1000.0 ** (16 / 14),

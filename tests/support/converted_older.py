@@ -18,7 +18,7 @@ from converted_cases import (
     YARN,
 )
 from converted_gguf import Case, pairs
-from converted_more import delta, indexed, joined_heads, layer_of, plain
+from converted_more import LARGER_BASE, delta, indexed, joined_heads, layer_of, plain
 from torch import Tensor
 
 
@@ -280,12 +280,7 @@ OLDER = {
     ),
     "text beside images, a larger base": Case(
         architecture="hunyuan_vl", name="hunyuan_v1_dense",
-        fields={
-            **SIZES, "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0,
-            },
-        },
+        fields={**SIZES, "head_dim": 16, "rope_parameters": LARGER_BASE},
         metadata={
             "rope.dimension_sections": [2, 2, 2, 2], "rope.scaling.alpha": 1000.0,
             "rope.scaling.type": "none", "rope.scaling.factor": 1.0,

@@ -746,7 +746,7 @@ def test_a_tensor_is_packed_some_channels_at_a_time(
     )
     tensor = GgufTensor(
         name="w", shape=(64, 96), dtype=torch.float32, parts=(info,), row_order=order,
-        undo=Undo(architecture="llama", config={}),
+        undo=Undo(architecture="llama", config={}, rule={}),
     )  # fmt: skip
     to = tensor.kept_as()
     assert to is not None
@@ -776,7 +776,7 @@ def test_a_part_of_a_tensor_has_the_numbers_of_its_place(kind: Type, tmp_path: P
     )
     tensor = GgufTensor(
         name="w", shape=(2, 32, 512), dtype=torch.float32, parts=(info,),
-        row_order=order[order < 32], undo=Undo(architecture="llama", config={}),
+        row_order=order[order < 32], undo=Undo(architecture="llama", config={}, rule={}),
     )  # fmt: skip
     to = tensor.kept_as()
     assert to is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -40,7 +40,7 @@ class Undo:
 
     architecture: str
     config: Mapping[str, Any]
-    rule: Mapping[str, Any] = field(default_factory=dict)
+    rule: Mapping[str, Any]
 
     @cached_property
     def processor(self) -> Processor:
