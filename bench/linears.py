@@ -195,7 +195,8 @@ def _drawn(
 
 def experts(rows: int, *, transposed: bool) -> Contestant:
     shape = (EXPERTS, DEPTH, CHANNELS) if transposed else (EXPERTS, CHANNELS, DEPTH)
-    weight = torch.randn(*shape, dtype=torch.bfloat16)  # 400 MB: itself more than the caches hold
+    # 400 MB: itself more than the caches hold
+    weight = _in_huge_pages(torch.randn(*shape, dtype=torch.bfloat16))
     gen = torch.Generator().manual_seed(0)
     picks = [
         torch.stack([torch.randperm(EXPERTS, generator=gen)[:TOP_K] for _ in range(rows)]).flatten()

@@ -1,5 +1,7 @@
-// linear_columns for few rows: a thread keeps the sums of a range of channels and iterates over the
-// inputs, so that each row of the weight is read in place.
+// linear_columns for few rows. A piece of work is a range of inputs: its rows of the weight are read
+// from one end to the other, which is fastest, and added to sums of its own. The sums of all pieces
+// are added at the end. Pieces do not depend on the number of threads, so neither do results.
+#include "arena.h"
 #include "dtypes.h"
 #include "linear.h"
 #include "parallel.h"
@@ -9,68 +11,93 @@
 namespace llmc {
 namespace {
 
-#ifdef LLMC_AVX512
-constexpr int kMostSums = 24;  // there are 32 registers
-#else
-constexpr int kMostSums = 4;  // of two registers; there are 16
-#endif
+constexpr int64_t kPieces = 32, kLeastInputs = 64;  // of a piece; its sums cost memory traffic too
+constexpr int64_t kBlock = 8192;  // channels whose sums stay in the first-level cache
 constexpr int kMostRows = 4;
-constexpr int64_t kAhead = 4;  // inputs
+constexpr int kInputs = 8;  // rows of the weight that are added at a time
 
-// M rows of x, from row m on, times kVectors vectors of channels, from n on; the last one has only
-// `lanes` lanes. The sums stay in registers only if no index of them varies, so all loops over them
-// are unrolled.
-template <int M, int kVectors, class T>
-void stretch(const LinearArgs& a, int64_t m, int64_t n, int64_t lanes) {
-  const T* w = static_cast<const T*>(a.weight) + n;
-  const T* x = static_cast<const T*>(a.x) + m * a.x_stride;
-  v16f sum[M][kVectors] = {};
-  for (int64_t k = 0; k < a.depth; ++k, w += a.weight_stride) {
-#pragma GCC unroll 24
-    for (int i = 0; i < kVectors; ++i) {
-      if (i * sizeof(T) * kLanes % 64 == 0) __builtin_prefetch(w + kAhead * a.weight_stride + i * kLanes, 0, 3);
-      const bool whole = i + 1 < kVectors || lanes == kLanes;
-      const v16f column = whole ? load(w + i * kLanes) : load_n(w + i * kLanes, lanes);
-#pragma GCC unroll 4
-      for (int r = 0; r < M; ++r) sum[r][i] += to_float(x[r * a.x_stride + k]) * column;
-    }
-  }
-#pragma GCC unroll 4
+// Adds N rows of the weight, from input k and channel n on, to the sums of `width` channels of each
+// of M rows of x. It fetches the rows after them into the second-level cache: read by hardware's
+// prefetches alone, N short stretches at a time take up to twice as long.
+template <int M, int N, class T>
+void add_inputs(const LinearArgs& a, int64_t m, int64_t n, int64_t width, int64_t k, float* sums) {
+  const T* w = static_cast<const T*>(a.weight) + k * a.weight_stride + n;
+  const T* x = static_cast<const T*>(a.x) + m * a.x_stride + k;
+  float factor[M][N];
   for (int r = 0; r < M; ++r)
-#pragma GCC unroll 24
-    for (int i = 0; i < kVectors; ++i) {
-      const int64_t count = i + 1 < kVectors ? kLanes : lanes, at = n + i * kLanes;
-      v16f y = sum[r][i];
-      if (a.bias) y += load_n(static_cast<const T*>(a.bias) + at, count);
-      store_n(static_cast<T*>(a.out) + (m + r) * a.out_stride + at, y, count);
+    for (int i = 0; i < N; ++i) factor[r][i] = to_float(x[r * a.x_stride + i]);
+  auto add = [&](int64_t v, auto&& read, auto&& write) {
+    v16f sum[M];
+#pragma GCC unroll 4
+    for (int r = 0; r < M; ++r) sum[r] = read(sums + r * a.channels + v);
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) {
+      if (v * sizeof(T) % 64 == 0) __builtin_prefetch(w + (i + N) * a.weight_stride + v, 0, 2);
+      const v16f column = read(w + i * a.weight_stride + v);
+#pragma GCC unroll 4
+      for (int r = 0; r < M; ++r) sum[r] += factor[r][i] * column;
     }
+#pragma GCC unroll 4
+    for (int r = 0; r < M; ++r) write(sums + r * a.channels + v, sum[r]);
+  };
+  int64_t v = 0;
+  for (; v + kLanes <= width; v += kLanes)
+    add(v, [](auto* p) { return load(p); }, [](float* p, v16f y) { store(p, y); });
+  if (v < width)
+    add(v, [&](auto* p) { return load_n(p, width - v); },
+        [&](float* p, v16f y) { store_n(p, y, width - v); });
 }
 
-// M rows of x, from row m on, times the vectors [begin, end) of channels.
+// sums [M, channels] = M rows of x, from row m on, times inputs [begin, end) of the weight.
 template <int M, class T>
-void few(const LinearArgs& a, int64_t m, int64_t begin, int64_t end) {
-  constexpr int kWide = kMostSums / M, kNarrow = std::max(1, kWide / 4);
-  auto lanes = [&](int64_t last) { return std::min<int64_t>(kLanes, a.channels - last * kLanes); };
-  int64_t v = begin;
-  for (; v + kWide <= end; v += kWide)
-    stretch<M, kWide, T>(a, m, v * kLanes, lanes(v + kWide - 1));
-  for (; v + kNarrow <= end; v += kNarrow)
-    stretch<M, kNarrow, T>(a, m, v * kLanes, lanes(v + kNarrow - 1));
-  for (; v < end; ++v) stretch<M, 1, T>(a, m, v * kLanes, lanes(v));
+void piece(const LinearArgs& a, int64_t m, int64_t begin, int64_t end, float* sums) {
+  std::fill_n(sums, M * a.channels, 0.0f);
+  for (int64_t n = 0; n < a.channels; n += kBlock) {
+    const int64_t width = std::min(kBlock, a.channels - n);
+    int64_t k = begin;
+    for (; k + kInputs <= end; k += kInputs)
+      add_inputs<M, kInputs, T>(a, m, n, width, k, sums + n);
+    for (; k < end; ++k) add_inputs<M, 1, T>(a, m, n, width, k, sums + n);
+  }
+}
+
+// The output of row m, channels [begin, end): the pieces' sums, `step` apart, and the bias.
+template <class T>
+void total(const LinearArgs& a, int64_t m, int64_t begin, int64_t end, const float* sums,
+           int64_t pieces, int64_t step) {
+  for (int64_t n = begin; n < end; n += kLanes) {
+    const int64_t count = std::min<int64_t>(kLanes, end - n);
+    v16f y = load_n(sums + n, count);
+    for (int64_t p = 1; p < pieces; ++p) y += load_n(sums + p * step + n, count);
+    if (a.bias) y += load_n(static_cast<const T*>(a.bias) + n, count);
+    store_n(static_cast<T*>(a.out) + m * a.out_stride + n, y, count);
+  }
 }
 
 template <class T>
 void all(const LinearArgs& a) {
-  const int64_t vectors = (a.channels + kLanes - 1) / kLanes;
-  parallel_rows(vectors, a.depth * kLanes * a.rows / 4, a.threads, [&](int64_t begin, int64_t end) {
+  static thread_local Arena arena;
+  const int64_t inputs = std::max(kLeastInputs, a.depth / kPieces / kInputs * kInputs);
+  const int64_t pieces = std::max<int64_t>(1, (a.depth + inputs - 1) / inputs);
+  const int64_t step = a.rows * a.channels;
+  arena.reset(pieces * step * sizeof(float));
+  float* sums = arena.take<float>(pieces * step);
+  const int threads = worth_threads(a.depth * step / 4, pieces, a.threads);
+  parallel_stretches(pieces, threads, [&](int64_t p) {
+    const int64_t begin = p * inputs, end = std::min(begin + inputs, a.depth);
     for (int64_t m = 0; m < a.rows; m += kMostRows) {
+      float* to = sums + p * step + m * a.channels;
       switch (std::min<int64_t>(kMostRows, a.rows - m)) {
-        case 1: few<1, T>(a, m, begin, end); break;
-        case 2: few<2, T>(a, m, begin, end); break;
-        case 3: few<3, T>(a, m, begin, end); break;
-        case 4: few<4, T>(a, m, begin, end); break;
+        case 1: piece<1, T>(a, m, begin, end, to); break;
+        case 2: piece<2, T>(a, m, begin, end, to); break;
+        case 3: piece<3, T>(a, m, begin, end, to); break;
+        case 4: piece<4, T>(a, m, begin, end, to); break;
       }
     }
+  });
+  parallel_rows(a.channels, a.rows * pieces, a.threads, [&](int64_t begin, int64_t end) {
+    for (int64_t m = 0; m < a.rows; ++m)
+      total<T>(a, m, begin, end, sums + m * a.channels, pieces, step);
   });
 }
 
