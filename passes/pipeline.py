@@ -11,6 +11,7 @@ from llmc.passes.apply_lora import apply_lora
 from llmc.passes.attend_whole_images import attend_whole_images
 from llmc.passes.base import Pass
 from llmc.passes.canonicalize import canonicalize
+from llmc.passes.find_activations import find_activations
 from llmc.passes.find_attention import find_attention
 from llmc.passes.find_convolutions import find_convolutions
 from llmc.passes.find_distance_biases import find_distance_biases
@@ -68,6 +69,7 @@ def pipeline(
     return (
         canonicalize(),  # first: the other passes match the canonical form
         *(p for p in extra if p.place == "early"),  # they see the model's own ops; we fuse theirs
+        find_activations(),  # before fuse_act_mul: it matches torch's ops
         insert_image_rows(),
         *_taps(options),  # early: fusions absorb the outputs of layers
         find_attention(  # page_attention pages what it finds
