@@ -1,4 +1,6 @@
-"""`act_mul`: the gated activation of a feed-forward block, over a merged gate-and-up projection."""
+"""The activations of feed-forward blocks: `act_mul` with a gate, over a merged gate-and-up
+projection, and `activate` without one.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +44,20 @@ def act_mul(
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (ACTIVATIONS[act](gate) * (up + shift)).to(gate_up.dtype)
+
+
+@op(shape="x")
+def activate(x: Tensor, act: str) -> Tensor:
+    """x [...] -> act(x) [...] in x's dtype, computed in float32; the activations of `act_mul`."""
+    return ACTIVATIONS[act](x.float()).to(x.dtype).contiguous()
+
+
+@activate.cases
+def _activate_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    gen = torch.Generator(device="cpu").manual_seed(0)
+    for act in ACTIVATIONS:
+        for shape in ((1, 1, 16), (3, 65), (1, 5, 1040)):
+            yield (torch.randn(*shape, generator=gen) * 3).to(device, dtype), act
 
 
 @act_mul.cases

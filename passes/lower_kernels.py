@@ -5,45 +5,83 @@ It is the last pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
-import torch
 from torch import fx
 
-from llmc.kernels.registry import OPS, PREFER
+from llmc.kernels.registry import OPS, PREFER, Op
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import positional
+from llmc.passes.edit import arguments, aten, positional
 
-# Torch ops that one of our ops can replace, with the same arguments.
-SAME_AS = {torch.ops.aten.linear.default: "linear", torch.ops.aten.bmm.default: "bmm"}
+_Call = tuple[str, tuple[Any, ...]]
+
+
+def _layer_norm(given: SimpleNamespace) -> _Call | None:
+    is_last = len(given.normalized_shape) == 1
+    return ("layer_norm", (given.input, given.weight, given.bias, given.eps)) if is_last else None
+
+
+def _gelu(given: SimpleNamespace) -> _Call:
+    is_tanh = getattr(given, "approximate", "none") == "tanh"
+    return "activate", (given.self, "gelu_tanh" if is_tanh else "gelu")
+
+
+# Torch ops that one of our ops can replace -> its name and arguments, if it can.
+_OF_TORCH: dict[Any, Callable[[SimpleNamespace], _Call | None]] = {
+    aten.linear.default: lambda given: ("linear", (given.input, given.weight, given.bias)),
+    aten.bmm.default: lambda given: ("bmm", (given.self, given.mat2)),
+    aten.layer_norm.default: _layer_norm,
+    aten.gelu.default: _gelu,
+    aten.silu.default: lambda given: ("activate", (given.self, "silu")),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCall:
+    """A call of one of our ops, or of a torch op that it can replace."""
+
+    op: Op
+    args: tuple[Any, ...]
+    of_torch: bool
+
+
+def op_calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, OpCall | None]]:
+    """Every call in the graph, with None for those that are not one of our ops."""
+    by_target = {op.overload: op for op in OPS.values()}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in by_target:
+            op = by_target[node.target]
+            yield node, OpCall(op=op, args=positional(node), of_torch=False)
+            continue
+        replace = _OF_TORCH.get(node.target)
+        name, args = (replace and replace(arguments(node))) or ("", ())
+        yield node, OpCall(op=OPS[name], args=args, of_torch=True) if name in OPS else None
 
 
 @graph_pass(required=True)
 def lower_kernels(gm: fx.GraphModule, *, prefer: Sequence[str] = PREFER) -> Notes:
-    """Select the implementation of every llmc op in the graph.
+    """Select the implementation of every llmc op in the graph, and of torch ops that we have too.
 
     Before:
-        o = llmc.paged_attention(q, ...)
+        o = llmc.paged_attention(q, ...);  y = aten.gelu(o)
     After:
-        o = llmc_cpu.paged_attention(q, ...)
+        o = llmc_cpu.paged_attention(q, ...);  y = llmc_cpu.activate(o, "gelu")
     """
-    by_target = {op.overload: op for op in OPS.values()}
-    by_target |= {target: OPS[name] for target, name in SAME_AS.items() if name in OPS}
     notes = []
     slow: dict[str, int] = {}
-    for node in gm.graph.nodes:
-        op = by_target.get(node.target) if node.op == "call_function" else None
-        if op is None:
+    for node, call in op_calls(gm.graph):
+        if call is None:
             continue
-        if node.target in SAME_AS:
-            node.args = positional(node)  # linear's bias may be omitted
-        args = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
-        impl = op.best(args, prefer=prefer)
-        if impl is None and node.target in SAME_AS:
-            continue  # torch's own op is not a slow reference
-        if impl is None:
-            slow[op.name] = slow.get(op.name, 0) + 1
-        else:
-            node.target = impl.op()
+        args = fx.node.map_arg(call.args, lambda n: n.meta.get("val"))
+        impl = call.op.best(args, prefer=prefer)
+        if impl is not None:
+            node.target, node.args, node.kwargs = impl.op(), call.args, {}
+        elif not call.of_torch:  # torch's own op is not a slow reference
+            slow[call.op.name] = slow.get(call.op.name, 0) + 1
     notes += [f"{count} {name} use the slow reference" for name, count in slow.items()]
     return notes

@@ -87,6 +87,17 @@ Tensor rms_norm(const Tensor& x, const optional<Tensor>& weight, double eps, dou
 
 namespace {
 
+Tensor layer_norm(const Tensor& x, const optional<Tensor>& weight, const optional<Tensor>& bias,
+                  double eps) {
+  Tensor kept, out = at::empty(x.sizes(), x.scalar_type());
+  if (x.numel() == 0) return out;
+  const int64_t width = x.size(-1);
+  kernels->layer_norm({dtype_of(x), rows_of(x, kept), vector_or_null(weight, "weight", x, width),
+                       vector_or_null(bias, "bias", x, width), out.data_ptr(), width, float(eps),
+                       at::num_threads()});
+  return out;
+}
+
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
                                         const optional<Tensor>& weight, double eps,
                                         double offset) {
@@ -138,19 +149,37 @@ Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const optional<Tensor
 
 }  // namespace
 
+namespace {
+
+Act act_named(const std::string& act) {
+  TORCH_CHECK(act == "silu" || act == "gelu" || act == "gelu_tanh" || act == "quick_gelu",
+              "act must be silu, gelu, gelu_tanh or quick_gelu, got ", act);
+  return act == "silu"        ? Act::silu
+         : act == "gelu"      ? Act::gelu
+         : act == "gelu_tanh" ? Act::gelu_tanh
+                              : Act::quick_gelu;
+}
+
+Tensor activate(const Tensor& x, const std::string& act) {
+  const Act kind = act_named(act);
+  Tensor kept, out = at::empty(x.sizes(), x.scalar_type());
+  if (out.numel() == 0) return out;
+  ActArgs a{dtype_of(x), kind, rows_of(x, kept), out.data_ptr(), x.size(-1), at::num_threads()};
+  a.gated = false;
+  kernels->act_mul(a);
+  return out;
+}
+
+}  // namespace
+
 Tensor act_mul(const Tensor& gate_up, const std::string& act, optional<double> limit,
                double shift, bool interleaved) {
   TORCH_CHECK(gate_up.size(-1) % 2 == 0, "gate_up must have an even width, got ", gate_up.sizes());
-  TORCH_CHECK(act == "silu" || act == "gelu" || act == "gelu_tanh" || act == "quick_gelu",
-              "act must be silu, gelu, gelu_tanh or quick_gelu, got ", act);
+  const Act kind = act_named(act);
   auto sizes = gate_up.sizes().vec();
   sizes.back() /= 2;
   Tensor kept, out = at::empty(sizes, gate_up.scalar_type());
   if (out.numel() == 0) return out;
-  const Act kind = act == "silu"        ? Act::silu
-                   : act == "gelu"      ? Act::gelu
-                   : act == "gelu_tanh" ? Act::gelu_tanh
-                                        : Act::quick_gelu;
   ActArgs a{dtype_of(gate_up), kind, rows_of(gate_up, kept), out.data_ptr(), sizes.back(),
             at::num_threads()};
   if (limit) a.limit = float(*limit);
@@ -261,7 +290,9 @@ const at::Ops kOps = {
     {"rms_norm", &at::boxed<&rms_norm>},
     {"add_rms_norm", &at::boxed<&add_rms_norm>},
     {"gated_rms_norm", &at::boxed<&gated_rms_norm>},
+    {"layer_norm", &at::boxed<&layer_norm>},
     {"act_mul", &at::boxed<&act_mul>},
+    {"activate", &at::boxed<&activate>},
     {"linear", &at::boxed<&linear>},
     {"expert_linear", &at::boxed<&expert_linear>},
     {"add_lora", &at::boxed<&add_lora>},

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmc.kernels.act_mul import act_mul
+from llmc.kernels.act_mul import act_mul, activate
 from llmc.kernels.add_lora import add_lora
 from llmc.kernels.ban_words import ban_words
 from llmc.kernels.bmm import bmm
@@ -24,6 +24,7 @@ from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.fused_linear import fused_linear
 from llmc.kernels.gated_rms_norm import gated_rms_norm
 from llmc.kernels.latent_attention import latent_attention
+from llmc.kernels.layer_norm import layer_norm
 from llmc.kernels.linear import linear
 from llmc.kernels.linear_recurrence import linear_recurrence
 from llmc.kernels.paged_attention import paged_attention
@@ -211,7 +212,9 @@ def _causal_conv(
 _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (rms_norm, _all_of("x", "weight")),
     (add_rms_norm, _all_of("x", "residual", "weight")),
+    (layer_norm, _all_of("x", "weight", "bias")),
     (act_mul, _all_of("gate_up")),
+    (activate, _all_of("x")),
     (gated_rms_norm, _gated_rms_norm),
     (write_kv, _write_kv),
     (rope_write, _rope_write),

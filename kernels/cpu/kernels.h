@@ -29,6 +29,16 @@ struct NormArgs {
   int threads;
 };
 
+struct LayerNormArgs {
+  Dtype dtype;
+  Rows x;
+  const void *weight, *bias;  // may be null
+  void* out;                  // dense
+  int64_t width;
+  float eps;
+  int threads;
+};
+
 struct GatedNormArgs {
   Rows x, gate;  // of one shape; rows of `width` channels in groups of `group`
   Dtype x_dtype, gate_dtype, weight_dtype, dtype;
@@ -47,11 +57,12 @@ struct ActArgs {
   Act act;
   Rows x;
   void* out;
-  int64_t width;  // of the output; input rows are twice as wide
+  int64_t width;  // of the output; input rows are twice as wide, if there is a gate
   int threads;
   float limit = std::numeric_limits<float>::infinity();  // of gates, and magnitudes of the others
   float shift = 0;           // is added to what the gates multiply
   bool interleaved = false;  // gates are not the first half, but the even elements
+  bool gated = true;         // otherwise the activation alone
 };
 
 struct AddArgs {  // dense
@@ -226,6 +237,7 @@ struct GgufArgs {  // rows of a GGUF file -> the weight inputs of quantized_line
 
 void gated_rms_norm(const GatedNormArgs&);
 void rms_norm(const NormArgs&);
+void layer_norm(const LayerNormArgs&);
 void act_mul(const ActArgs&);
 void add_to(const AddArgs&);  // out += x
 void round_to_fp8(const RoundArgs&);  // x as e4m3 would hold it, in its own dtype

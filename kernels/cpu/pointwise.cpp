@@ -1,5 +1,4 @@
-// rms_norm, add_rms_norm, gated_rms_norm, act_mul, a sum and a copy: one pass over each row,
-// computed in float.
+// Norms, activations, a sum and a copy: one pass over each row, computed in float.
 #include "dtypes.h"
 #include "cached.h"
 #include "kernels.h"
@@ -93,6 +92,48 @@ void norm_rows(const NormArgs& a) {
   });
 }
 
+// Calls visit(i, count) for the vectors of a row: the last may have fewer than kLanes elements.
+template <class Visit>
+LLMC_INLINE void each_vector(int64_t n, const Visit& visit) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) visit(i, int64_t(kLanes));
+  if (i < n) visit(i, n - i);
+}
+
+template <class T>
+LLMC_INLINE v16f read_vector(const T* p, int64_t count) {  // zeros after `count` elements
+  return count < kLanes ? load_n(p, count) : load(p);
+}
+
+template <class T>
+void layer_norm_row(const LayerNormArgs& a, const T* x, T* out) {
+  const T *weight = static_cast<const T*>(a.weight), *bias = static_cast<const T*>(a.bias);
+  const float n = static_cast<float>(a.width);
+  v16f sum = {}, squares = {};
+  each_vector(a.width, [&](int64_t i, int64_t count) { sum += read_vector(x + i, count); });
+  const float mean = sum_lanes(sum) / n;
+  each_vector(a.width, [&](int64_t i, int64_t count) {
+    v16f y = read_vector(x + i, count) - mean;
+    if (count < kLanes) y = select(lane_numbers() < static_cast<float>(count), y, v16f{});
+    squares += y * y;
+  });
+  const float factor = 1.0f / std::sqrt(sum_lanes(squares) / n + a.eps);
+  each_vector(a.width, [&](int64_t i, int64_t count) {
+    v16f y = (read_vector(x + i, count) - mean) * factor;
+    if (weight) y = y * read_vector(weight + i, count);
+    if (bias) y = y + read_vector(bias + i, count);
+    count < kLanes ? store_n(out + i, y, count) : store(out + i, y);
+  });
+}
+
+template <class T>
+void layer_norm_rows(const LayerNormArgs& a) {
+  parallel_rows(count(a.x), a.width * 6, a.threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      layer_norm_row<T>(a, row_pointer<T>(a.x, i), static_cast<T*>(a.out) + i * a.width);
+  });
+}
+
 // One group of a row, whose `factors` are already in float; y is overwritten.
 template <class Out>
 void gated_norm_group(const GatedNormArgs& a, float* y, const float* factors, const float* weight,
@@ -169,6 +210,20 @@ struct Halves {
 };
 
 template <class T>
+struct Ungated {
+  const T* row;
+  LLMC_METHOD Ungated(const ActArgs&, const T* row) : row(row) {}
+  LLMC_METHOD void read(int64_t i, v16f& x, v16f& up) const {
+    x = load(row + i);
+    up = splat(1);
+  }
+  LLMC_METHOD void read_n(int64_t i, int64_t n, v16f& x, v16f& up) const {
+    x = load_n(row + i, n);
+    up = splat(1);
+  }
+};
+
+template <class T>
 struct Any {  // also in turns; clamped and shifted
   const ActArgs& a;
   const T* row;
@@ -222,6 +277,7 @@ void act_rows(const ActArgs& a) {
 
 template <class T, Act kAct>
 void act_kind(const ActArgs& a) {
+  if (!a.gated) return act_rows<T, kAct, Ungated<T>>(a);
   const bool is_limited = a.limit != std::numeric_limits<float>::infinity();
   if (a.interleaved || a.shift != 0 || is_limited) return act_rows<T, kAct, Any<T>>(a);
   act_rows<T, kAct, Halves<T>>(a);
@@ -297,6 +353,10 @@ void copy_typed(const CopyArgs& a) {
 
 void rms_norm(const NormArgs& a) {
   with_type(a.dtype, [&](auto t) { norm_rows<decltype(t)>(a); });
+}
+
+void layer_norm(const LayerNormArgs& a) {
+  with_type(a.dtype, [&](auto t) { layer_norm_rows<decltype(t)>(a); });
 }
 
 void gated_rms_norm(const GatedNormArgs& a) {

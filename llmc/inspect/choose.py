@@ -18,10 +18,8 @@ from torch import fx
 from llmc.inspect.stages import Stage
 from llmc.kernels.collectives import all_gather, all_reduce, first_rank
 from llmc.kernels.cpu.build import is_obtainable
-from llmc.kernels.registry import OPS
 from llmc.passes.base import op_name
-from llmc.passes.edit import positional
-from llmc.passes.lower_kernels import SAME_AS
+from llmc.passes.lower_kernels import op_calls
 
 COLLECTIVES = (all_reduce.name, all_gather.name, first_rank.name)
 _LANGUAGES = {"cpu": "C++", "triton": "Triton", "torch": "torch"}
@@ -44,21 +42,17 @@ def choose_kernels(
     `copies(layer)` is the number of the model's layers that the captured one represents.
     """
     present = _present(device)
-    by_target = {op.overload: op.name for op in OPS.values()} | SAME_AS
     counts: Counter[tuple[str, str]] = Counter()
     rest = 0
-    for node in stage.graph.graph.nodes:
-        if node.op != "call_function":
+    for node, call in op_calls(stage.graph.graph):
+        layers = copies(stage.layers.of[node])
+        if call is None:
+            rest += 0 if "getitem" in op_name(node) else layers
             continue
-        name = by_target.get(node.target)
-        if name is None:
-            rest += 0 if "getitem" in op_name(node) else copies(stage.layers.of[node])
-            continue
-        op = OPS.get(name)
-        args = fx.node.map_arg(positional(node), lambda n: n.meta.get("val"))
-        impl = op.best(args, present=present) if op else None
-        fallback = "torch" if node.target in SAME_AS else "reference"
-        counts[name, _LANGUAGES[impl.name] if impl else fallback] += copies(stage.layers.of[node])
+        args = fx.node.map_arg(call.args, lambda n: n.meta.get("val"))
+        impl = call.op.best(args, present=present)
+        fallback = "torch" if call.of_torch else "reference"
+        counts[call.op.name, _LANGUAGES[impl.name] if impl else fallback] += layers
     found = [KernelChoice(op=op, count=n, runs=runs) for (op, runs), n in sorted(counts.items())]
     return (*found, KernelChoice(op="everything else", count=rest, runs="torch"))
 

@@ -53,6 +53,7 @@ _WORDS: dict[str, Words] = {
     "mean": ("math", "average over a dimension"),
     "pow": ("math", "raise to a power"),
     "act_mul": ("math", "activation of one half times the other half"),
+    "activate": ("math", "activation"),
     "silu": ("math", "activation (SiLU)"),
     "gelu": ("math", "activation (GELU)"),
     "relu": ("math", "activation (ReLU)"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import op_cases
 import pytest
 import torch
-from tiny_graphs import apply, assert_idempotent, ops, step, trace
+import torch.nn.functional as F
+from tiny_graphs import Values, apply, assert_idempotent, assert_same, ops, step, trace, weight
 from torch import Tensor
 
 from llmc.kernels.act_mul import act_mul
@@ -77,3 +79,25 @@ def test_supports_sees_the_shapes_of_the_call(impls: list[Impl]) -> None:
     gate_up = arguments.pop("gate_up")
     assert arguments == {"act": "silu", "limit": None, "shift": 0.0, "interleaved": False}
     assert gate_up.shape[-1] == 16 and gate_up.dtype == torch.float32
+
+
+def test_ops_of_torch_are_replaced_where_one_of_ours_does_the_same() -> None:
+    op_cases.require_cpu_ops()
+
+    def block(x: Tensor, w: Tensor, b: Tensor, square: Tensor) -> tuple[Tensor, ...]:
+        normed = F.layer_norm(x, (16,), w, b, 1e-3)
+        activated = F.gelu(normed, approximate="tanh"), F.gelu(normed), F.silu(normed)
+        return *activated, F.layer_norm(x, (16,), eps=0.5), F.layer_norm(square, (4, 16))
+
+    given = {
+        "x": X,
+        "w": weight("w", torch.rand(16) + 0.5),
+        "b": weight("b", torch.randn(16)),
+        "square": step(torch.randn(5, 4, 16)),
+    }
+    gm = trace(block, **given)
+    lowered, (report,) = apply(gm, lower_kernels(prefer=("cpu",)))
+    assert report.added == {"llmc_cpu.layer_norm.default": 2, "llmc_cpu.activate.default": 3}
+    assert ops(lowered)["aten.layer_norm.default"] == 1
+    assert_same(lowered, gm, Values.of(**given), 1e-5)
+    assert ops(apply(gm, lower_kernels(prefer=("triton",)))[0]) == ops(gm)

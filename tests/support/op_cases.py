@@ -31,6 +31,7 @@ from llmc.kernels import (  # noqa: F401
     gated_rms_norm,
     image_attention,
     latent_attention,
+    layer_norm,
     linear_recurrence,
     paged_attention,
     place_rows,
@@ -73,7 +74,7 @@ FOR_GPUS = {
 }
 # torch's attention serves each text
 WITHOUT_CPP = {*WITHOUT_KERNELS, *FOR_GPUS, "encoder_attention"}
-WITHOUT_TRITON = {*WITHOUT_KERNELS, "bmm"}  # whose GPU version is torch's: cuBLAS
+WITHOUT_TRITON = {*WITHOUT_KERNELS, "bmm", "layer_norm", "activate"}  # for GPUs, torch has them
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {  # of results that are rounded once from float32
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
