@@ -8,10 +8,9 @@ names the line of the model's code.
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from traceback import FrameSummary
 from typing import Any
 
@@ -44,6 +43,7 @@ from llmc.compiler.traceable import (
     meta_by_default,
     spelled_attention,
     traceable_torch,
+    unlogged,
 )
 from llmc.errors import CompileError
 from llmc.passes.base import remove_dead_code, run_passes
@@ -211,7 +211,9 @@ def _run_dynamo(
             traceable_torch(),
             unpacked_positions() if has_markers else nullcontext(),
             no_masks(model),
-            _unlogged_traces(),
+            # Torch logs the trace of a failing op. The error is also raised, and then explained to
+            # the user, or handled: a model's own attention code is tried after its interface.
+            unlogged("torch._subclasses.fake_tensor"),
             branches.decided(),
         ):
             torch.compile(wrapper, backend=backend, fullgraph=True)(ids, positions)
@@ -235,19 +237,6 @@ def _run_dynamo(
         )
     _refuse_scalars(captured[0][0], model)
     return *captured[0], left
-
-
-@contextmanager
-def _unlogged_traces() -> Iterator[None]:
-    """torch logs the trace of each failing op as an error. It is raised too, and then explained to
-    the user, or handled: capture tries a model's own attention code after its attention interface.
-    """
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was_disabled
 
 
 def _refuse_scalars(gm: fx.GraphModule, model: nn.Module) -> None:
