@@ -6,6 +6,7 @@
 #include "vec.h"
 
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 namespace llmc {
@@ -185,11 +186,10 @@ LLMC_INLINE v16f erf_lanes(v16f x) {  // Abramowitz and Stegun 7.1.26, absolute 
   return (v16f)((v16u)y | ((v16u)x & 0x80000000u));
 }
 
-template <Act kAct>
-LLMC_INLINE v16f activate(v16f x) {
-  if (kAct == Act::silu) return x / (1.0f + exp_lanes(-x));
-  if (kAct == Act::gelu) return 0.5f * x * (1.0f + erf_lanes(x * 0.70710678118654752f));
-  if (kAct == Act::quick_gelu) return x / (1.0f + exp_lanes(-1.702f * x));
+LLMC_INLINE v16f activate(Act act, v16f x) {
+  if (act == Act::silu) return x / (1.0f + exp_lanes(-x));
+  if (act == Act::gelu) return 0.5f * x * (1.0f + erf_lanes(x * 0.70710678118654752f));
+  if (act == Act::quick_gelu) return x / (1.0f + exp_lanes(-1.702f * x));
   return 0.5f * x * (1.0f + tanh_lanes(0.79788456080286536f * (x + 0.044715f * x * x * x)));
 }
 
@@ -251,8 +251,9 @@ struct Any {  // also in turns; clamped and shifted
   }
 };
 
-template <class T, Act kAct, class Reader>
-void act_rows(const ActArgs& a) {
+// `act` is constant, for the fastest code, or an Act.
+template <class T, class Reader, class WhichAct>
+void act_rows(const ActArgs& a, WhichAct act) {
   const int64_t n = a.width, blocks = (n + 1023) / 1024;
   // a decode step has one long row: split rows into blocks, so that it also runs in parallel
   parallel_rows(count(a.x) * blocks, 1024 * 12, a.threads, [&](int64_t begin, int64_t end) {
@@ -265,31 +266,31 @@ void act_rows(const ActArgs& a) {
       int64_t i = first;
       for (; i + kLanes <= last; i += kLanes) {
         row.read(i, gate, up);
-        store(out + i, activate<kAct>(gate) * up);
+        store(out + i, activate(act, gate) * up);
       }
       if (i < last) {
         row.read_n(i, last - i, gate, up);
-        store_n(out + i, activate<kAct>(gate) * up, last - i);
+        store_n(out + i, activate(act, gate) * up, last - i);
       }
     }
   });
 }
 
 template <class T, Act kAct>
-void act_kind(const ActArgs& a) {
-  if (!a.gated) return act_rows<T, kAct, Ungated<T>>(a);
-  const bool is_limited = a.limit != std::numeric_limits<float>::infinity();
-  if (a.interleaved || a.shift != 0 || is_limited) return act_rows<T, kAct, Any<T>>(a);
-  act_rows<T, kAct, Halves<T>>(a);
+void act_halves(const ActArgs& a) {
+  act_rows<T, Halves<T>>(a, std::integral_constant<Act, kAct>{});
 }
 
 template <class T>
 void act_typed(const ActArgs& a) {
+  if (!a.gated) return act_rows<T, Ungated<T>>(a, a.act);
+  const bool is_limited = a.limit != std::numeric_limits<float>::infinity();
+  if (a.interleaved || a.shift != 0 || is_limited) return act_rows<T, Any<T>>(a, a.act);
   switch (a.act) {
-    case Act::silu: return act_kind<T, Act::silu>(a);
-    case Act::gelu: return act_kind<T, Act::gelu>(a);
-    case Act::gelu_tanh: return act_kind<T, Act::gelu_tanh>(a);
-    case Act::quick_gelu: return act_kind<T, Act::quick_gelu>(a);
+    case Act::silu: return act_halves<T, Act::silu>(a);
+    case Act::gelu: return act_halves<T, Act::gelu>(a);
+    case Act::gelu_tanh: return act_halves<T, Act::gelu_tanh>(a);
+    case Act::quick_gelu: return act_halves<T, Act::quick_gelu>(a);
   }
 }
 

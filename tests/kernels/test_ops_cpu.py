@@ -216,7 +216,7 @@ def test_attention_splits_long_contexts(
     dim: int,
     cache: torch.dtype | None,
 ) -> None:
-    lengths = [(1, 4100), (300, 700), (1, 5), (2, 1500)]
+    lengths = [(1, 4100), (70, 700), (1, 5), (2, 1500)]
     case = make_case(
         lengths, *heads, dim, dim, 32, CPU, dtype, sinks=True, cache=narrower(dtype, cache),
         seed=threads,
@@ -378,7 +378,7 @@ def sample_rows(rows: int, vocab: int, seed: int) -> list[Tensor]:
 @pytest.mark.parametrize("vocab", [3, 64, 1000, 50_021])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_sample_draws_the_reference_tokens(vocab: int, seed: int, threads: int) -> None:
-    case = sample_rows(60, vocab, seed)
+    case = sample_rows(60 if vocab < 10_000 else 24, vocab, seed)
     assert torch.equal(torch.ops.llmc_cpu.sample(*case), sample.reference(*case))
     low = [case[0].bfloat16(), *case[1:]]
     assert torch.equal(torch.ops.llmc_cpu.sample(*low), sample.reference(*low))

@@ -19,6 +19,7 @@ pytest.importorskip("msgspec", reason="the server's dependencies are not install
 from gguf import GGMLQuantizationType
 from live_command import Served
 from packed_checkpoints import PACKINGS, write_packed
+from tiers import tiered
 from tiny_chat import tiny_chat_model
 from tiny_gguf import write_gguf
 from tiny_models import save_checkpoint
@@ -167,7 +168,9 @@ LLM(sys.argv[1]).generate(["hi"], SamplingParams(max_tokens=2), progress=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["safetensors", "GGUF", "quantized"])
+@pytest.mark.parametrize(
+    "form", tiered(["safetensors", "GGUF", "quantized"], "safetensors", "GGUF")
+)
 def test_the_first_token_of_any_command_needs_no_compiler(form: str, tmp_path: Path) -> None:
     model = str(checkpoint_with_tokenizer(form, tmp_path))
     noted, log = tmp_path / "noted", tmp_path / "log"
