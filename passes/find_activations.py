@@ -66,7 +66,8 @@ def _candidates(call: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     level = [call]
     for _ in range(_STEPS):
         level = [a for node in level if _is_arithmetic(node) for a in node.all_input_nodes]
-        arguments += [node for node in dict.fromkeys(level) if node not in arguments]
+        level = [a for a in dict.fromkeys(level) if isinstance(a.meta.get("val"), Tensor)]
+        arguments += [node for node in level if node not in arguments]
     results: list[fx.Node] = []
     for _ in range(_STEPS):
         user = only_user(results[-1] if results else call)

@@ -103,6 +103,7 @@ CHANNELS = weight("w", torch.rand(16, generator=GENERATOR))
         lambda x, y, w: y * torch.sigmoid(x),
         lambda x, y, w: x * torch.sigmoid(w * x),
         lambda x, y, w: x * torch.tanh(x).sum(),
+        lambda x, y, w: x * torch.sigmoid(x * x.shape[1]),
     ],
 )
 def test_other_functions_stay(other: Callable[..., Tensor]) -> None:
