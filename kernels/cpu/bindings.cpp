@@ -147,10 +147,6 @@ Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const optional<Tensor
                     at::scalar_type_of(dtype));
 }
 
-}  // namespace
-
-namespace {
-
 Act act_named(const std::string& act) {
   TORCH_CHECK(act == "silu" || act == "gelu" || act == "gelu_tanh" || act == "quick_gelu",
               "act must be silu, gelu, gelu_tanh or quick_gelu, got ", act);

@@ -27,6 +27,7 @@
 
 #define LLMC_INLINE static inline __attribute__((always_inline))
 #define LLMC_METHOD inline __attribute__((always_inline))
+#define LLMC_LAMBDA __attribute__((always_inline))
 
 namespace llmc {
 

@@ -26,26 +26,20 @@ void add_inputs(const LinearArgs& a, int64_t m, int64_t n, int64_t width, int64_
   float factor[M][N];
   for (int r = 0; r < M; ++r)
     for (int i = 0; i < N; ++i) factor[r][i] = to_float(x[r * a.x_stride + i]);
-  auto add = [&](int64_t v, auto&& read, auto&& write) {
+  each_vector(width, [&](int64_t v, int64_t count) LLMC_LAMBDA {
     v16f sum[M];
 #pragma GCC unroll 4
-    for (int r = 0; r < M; ++r) sum[r] = read(sums + r * a.channels + v);
+    for (int r = 0; r < M; ++r) sum[r] = load_up_to(sums + r * a.channels + v, count);
 #pragma GCC unroll 8
     for (int i = 0; i < N; ++i) {
       if (v * sizeof(T) % 64 == 0) __builtin_prefetch(w + (i + N) * a.weight_stride + v, 0, 2);
-      const v16f column = read(w + i * a.weight_stride + v);
+      const v16f column = load_up_to(w + i * a.weight_stride + v, count);
 #pragma GCC unroll 4
       for (int r = 0; r < M; ++r) sum[r] += factor[r][i] * column;
     }
 #pragma GCC unroll 4
-    for (int r = 0; r < M; ++r) write(sums + r * a.channels + v, sum[r]);
-  };
-  int64_t v = 0;
-  for (; v + kLanes <= width; v += kLanes)
-    add(v, [](auto* p) { return load(p); }, [](float* p, v16f y) { store(p, y); });
-  if (v < width)
-    add(v, [&](auto* p) { return load_n(p, width - v); },
-        [&](float* p, v16f y) { store_n(p, y, width - v); });
+    for (int r = 0; r < M; ++r) store_up_to(sums + r * a.channels + v, sum[r], count);
+  });
 }
 
 // sums [M, channels] = M rows of x, from row m on, times inputs [begin, end) of the weight.

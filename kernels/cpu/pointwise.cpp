@@ -30,56 +30,39 @@ int64_t count(const Rows& rows) {
 
 template <class T>
 void norm_row(const NormArgs& a, const T* x, const T* residual, T* out, T* sum) {
-  const int64_t n = a.width, whole = n / kLanes * kLanes, tail = n - whole;
+  const int64_t n = a.width;
   const T* weight = static_cast<const T*>(a.weight);
   v16f squares0 = {}, squares1 = {};
-  auto add = [&](int64_t i, int64_t left) {
-    v16f y = (left < kLanes ? load_n(x + i, left) : load(x + i)) +
-             (left < kLanes ? load_n(residual + i, left) : load(residual + i));
-    if (left < kLanes) {
-      store_n(sum + i, y, left);
-      return load_n(sum + i, left);
-    }
-    store(sum + i, y);
-    return load(sum + i);  // rounded, as in the unfused graph
-  };
-  int64_t i = 0;
   if (residual != nullptr) {
-    for (; i < whole; i += kLanes) {
-      v16f y = add(i, kLanes);
+    each_vector(n, [&](int64_t i, int64_t count) LLMC_LAMBDA {
+      store_up_to(sum + i, load_up_to(x + i, count) + load_up_to(residual + i, count), count);
+      const v16f y = load_up_to(sum + i, count);  // rounded, as in the unfused graph
       squares0 += y * y;
-    }
-    if (tail) {
-      v16f y = add(i, tail);
-      squares0 += y * y;
-    }
+    });
     x = sum;
   } else {
-    for (; i + 2 * kLanes <= whole; i += 2 * kLanes) {
-      v16f y0 = load(x + i), y1 = load(x + i + kLanes);
+    int64_t pairs = 0;
+    for (; pairs + 2 * kLanes <= n; pairs += 2 * kLanes) {
+      const v16f y0 = load(x + pairs), y1 = load(x + pairs + kLanes);
       squares0 += y0 * y0;
       squares1 += y1 * y1;
     }
-    for (; i < whole; i += kLanes) {
-      v16f y = load(x + i);
+    each_vector(n - pairs, [&](int64_t i, int64_t count) LLMC_LAMBDA {
+      const v16f y = load_up_to(x + pairs + i, count);
       squares0 += y * y;
-    }
-    if (tail) {
-      v16f y = load_n(x + i, tail);
-      squares0 += y * y;
-    }
+    });
   }
   const float mean = sum_lanes(squares0 + squares1) / static_cast<float>(n);
   const float factor = 1.0f / std::sqrt(mean + a.eps);
-  if (weight == nullptr) {
-    for (i = 0; i < whole; i += kLanes) store(out + i, load(x + i) * factor);
-    if (tail) store_n(out + i, load_n(x + i, tail) * factor, tail);
-    return;
-  }
-  for (i = 0; i < whole; i += kLanes)
-    store(out + i, load(x + i) * factor * (load(weight + i) + a.offset));
-  if (tail)
-    store_n(out + i, load_n(x + i, tail) * factor * (load_n(weight + i, tail) + a.offset), tail);
+  if (weight == nullptr)
+    each_vector(n, [&](int64_t i, int64_t count) LLMC_LAMBDA {
+      store_up_to(out + i, load_up_to(x + i, count) * factor, count);
+    });
+  else
+    each_vector(n, [&](int64_t i, int64_t count) LLMC_LAMBDA {
+      const v16f scale = load_up_to(weight + i, count) + a.offset;
+      store_up_to(out + i, load_up_to(x + i, count) * factor * scale, count);
+    });
 }
 
 template <class T>
@@ -93,37 +76,24 @@ void norm_rows(const NormArgs& a) {
   });
 }
 
-// Calls visit(i, count) for the vectors of a row: the last may have fewer than kLanes elements.
-template <class Visit>
-LLMC_INLINE void each_vector(int64_t n, const Visit& visit) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) visit(i, int64_t(kLanes));
-  if (i < n) visit(i, n - i);
-}
-
-template <class T>
-LLMC_INLINE v16f read_vector(const T* p, int64_t count) {  // zeros after `count` elements
-  return count < kLanes ? load_n(p, count) : load(p);
-}
-
 template <class T>
 void layer_norm_row(const LayerNormArgs& a, const T* x, T* out) {
   const T *weight = static_cast<const T*>(a.weight), *bias = static_cast<const T*>(a.bias);
   const float n = static_cast<float>(a.width);
   v16f sum = {}, squares = {};
-  each_vector(a.width, [&](int64_t i, int64_t count) { sum += read_vector(x + i, count); });
+  each_vector(a.width, [&](int64_t i, int64_t count) LLMC_LAMBDA { sum += load_up_to(x + i, count); });
   const float mean = sum_lanes(sum) / n;
-  each_vector(a.width, [&](int64_t i, int64_t count) {
-    v16f y = read_vector(x + i, count) - mean;
+  each_vector(a.width, [&](int64_t i, int64_t count) LLMC_LAMBDA {
+    v16f y = load_up_to(x + i, count) - mean;
     if (count < kLanes) y = select(lane_numbers() < static_cast<float>(count), y, v16f{});
     squares += y * y;
   });
   const float factor = 1.0f / std::sqrt(sum_lanes(squares) / n + a.eps);
-  each_vector(a.width, [&](int64_t i, int64_t count) {
-    v16f y = (read_vector(x + i, count) - mean) * factor;
-    if (weight) y = y * read_vector(weight + i, count);
-    if (bias) y = y + read_vector(bias + i, count);
-    count < kLanes ? store_n(out + i, y, count) : store(out + i, y);
+  each_vector(a.width, [&](int64_t i, int64_t count) LLMC_LAMBDA {
+    v16f y = (load_up_to(x + i, count) - mean) * factor;
+    if (weight) y = y * load_up_to(weight + i, count);
+    if (bias) y = y + load_up_to(bias + i, count);
+    store_up_to(out + i, y, count);
   });
 }
 
@@ -199,13 +169,9 @@ template <class T>
 struct Halves {
   const T *gates, *ups;
   LLMC_METHOD Halves(const ActArgs& a, const T* row) : gates(row), ups(row + a.width) {}
-  LLMC_METHOD void read(int64_t i, v16f& gate, v16f& up) const {
-    gate = load(gates + i);
-    up = load(ups + i);
-  }
-  LLMC_METHOD void read_n(int64_t i, int64_t n, v16f& gate, v16f& up) const {
-    gate = load_n(gates + i, n);
-    up = load_n(ups + i, n);
+  LLMC_METHOD void read(int64_t i, int64_t count, v16f& gate, v16f& up) const {
+    gate = load_up_to(gates + i, count);
+    up = load_up_to(ups + i, count);
   }
 };
 
@@ -213,12 +179,8 @@ template <class T>
 struct Ungated {
   const T* row;
   LLMC_METHOD Ungated(const ActArgs&, const T* row) : row(row) {}
-  LLMC_METHOD void read(int64_t i, v16f& x, v16f& up) const {
-    x = load(row + i);
-    up = splat(1);
-  }
-  LLMC_METHOD void read_n(int64_t i, int64_t n, v16f& x, v16f& up) const {
-    x = load_n(row + i, n);
+  LLMC_METHOD void read(int64_t i, int64_t count, v16f& x, v16f& up) const {
+    x = load_up_to(row + i, count);
     up = splat(1);
   }
 };
@@ -228,8 +190,7 @@ struct Any {  // also in turns; clamped and shifted
   const ActArgs& a;
   const T* row;
   LLMC_METHOD Any(const ActArgs& a, const T* row) : a(a), row(row) {}
-  LLMC_METHOD void read(int64_t i, v16f& gate, v16f& up) const { read_n(i, kLanes, gate, up); }
-  LLMC_METHOD void read_n(int64_t i, int64_t n, v16f& gate, v16f& up) const {
+  LLMC_METHOD void read(int64_t i, int64_t n, v16f& gate, v16f& up) const {
     if (a.interleaved) {
       T from[2 * kLanes] = {};
       std::memcpy(from, row + 2 * i, 2 * n * sizeof(T));
@@ -243,7 +204,7 @@ struct Any {  // also in turns; clamped and shifted
       gate = load(gates);
       up = load(ups);
     } else {
-      Halves<T>(a, row).read_n(i, n, gate, up);
+      Halves<T>(a, row).read(i, n, gate, up);
     }
     const v16f limit = splat(a.limit);
     gate = select(gate > limit, limit, gate);  // NaN stays
@@ -262,16 +223,11 @@ void act_rows(const ActArgs& a, WhichAct act) {
       const int64_t last = first + 1024 < n ? first + 1024 : n;
       const Reader row(a, row_pointer<T>(a.x, r));
       T* out = static_cast<T*>(a.out) + r * n;
-      v16f gate, up;
-      int64_t i = first;
-      for (; i + kLanes <= last; i += kLanes) {
-        row.read(i, gate, up);
-        store(out + i, activate(act, gate) * up);
-      }
-      if (i < last) {
-        row.read_n(i, last - i, gate, up);
-        store_n(out + i, activate(act, gate) * up, last - i);
-      }
+      each_vector(last - first, [&](int64_t i, int64_t count) LLMC_LAMBDA {
+        v16f gate, up;
+        row.read(first + i, count, gate, up);
+        store_up_to(out + first + i, activate(act, gate) * up, count);
+      });
     }
   });
 }

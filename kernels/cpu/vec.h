@@ -169,6 +169,26 @@ LLMC_INLINE void store_n(T* p, v16f x, int64_t n) {
   std::memcpy(p, tmp, n * sizeof(T));
 }
 
+// The same for n <= 16, faster for whole vectors if the caller's n is constant.
+template <class T>
+LLMC_INLINE v16f load_up_to(const T* p, int64_t n) {
+  return n < kLanes ? load_n(p, n) : load(p);
+}
+
+template <class T>
+LLMC_INLINE void store_up_to(T* p, v16f x, int64_t n) {
+  n < kLanes ? store_n(p, x, n) : store(p, x);
+}
+
+// Calls visit(i, count) for each vector of n elements: the last may have fewer than 16. `visit` must
+// be inlined, so that its count is constant for all others.
+template <class Visit>
+LLMC_INLINE void each_vector(int64_t n, const Visit& visit) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) visit(i, int64_t(kLanes));
+  if (i < n) visit(i, n - i);
+}
+
 LLMC_INLINE float to_float(float x) {
   return x;
 }
