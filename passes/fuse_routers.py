@@ -33,7 +33,7 @@ _RESHAPES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
 
 
 @graph_pass()
-def fuse_routers(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
+def fuse_routers(gm: fx.GraphModule) -> Notes:
     """Run a router's softmax and top-k in one kernel, and the weighted sum of the experts in one.
     Padding tokens choose no expert, so no weight is read for them alone.
 
@@ -50,8 +50,6 @@ def fuse_routers(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
     and a residual sum after it becomes part of `sum_experts`; a softmax of the top-k's values is
     replaced in the same way.
     """
-    if unwanted is not None:
-        return [unwanted]
     left = 0
     for node in calls(gm.graph, aten.topk.default):
         if _is_router(node):

@@ -139,11 +139,9 @@ def pipeline(
             bits=options.activation_bits, float8=options.float8_activations
         ),
         order_channels(),  # after quantize_linears: it orders the rows of plain weights
-        fuse_routers(  # after the passes that match or replace the experts' linears
-            unwanted=_unless_gpu(options, "this fusion")
-        ),
+        fuse_routers(),  # after the passes that match or replace the experts' linears
         share_routing(  # after the passes that match or replace the experts' linears
-            unwanted=_unless_gpu(options, "this fusion")
+            sorts=options.device_type == "cuda"
         ),
         fuse_sampler(),  # after processor_passes: a processor comes before process_logits
         fuse_convolutions(  # after fuse_recurrences: a convolution has its activation

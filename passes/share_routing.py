@@ -16,9 +16,12 @@ _RESHAPES = (aten.reshape.default, aten.view.default)
 
 
 @graph_pass()
-def share_routing(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
+def share_routing(gm: fx.GraphModule, *, sorts: bool = True) -> Notes:
     """Give the linears of a layer's routed experts one order of its rows, for steps with so many
     that they are sorted, and let them read a token's row without a copy for each of its choices.
+
+    Without `sorts`, for CPUs, whose linears sort their rows in less time than they take to read
+    the order, only the copies are left out.
 
     Before:
         rows = aten.reshape(aten.expand(aten.unsqueeze(x, 1), [-1, 8, -1]), [-1, K])
@@ -30,15 +33,13 @@ def share_routing(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
         z = llmc.expert_linear(act(y), v, None, expert, False, order, offsets)
     and in the same way with llmc.quantized_expert_linear.
     """
-    if unwanted is not None:
-        return [unwanted]
     linears: dict[tuple[fx.Node, int], list[fx.Node]] = {}
     for node in calls(gm.graph, expert_linear.overload, quantized_expert_linear.overload):
         given = arguments(node)
         source = _repeated(given.x)
         if source is not None:
             set_arguments(node, x=source)
-        if given.order is None:
+        if sorts and given.order is None:
             linears.setdefault((given.expert, int(val(given.weight).shape[0])), []).append(node)
     for (expert, experts), readers in linears.items():
         if len(readers) > 1:

@@ -3,7 +3,6 @@
 #include "bindings.h"
 
 #include "dtypes.h"
-#include "expert_linear.h"
 
 #include <algorithm>
 #include <cstring>
@@ -238,16 +237,6 @@ Tensor linear(const Tensor& x, const Tensor& stored, const optional<Tensor>& bia
 
 namespace {
 
-Tensor expert_linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias,
-                     const Tensor& expert, bool transposed, const optional<Tensor>&,
-                     const optional<Tensor>&,  // rows are gathered, not sorted
-                     const optional<std::string>& act, optional<double> limit, double shift,
-                     bool interleaved) {
-  Tensor y = multiply_experts(x, weight, bias, expert, transposed);
-  if (act) return act_mul(y, *act, limit, shift, interleaved);
-  return y;
-}
-
 void add_lora(const Tensor& out, const Tensor& x, const Tensor& a, const Tensor& b,
               const Tensor& bounds, const Tensor& adapter, const optional<Tensor>& expert) {
   const int64_t rows = expert ? expert->numel() : adapter.numel();
@@ -290,7 +279,6 @@ const at::Ops kOps = {
     {"act_mul", &at::boxed<&act_mul>},
     {"activate", &at::boxed<&activate>},
     {"linear", &at::boxed<&linear>},
-    {"expert_linear", &at::boxed<&expert_linear>},
     {"add_lora", &at::boxed<&add_lora>},
 };
 

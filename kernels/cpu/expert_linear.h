@@ -1,8 +1,10 @@
-// Routed experts: rows of x with the same expert are gathered, multiplied by its weight in one
-// product, and scattered back. The product is that of the linear or the quantized_linear op.
+// Routed experts as one product for each, which is that of the linear or the quantized_linear op:
+// for tiles, whose products can be torch's, and weights that have to be copied. All others are for
+// the kernels of experts.h.
 #pragma once
 
 #include "bindings.h"
+#include "experts.h"
 
 #include <algorithm>
 #include <cstring>
@@ -10,15 +12,24 @@
 
 namespace llmc::ops {
 
+// x [T, depth] and expert [T * choices]; the caller adds the bytes between experts.
+inline Routing routing_of(const Tensor& x, const Tensor& expert, int64_t experts) {
+  return {expert.data_ptr<int64_t>(), expert.size(0), expert.size(0) / x.size(0), experts, 0};
+}
+
+inline void check_experts(const Tensor& x, const Tensor& expert) {
+  TORCH_CHECK(x.dim() == 2 && expert.dim() == 1 &&
+                  (x.size(0) ? expert.size(0) % x.size(0) == 0 : expert.size(0) == 0) &&
+                  expert.scalar_type() == at::kLong,
+              "x ", x.sizes(), " and its experts ", expert.sizes(), " do not fit together");
+}
+
 // x has a row for each result, or one for several consecutive results.
 // multiply(rows, k) returns a contiguous [rows, channels]: rows of `x` for expert k, by its weight.
 template <class Multiply>
 Tensor by_expert(const Tensor& x, const Tensor& expert, int64_t experts, int64_t channels,
                  const Multiply& multiply) {
-  TORCH_CHECK(x.dim() == 2 && expert.dim() == 1 &&
-                  (x.size(0) ? expert.size(0) % x.size(0) == 0 : expert.size(0) == 0) &&
-                  expert.scalar_type() == at::kLong,
-              "x ", x.sizes(), " and its experts ", expert.sizes(), " do not fit together");
+  check_experts(x, expert);
   const int64_t rows = expert.size(0), choices = rows / std::max<int64_t>(1, x.size(0));
   const Tensor input = x.contiguous(), picked = expert.contiguous();
   Tensor out = at::empty({rows, channels}, x.scalar_type());
@@ -49,33 +60,6 @@ Tensor by_expert(const Tensor& x, const Tensor& expert, int64_t experts, int64_t
     }
   }
   return out;
-}
-
-// Contiguous x times a weight [depth, channels].
-inline Tensor by_columns(const Tensor& x, const Tensor& weight, const Tensor* bias) {
-  Tensor kept;
-  const Tensor& rows = at::dense_rows(weight, kept);
-  Tensor out = at::empty({x.size(0), weight.size(1)}, x.scalar_type());
-  kernels->linear_columns({dtype_of(x), x.data_ptr(), rows.data_ptr(),
-                           bias ? bias->data_ptr() : nullptr, out.data_ptr(), x.size(0), x.size(1),
-                           rows.size(1), x.stride(0), rows.stride(0), rows.size(1),
-                           at::num_threads()});
-  return out;
-}
-
-inline Tensor multiply_experts(const Tensor& x, const Tensor& weight,
-                               const optional<Tensor>& bias, const Tensor& expert,
-                               bool transposed) {
-  TORCH_CHECK(weight.dim() == 3 && x.dim() == 2 && weight.size(transposed ? 1 : 2) == x.size(1),
-              "expert_linear: x ", x.sizes(), " and weight ", weight.sizes(),
-              " do not fit together");
-  return by_expert(x, expert, weight.size(0), weight.size(transposed ? 2 : 1),
-                   [&](const Tensor& rows, int64_t k) {
-                     const optional<Tensor> b = bias ? optional(bias->select(k)) : std::nullopt;
-                     const Tensor w = weight.select(k);
-                     return transposed ? by_columns(rows, w, b ? &*b : nullptr)
-                                       : linear(rows, w, b);
-                   });
 }
 
 }  // namespace llmc::ops

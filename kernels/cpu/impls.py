@@ -15,6 +15,7 @@ from llmc.kernels.bmm import bmm
 from llmc.kernels.cache_dtype import caches_fit
 from llmc.kernels.causal_conv import causal_conv
 from llmc.kernels.choose_blocks import choose_blocks
+from llmc.kernels.choose_experts import choose_experts, sum_experts
 from llmc.kernels.choose_keys import choose_keys
 from llmc.kernels.cpu.build import is_loaded
 from llmc.kernels.cpu.levels import multiplies_integers
@@ -155,6 +156,17 @@ def _quantized_linear(
     return fits and _takes(x, bias) and weight.device.type == "cpu" and weight.is_contiguous()
 
 
+def _choose_experts(*, logits: Tensor, dtype: torch.dtype, **others: object) -> bool:
+    return _takes(logits) and dtype in _DTYPES
+
+
+def _sum_experts(
+    *, rows: Tensor, weight: Tensor, dtype: torch.dtype, residual: Tensor | None
+) -> bool:
+    same = residual is None or residual.dtype == dtype
+    return same and dtype in _DTYPES and all(_takes(t) for t in (rows, weight, residual))
+
+
 def _quantized_embedding(
     *, ids: Tensor, weight: Tensor, dtype: torch.dtype, **others: object
 ) -> bool:
@@ -229,6 +241,8 @@ _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (linear, _all_of("x", "weight", "bias")),
     (bmm, _bmm),
     (expert_linear, _all_of("x", "weight", "bias")),
+    (choose_experts, _choose_experts),
+    (sum_experts, _sum_experts),
     (quantized_linear, _quantized_linear),
     (quantized_expert_linear, _quantized_linear),
     (quantized_embedding, _quantized_embedding),

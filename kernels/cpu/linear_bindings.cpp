@@ -5,8 +5,6 @@ namespace llmc::ops {
 namespace {
 
 constexpr int64_t kFewRows = 16;        // more rows use tiles, if the CPU has them
-constexpr int64_t kFewFloatRows = 4;     // more rows are rounded, if others can't be pairs of bf16
-constexpr int64_t kFewPairRows = 12;    // more rows use pairs of bf16, if there are no tiles
 constexpr int64_t kWidened = 1 << 20;   // bytes of bf16 weight at a time: they fit in the caches
 
 Format format_of(const Tensor& weight, const Tensor& scale) {
@@ -157,6 +155,14 @@ void by_stretches(const LowBitArgs& a, const Tensor& x, const optional<Tensor>& 
   }
 }
 
+// A copy of x, rounded, which becomes that of `a`.
+Tensor round_to_fp8(const Tensor& x, LowBitArgs& a) {
+  Tensor rounded = at::empty(x.sizes().vec(), x.scalar_type());
+  kernels->round_to_fp8({a.dtype, a.x, rounded.data_ptr(), a.rows * a.depth, a.group, a.threads});
+  a.x = rounded.data_ptr();
+  return rounded;
+}
+
 Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& scale,
                         const optional<Tensor>& zero, const optional<Tensor>& bias,
                         const optional<Tensor>& minimum, int64_t x_bits) {
@@ -167,25 +173,57 @@ Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& sca
   Tensor out = at::empty(sizes, x.scalar_type());
   if (out.numel() == 0) return out;
   a.out = out.data_ptr();
-  if (a.x_bits != x_bits) {
-    Tensor rounded = at::empty(input.sizes().vec(), input.scalar_type());
-    kernels->round_to_fp8({a.dtype, a.x, rounded.data_ptr(), a.rows * a.depth, a.group, a.threads});
-    input = std::move(rounded);
-    a.x = input.data_ptr();
-  }
+  if (a.x_bits != x_bits) input = round_to_fp8(input, a);
   const bool is_bf16 = a.dtype == Dtype::bf16 && a.x_bits == kExactBits;
-  const bool takes_pairs = !a.has_minimum() && a.group % kDepthStep == 0;
-  if (is_bf16 && a.rows > kFewRows && kernels->widens_weights()) {
+  if (is_bf16 && a.rows > kFewRows && kernels->widens_weights())
     by_stretches(a, input, bias, out);
-  } else if (is_bf16 && takes_pairs && a.rows > kFewPairRows && kernels->has_pair_rows()) {
-    kernels->quantized_pair_rows(a);
-  } else {
-    // 16 bits are finer than the rounding of bfloat16, and faster than short groups of pairs
-    const bool may_round = is_bf16 && a.format != Format::fp8 && kernels->has_pair_rows();
-    if (may_round && !takes_pairs && a.rows > kFewFloatRows) a.x_bits = 16;
+  else
     kernels->quantized_linear(a);
-  }
   return out;
+}
+
+int64_t expert_bytes(const Tensor& t) {  // between two experts
+  return t.stride(0) * t.element_size();
+}
+int64_t expert_bytes(const optional<Tensor>& t) {
+  return t ? expert_bytes(*t) : 0;
+}
+
+Tensor expert_rows(const Tensor& x, const Tensor& weight, const Tensor& scale,
+                   const optional<Tensor>& zero, const optional<Tensor>& bias,
+                   const Tensor& expert, const optional<Tensor>& minimum, int64_t x_bits) {
+  check_experts(x, expert);
+  Tensor input = x.contiguous();
+  const Tensor picked = expert.contiguous();
+  const auto first = [](const optional<Tensor>& all) {
+    return all ? optional(all->select(0)) : std::nullopt;
+  };
+  LowBitArgs a = make_args(input, weight.select(0), scale.select(0), first(zero), first(bias),
+                           first(minimum), x_bits);
+  if (a.x_bits != x_bits) input = round_to_fp8(input, a);
+  Tensor out = at::empty({expert.size(0), a.channels}, x.scalar_type());
+  a.out = out.data_ptr();
+  Routing routing = routing_of(x, picked, weight.size(0));
+  routing.weight_bytes = expert_bytes(weight);
+  routing.scale_bytes = expert_bytes(scale);
+  routing.zero_bytes = expert_bytes(zero);
+  routing.bias_bytes = expert_bytes(bias);
+  routing.minimum_bytes = expert_bytes(minimum);
+  kernels->quantized_expert_rows(a, routing);
+  return out;
+}
+
+Tensor one_by_one(const Tensor& x, const Tensor& weight, const Tensor& scale,
+                    const optional<Tensor>& zero, const optional<Tensor>& bias,
+                    const Tensor& expert, const optional<Tensor>& minimum, int64_t x_bits) {
+  const auto of = [](const optional<Tensor>& all, int64_t k) {
+    return all ? optional(all->select(k)) : std::nullopt;
+  };
+  return by_expert(x, expert, weight.size(0), weight.size(1) * kChannels,
+                   [&](const Tensor& rows, int64_t k) {
+                     return quantized_linear(rows, weight.select(k), scale.select(k), of(zero, k),
+                                             of(bias, k), of(minimum, k), x_bits);
+                   });
 }
 
 Tensor quantized_expert_linear(const Tensor& x, const Tensor& weight, const Tensor& scale,
@@ -194,17 +232,21 @@ Tensor quantized_expert_linear(const Tensor& x, const Tensor& weight, const Tens
                                int64_t x_bits, const optional<Tensor>&, const optional<Tensor>&,
                                const optional<std::string>& act, optional<double> limit,
                                double shift, bool interleaved) {
-  TORCH_CHECK(weight.dim() == 4 && scale.dim() == 4 && scale.size(0) == weight.size(0),
-              "quantized_expert_linear: weight ", weight.sizes(), " and scale ", scale.sizes(),
-              " must both be [experts, N / 16, ..., ...]");
-  const auto of = [](const optional<Tensor>& all, int64_t k) {
-    return all ? optional(all->select(k)) : std::nullopt;
+  const auto fits = [&](const optional<Tensor>& t) {
+    return !t || (t->dim() >= 2 && t->size(0) == weight.size(0));
   };
-  Tensor y = by_expert(x, expert, weight.size(0), weight.size(1) * kChannels,
-                       [&](const Tensor& rows, int64_t k) {
-                         return quantized_linear(rows, weight.select(k), scale.select(k),
-                                                 of(zero, k), of(bias, k), of(minimum, k), x_bits);
-                       });
+  TORCH_CHECK(weight.dim() == 4 && scale.dim() == 4 && scale.size(0) == weight.size(0) &&
+                  fits(zero) && fits(bias) && fits(minimum),
+              "quantized_expert_linear: weight ", weight.sizes(), " and scale ", scale.sizes(),
+              " must both be [experts, N / 16, ..., ...], and other parameters have as many experts");
+  const auto is_dense = [](const optional<Tensor>& t) { return !t || t->is_contiguous(); };
+  const bool may_widen = x.scalar_type() == at::kBFloat16 && x_bits == kExactBits &&
+                         x.size(0) > kFewRows && kernels->widens_weights();
+  const bool takes_rows = !may_widen && x.dim() == 2 && x.size(0) > 0 && weight.numel() > 0 &&
+                          weight.is_contiguous() && scale.is_contiguous() && is_dense(zero) &&
+                          is_dense(bias) && is_dense(minimum);
+  Tensor y = takes_rows ? expert_rows(x, weight, scale, zero, bias, expert, minimum, x_bits)
+                        : one_by_one(x, weight, scale, zero, bias, expert, minimum, x_bits);
   if (act) return act_mul(y, *act, limit, shift, interleaved);
   return y;
 }

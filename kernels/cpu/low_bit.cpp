@@ -26,6 +26,8 @@ constexpr int kBlocks = 2;  // multiplied together by four rows or more: x is re
 constexpr int64_t kMaxBlockRows = 8;
 constexpr int kBlocks = 1;  // more have too many sums for the registers
 #endif
+constexpr int64_t kFewPairRows = 12;  // more rows use pairs of bf16, if there are no tiles
+constexpr int64_t kFewFloatRows = 4;  // more rows are rounded, if others can't be pairs of bf16
 constexpr int64_t kRounded = 32;  // inputs that are rounded together
 constexpr int64_t kAhead = 2048;  // bytes of the weight to prefetch ahead
 
@@ -308,7 +310,14 @@ void run_packed(LowBitArgs a) {
 
 }  // namespace
 
-void quantized_linear(const LowBitArgs& a) {
+void quantized_linear(const LowBitArgs& given) {
+  LowBitArgs a = given;
+  if (a.dtype == Dtype::bf16 && a.x_bits == kExactBits && has_pair_rows()) {
+    const bool takes_pairs = !a.has_minimum() && a.group % kDepthStep == 0;
+    if (takes_pairs && a.rows > kFewPairRows) return quantized_pair_rows(a);
+    // 16 bits are finer than the rounding of bfloat16, and faster than short groups of pairs
+    if (!takes_pairs && a.rows > kFewFloatRows && a.format != Format::fp8) a.x_bits = 16;
+  }
   const int64_t most_words = a.group % kRounded ? kMaxShortRows : kMaxWordRows;
   const int64_t most = a.x_bits == 8 ? kMaxByteRows : most_words;
   if (a.x_bits < kExactBits && a.rows > most) return quantized_integer_rows(a);

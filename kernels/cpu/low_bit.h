@@ -125,7 +125,7 @@ constexpr int64_t kMaxFewRows = 4;
 void quantized_many_rows(const LowBitArgs&);
 bool rounds_x();                           // whether this CPU supports x_bits below kExactBits
 void quantized_integer_rows(const LowBitArgs&);
-bool has_pair_rows();                      // whether this CPU supports the next, for more bf16 rows
+bool has_pair_rows();  // whether this CPU supports the next, for more bf16 rows
 void quantized_pair_rows(const LowBitArgs&);
 bool widens_weights();                     // whether this CPU supports the next two, for many rows
 // x in the order in which a line's values are unpacked, for the product with dequantized weights.

@@ -1,4 +1,4 @@
-"""The C++ `expert_linear` at routed shapes: many experts, few rows each, weights turned or not."""
+"""The C++ ops of routed experts: many experts, few rows each, weights turned or not; routers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import op_cases
 import pytest
 import torch
 from torch import Tensor
+from torch_threads import torch_threads
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,3 +40,53 @@ def test_top_eight_of_many(rows: int, k: int, n: int, dtype: torch.dtype, turned
         run(x, weight, bias, picks, turned).double(), want, rtol=tolerance, atol=tolerance
     )
     assert run(x, weight, None, picks, turned).isfinite().all()
+
+
+def test_results_do_not_depend_on_threads_or_on_other_tokens() -> None:
+    gen = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(9, 96, generator=gen), torch.randn(12, 300, 96, generator=gen)
+    expert = torch.randint(0, 12, (27,), generator=gen)
+    with torch_threads(1):
+        alone = torch.cat(
+            [run(x[t : t + 1], weight, None, expert[3 * t :][:3], False) for t in range(9)]
+        )
+        together = run(x, weight, None, expert, False)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    with torch_threads(2):
+        assert torch.equal(run(x, weight, None, expert, False), together)
+
+
+@pytest.mark.parametrize("experts, count", [(5, 5), (64, 6), (77, 1)])
+def test_the_first_of_equal_logits_is_chosen(experts: int, count: int) -> None:
+    gen = torch.Generator().manual_seed(0)
+    logits = torch.randint(0, 4, (40, experts), generator=gen).float()
+    ordered = logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    weight, expert = torch.ops.llmc_cpu.choose_experts(logits, None, count, False, torch.float32)
+    assert torch.equal(expert, ordered)
+    torch.testing.assert_close(weight, logits.softmax(-1).gather(1, ordered))
+
+
+def test_a_router_whose_logits_are_not_numbers_chooses_experts_that_exist() -> None:
+    logits = torch.tensor(
+        [[float("nan")] * 6, [float("-inf")] * 6, [1.0, float("nan"), 2, 3, 4, 5]]
+    )
+    weight, expert = torch.ops.llmc_cpu.choose_experts(logits, None, 3, True, torch.float32)
+    assert expert.tolist() == [[0, 1, 2], [0, 1, 2], [1, 5, 4]] and weight.isnan().all()
+
+
+def test_bad_arguments_are_refused() -> None:
+    x, weight, expert = torch.randn(4, 32), torch.randn(3, 16, 32), torch.zeros(8, dtype=torch.long)
+    ops = torch.ops.llmc_cpu
+    for wrong in (
+        lambda: run(x, weight, None, expert[:7], False),
+        lambda: run(x, weight, None, expert.int(), False),
+        lambda: run(x, weight, torch.randn(3, 15), expert, False),
+        lambda: run(x, weight.bfloat16(), None, expert, False),
+        lambda: run(x, weight, None, expert, True),
+        lambda: ops.choose_experts(x, None, 33, True, torch.float32),
+        lambda: ops.choose_experts(x, expert, 2, True, torch.float32),
+        lambda: ops.sum_experts(x, torch.ones(3, 2), torch.float32),
+        lambda: ops.sum_experts(x, torch.ones(2, 2), torch.float32, x),
+    ):
+        with pytest.raises(RuntimeError):
+            wrong()

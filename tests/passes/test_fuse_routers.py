@@ -118,8 +118,3 @@ def test_other_routers_and_other_top_values_are_left_alone() -> None:
     ):
         fused, (report,) = apply(trace(routed(route), **INPUTS), fuse_routers())
         assert ops(fused)["aten.topk.default"] == 1 and report.notes == notes
-
-
-def test_does_nothing_where_it_is_unwanted() -> None:
-    _, (report,) = apply(trace(routed(plain), **INPUTS), fuse_routers(unwanted="no GPU"))
-    assert not report.changed and report.notes == ("no GPU",)

@@ -15,6 +15,7 @@ from torch import Tensor
 import llmc.kernels.cpu  # noqa: F401
 from llmc.kernels.cpu.build import load
 from llmc.kernels.cpu.recording import NotRecordable, record
+from llmc.kernels.quantized_linear import quantization_of, quantize
 from llmc.llm import LLM
 from llmc.sampling_params import SamplingParams
 from tests.support.tiny_models import save_checkpoint
@@ -56,6 +57,29 @@ def test_ours_torchs_views_and_writes_are_done_again() -> None:
         sum_of_all.copy_(before)
         for left, right in zip(again, run(), strict=True):
             assert torch.equal(left, right)
+
+
+@torch.inference_mode()
+def test_other_experts_are_read_when_the_router_chooses_others() -> None:
+    x, up, down = torch.randn(3, 32), torch.randn(6, 64, 32), torch.randn(6, 32, 64)
+    to = quantization_of("int8", 32, 64)
+    assert to is not None
+    words, scale = (t.unflatten(0, (6, -1)).contiguous() for t in quantize(down.flatten(0, 1), to))
+    logits, residual = torch.randn(3, 6), torch.randn(3, 32)
+
+    def run() -> Tensor:
+        weight, expert = ours("choose_experts", logits, None, 2, True, torch.float32)
+        y = ours("expert_linear", x, up, None, expert.reshape(-1), False)
+        z = ours("quantized_expert_linear", y, words, scale, None, None, expert.reshape(-1))
+        result: Tensor = ours("sum_experts", z, weight, torch.float32, residual)
+        return result
+
+    recorded = record(run)
+    assert recorded.num_torch_calls == 0
+    first = recorded.replay().clone()
+    logits.neg_()
+    again = recorded.replay().clone()
+    assert torch.equal(again, run()) and not torch.equal(again, first)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -100,7 +124,7 @@ def test_it_flushes_subnormal_results_as_the_op_itself_does() -> None:
 
 @torch.inference_mode()
 def test_an_op_that_reads_values_before_its_kernels_is_called_by_torch() -> None:
-    x, weight = torch.randn(2, 32), torch.randn(4, 32, 32)
+    x, weight = torch.randn(2, 32), torch.randn(4, 32, 64)[..., ::2]  # whose experts are copied
     expert = torch.tensor([0, 3])
 
     def run() -> Tensor:

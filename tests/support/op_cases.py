@@ -68,7 +68,7 @@ MARKERS = {"attention", "entries", "entry_attention", "pool_tokens", "draft_stat
 WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", "running_max", *COLLECTIVES}
 # passes for GPUs alone insert them
 FOR_GPUS = {
-    *("choose_experts", "route", "sum_experts", "sort_experts"),
+    *("route", "sort_experts"),
     *("sum_expert_linear", "sum_quantized_expert_linear"),
     *("sample_rows", "rope_attention", "add_linear", "conv_delta_rule", "conv_scan"),
 }

@@ -1,0 +1,193 @@
+// Routed experts. The rows of one expert are often few, and their product would be too small to share
+// out, so threads take parts of the products of all experts.
+#include "experts.h"
+#include "dtypes.h"
+#include "parallel.h"
+#include "vec.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+namespace llmc {
+namespace {
+
+// The order in which logits are chosen: NaN first, as in torch.
+bool is_higher(float a, float b) {
+  return b == b && (a > b || a != a);
+}
+
+// The `count` highest of n logits, highest first; the earlier one of equal logits.
+void choose_highest(const float* logits, int64_t n, int64_t count, int64_t* chosen) {
+  for (int64_t i = 0, used = 0; i < n; ++i) {
+    if (used == count && !is_higher(logits[i], logits[chosen[count - 1]])) continue;
+    int64_t at = used < count ? used++ : count - 1;
+    for (; at > 0 && is_higher(logits[i], logits[chosen[at - 1]]); --at) chosen[at] = chosen[at - 1];
+    chosen[at] = i;
+  }
+}
+
+float sum_of_powers(const float* logits, int64_t n, float highest) {
+  v16f sum = {};
+  each_vector(n, [&](int64_t i, int64_t count) LLMC_LAMBDA {
+    const v16f power = exp_lanes(load_up_to(logits + i, count) - highest);
+    sum += count < kLanes ? select(lane_numbers() < static_cast<float>(count), power, v16f{}) : power;
+  });
+  return sum_lanes(sum);
+}
+
+void choose_for(const ChooseExpertsArgs& a, int64_t token, float* logits) {
+  widen_row(a.dtype, a.logits, token * a.stride, a.experts, logits);
+  int64_t* const chosen = a.expert + token * a.count;
+  choose_highest(logits, a.experts, a.count, chosen);
+  const float highest = logits[chosen[0]];
+  float total = a.normalized ? 0 : sum_of_powers(logits, a.experts, highest);
+  if (a.normalized)
+    for (int64_t c = 0; c < a.count; ++c) total += std::exp(logits[chosen[c]] - highest);
+  with_type(a.weight_dtype, [&](auto t) {
+    auto* const weight = static_cast<decltype(t)*>(a.weight) + token * a.count;
+    for (int64_t c = 0; c < a.count; ++c)
+      assign(weight[c], std::exp(logits[chosen[c]] - highest) / total);
+  });
+  if (a.slots && a.slots[token] < 0) std::fill_n(chosen, a.count, a.experts);
+}
+
+template <class T, class Out>
+void sum_typed(const SumExpertsArgs& a) {
+  constexpr int64_t kPart = 1024;
+  const int64_t parts = (a.width + kPart - 1) / kPart;
+  parallel_rows(a.tokens * parts, kPart * a.choices, a.threads, [&](int64_t begin, int64_t end) {
+    thread_local std::vector<float> weight;
+    weight.resize(a.choices + kLanes);  // widen_row writes whole vectors
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t token = item / parts, first = item % parts * kPart;
+      const T* rows = static_cast<const T*>(a.rows) + token * a.choices * a.width + first;
+      const int64_t at = token * a.width + first;
+      widen_row(a.weight_dtype, a.weight, token * a.choices, a.choices, weight.data());
+      each_vector(std::min(kPart, a.width - first), [&](int64_t i, int64_t count) LLMC_LAMBDA {
+        v16f sum = {};
+        for (int64_t c = 0; c < a.choices; ++c)
+          sum += weight[c] * load_up_to(rows + c * a.width + i, count);
+        if (a.residual) sum += load_up_to(static_cast<const Out*>(a.residual) + at + i, count);
+        store_up_to(static_cast<Out*>(a.out) + at + i, sum, count);
+      });
+    }
+  });
+}
+
+struct Group {  // results of one expert, as positions in the order of experts
+  int64_t expert, first, count;
+};
+
+// The results with an expert in the order of experts, and where each expert's are.
+std::vector<Group> groups_of(const Routing& routing, std::vector<int64_t>& order) {
+  for (int64_t r = 0; r < routing.results; ++r)
+    if (routing.expert[r] >= 0 && routing.expert[r] < routing.experts) order.push_back(r);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return routing.expert[a] < routing.expert[b]; });
+  std::vector<Group> groups;
+  for (int64_t i = 0; i < int64_t(order.size()); ++i) {
+    const int64_t expert = routing.expert[order[i]];
+    if (groups.empty() || groups.back().expert != expert) groups.push_back({expert, i, 0});
+    ++groups.back().count;
+  }
+  return groups;
+}
+
+constexpr int64_t kBlock = 64;  // channels; parts have whole blocks
+constexpr int64_t kWideBlock = 256;  // for more rows: each part converts its own copy of them
+constexpr int64_t kFewRows = 4;
+
+// x has `row_bytes` between rows. multiply(x, rows, expert, begin, end, to): dense rows of x by
+// channels [begin, end) of an expert, to dense rows of these channels.
+template <class Args, class Multiply>
+void by_expert(const Args& a, int64_t element_bytes, int64_t most_parts, const Routing& routing,
+               const Multiply& multiply) {
+  const int64_t row_bytes = a.depth * element_bytes, out_bytes = a.channels * element_bytes;
+  const char* const x = static_cast<const char*>(a.x);
+  char* const out = static_cast<char*>(a.out);
+  std::vector<int64_t> order;
+  const std::vector<Group> groups = groups_of(routing, order);
+  if (int64_t(order.size()) < routing.results) std::memset(out, 0, routing.results * out_bytes);
+  if (groups.empty()) return;
+  const int64_t count = groups.size();
+  const int64_t block = int64_t(order.size()) > kFewRows * count ? kWideBlock : kBlock;
+  const int64_t blocks = a.channels / block, most = std::max(blocks, int64_t(1));
+  const int64_t parts = std::clamp((most_parts + count - 1) / count, int64_t(1), most);
+  const int64_t cost = (routing.results + 3 * count) * a.depth * a.channels / 8;
+  parallel_stretches(count * parts, worth_threads(cost, count * parts, a.threads), [&](int64_t item) {
+    const Group& group = groups[item / parts];
+    const int64_t part = item % parts, begin = blocks * part / parts * block;
+    const int64_t end = part + 1 < parts ? blocks * (part + 1) / parts * block : a.channels;
+    const int64_t width = (end - begin) * element_bytes;
+    const int64_t* const results = order.data() + group.first;
+    const auto row_of = [&](int64_t i) { return x + results[i] / routing.choices * a.x_stride * element_bytes; };
+    const auto to_of = [&](int64_t i) { return out + results[i] * out_bytes + begin * element_bytes; };
+    if (group.count == 1) return multiply(row_of(0), 1, group.expert, begin, end, to_of(0));
+    thread_local std::vector<char> from, to;
+    from.resize(group.count * row_bytes);
+    to.resize(group.count * width);
+    for (int64_t i = 0; i < group.count; ++i)
+      std::memcpy(from.data() + i * row_bytes, row_of(i), row_bytes);
+    multiply(from.data(), group.count, group.expert, begin, end, to.data());
+    for (int64_t i = 0; i < group.count; ++i) std::memcpy(to_of(i), to.data() + i * width, width);
+  });
+}
+
+template <class T>
+const T* offset_by(const T* data, int64_t bytes) {
+  return data ? reinterpret_cast<const T*>(reinterpret_cast<const char*>(data) + bytes) : nullptr;
+}
+const void* offset_by(const void* data, int64_t bytes) {
+  return data ? static_cast<const char*>(data) + bytes : nullptr;
+}
+
+}  // namespace
+
+void choose_experts(const ChooseExpertsArgs& a) {
+  parallel_rows(a.tokens, a.experts * 8, a.threads, [&](int64_t begin, int64_t end) {
+    thread_local std::vector<float> logits;
+    logits.resize(a.experts + kLanes);  // widen_row writes whole vectors
+    for (int64_t token = begin; token < end; ++token) choose_for(a, token, logits.data());
+  });
+}
+
+void sum_experts(const SumExpertsArgs& a) {
+  with_type(a.dtype, [&](auto t) {
+    with_type(a.out_dtype, [&](auto out) { sum_typed<decltype(t), decltype(out)>(a); });
+  });
+}
+
+void expert_rows(const LinearArgs& a, const Routing& routing, bool by_columns) {
+  const int64_t size = a.dtype == Dtype::f32 ? 4 : 2;
+  // a weight stored by input is fastest read whole
+  const int64_t parts = by_columns ? a.threads : a.threads * kPiecesPerThread;
+  by_expert(a, size, parts, routing,
+            [&](const void* x, int64_t rows, int64_t expert, int64_t begin, int64_t end, void* to) {
+    const int64_t first = by_columns ? begin : begin * a.weight_stride;
+    const LinearArgs own{a.dtype, x, offset_by(a.weight, expert * routing.weight_bytes + first * size),
+                         offset_by(a.bias, expert * routing.bias_bytes + begin * size), to, rows,
+                         a.depth, end - begin, a.depth, a.weight_stride, end - begin, 1};
+    by_columns ? linear_columns(own) : linear(own);
+  });
+}
+
+void quantized_expert_rows(const LowBitArgs& a, const Routing& routing) {
+  const int64_t size = a.dtype == Dtype::f32 ? 4 : 2, blocks = a.channels / kChannels;
+  by_expert(a, size, a.threads * kPiecesPerThread, routing,
+            [&](const void* x, int64_t rows, int64_t expert, int64_t begin, int64_t end, void* to) {
+    // the first of all blocks' bytes, which are as many for each block
+    const auto from = [&](int64_t bytes) { return expert * bytes + bytes / blocks * (begin / kChannels); };
+    LowBitArgs own = a;
+    own.x = x, own.x_stride = a.depth, own.rows = rows, own.out = to, own.threads = 1;
+    own.channels = end - begin;
+    own.weight = offset_by(a.weight, from(routing.weight_bytes));
+    own.scale = offset_by(a.scale, from(routing.scale_bytes));
+    own.zero = offset_by(a.zero, from(routing.zero_bytes));
+    own.minimum = offset_by(a.minimum, from(routing.minimum_bytes));
+    own.bias = offset_by(a.bias, expert * routing.bias_bytes + begin * size);
+    quantized_linear(own);
+  });
+}
+
+}  // namespace llmc
