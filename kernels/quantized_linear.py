@@ -26,6 +26,8 @@ bits of both factors, then a word of both steps for each group.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -395,6 +397,18 @@ class Quantization:
             words = Groups(self.group, self.minimum).words
             return *experts, blocks, depth // SUPERBLOCK * words, CHANNELS
         return *experts, blocks, depth // (self.group or depth), CHANNELS
+
+    def of_inputs(self, ranges: Sequence[tuple[int, int]]) -> Quantization:
+        """The same format for a linear over some of the inputs, (start, length): if a cut goes
+        through groups, they become smaller, and if it goes through superblocks, their scales are
+        separate."""
+        edges = [number for one in ranges for number in one]
+        cuts = self.scale == "superblock" and any(number % SUPERBLOCK for number in edges)
+        return dataclasses.replace(
+            self,
+            group=math.gcd(self.group, *edges) if self.group else 0,
+            scale="float32" if cuts else self.scale,
+        )
 
 
 def quantization_of(format: Format, channels: int, depth: int) -> Quantization | None:

@@ -5,7 +5,6 @@ are loaded or stored that way in the checkpoint.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from llmc.kernels.quantized_expert_linear import quantized_expert_linear
 from llmc.kernels.quantized_linear import (
     CHANNELS,
     INPUTS,
-    SUPERBLOCK,
     Format,
     Part,
     Quantization,
@@ -167,22 +165,16 @@ def _whole_size(weight: fx.Node, transposed: bool) -> tuple[int, ...]:
 
 
 def _of_rank(to: Quantization, weight: fx.Node) -> Quantization | None:
-    """The same format for a rank's part: if a cut goes through groups, they become smaller, and if
-    it goes through superblocks, their scales are separate. None if the part does not divide into
-    whole blocks."""
+    """The same format for a rank's part. None if the part does not divide into whole blocks."""
     role = input_of(weight)
     assert isinstance(role, WeightInput)
     *_, channels, depth = _size(weight, to.transposed)
     if channels % CHANNELS or depth % INPUTS:
         return None
-    group, scale = to.group, to.scale
     for _, shard in role.pieces:
         if shard is not None and shard.dim == val(weight).dim() - (2 if to.transposed else 1):
-            lengths = [n for _, n in shard.ranges(0)]
-            group = math.gcd(group, *lengths) if group else 0
-            if scale == "superblock" and any(n % SUPERBLOCK for n in lengths):
-                scale = "float32"
-    return dataclasses.replace(to, group=group, scale=scale)
+            to = to.of_inputs(shard.ranges(0))
+    return to
 
 
 def _new_form(node: fx.Node, weight: Any, format: Format, transposed: bool) -> _Form:

@@ -808,6 +808,47 @@ def test_a_part_of_a_tensor_has_the_numbers_of_its_place(kind: Type, tmp_path: P
         assert (same | part.of(whole).isnan()).all()
 
 
+@pytest.mark.parametrize("kind", KEPT)
+def test_columns_in_another_order_keep_their_bits(kind: Type, tmp_path: Path) -> None:
+    """As those of linear attention, whose heads a file may have in another order. Cut into heads of
+    128 inputs, superblocks get separate scales; heads of 16 are dequantized."""
+    raw = random_blocks(kind, 32, 1024)
+    (tmp_path / "m").write_bytes(raw.tobytes())
+    info = GgufTensorInfo(
+        name="w", file=tmp_path / "m", shape=(32, 1024), type=kind, offset=0, num_bytes=raw.size
+    )
+    with np.errstate(all="ignore"):
+        stored = torch.from_numpy(dequantize(raw, kind))
+
+    def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+        # a zero has a sign in the table of MXFP4 only
+        return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+    for size in (16, 128, 256):
+        columns = np.arange(1024).reshape(2, -1, size).swapaxes(0, 1).reshape(-1)
+        tensor = GgufTensor(
+            name="w", shape=(32, 1024), dtype=torch.float32, parts=(info,), columns=columns,
+            row_order=slice(None), undo=Undo(architecture="llama", config={}, rule={}),
+        )  # fmt: skip
+        want = stored[:, columns]
+        assert same(tensor.read(), want)
+        whole, to = kept_as(kind, 32, 1024), tensor.kept_as()
+        assert whole is not None
+        if size == 16:
+            assert to is None
+            continue
+        is_cut = whole.scale == "superblock" and size == 128
+        scale = "float32" if is_cut else whole.scale
+        assert to == dataclasses.replace(whole, group=min(whole.group, size), scale=scale)
+        rows = SomeOf(shape=tensor.shape, dim=0, ranges=((16, 16),))
+        inputs = SomeOf(shape=tensor.shape, dim=1, ranges=((256, 512),))
+        for part in (None, rows, inputs):
+            kept = want if part is None else part.of(want)
+            out = empty_parts(to, *kept.shape)
+            tensor.write_blocks(to, BlockWriter(out), part)
+            assert same(op_numbers(out["weight"], out["scale"], None, out.get("minimum")), kept)
+
+
 @pytest.mark.parametrize(
     ("architecture", "kind", "op"),
     tiered(

@@ -77,6 +77,29 @@ def test_interleaved_experts_keep_their_bits(tmp_path: Path) -> None:
     assert torch.equal(torch.stack(got), want.mT)
 
 
+def test_columns_by_group_keep_their_bits(tmp_path: Path) -> None:
+    sizes = {"linear_value_head_dim": 32, "linear_key_head_dim": 32}
+    case = CASES["linear attention"]
+    case = replace(
+        case,
+        fields={**case.fields, **sizes},
+        metadata={**case.metadata, "ssm.state_size": 32, "ssm.inner_size": 128},
+    )
+    module = make_module(case)
+    path = write_converted(tmp_path / "m.gguf", case, module, GGMLQuantizationType.Q8_0, "ssm_out")
+    found: Any = open_tensors(model_directory(path), None, torch.float32)
+    name = next(name for name in found if name.endswith("linear_attn.out_proj.weight"))
+    original, to = module.state_dict()[name], found[name].kept_as()
+    rounded = torch.from_numpy(
+        dequantize(quantize(original.numpy(), GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0)
+    )
+    assert torch.equal(found[name].read(), rounded)
+    assert to is not None and to.format == "int8"
+    out = empty_parts(to, *found[name].shape)
+    found[name].write_blocks(to, BlockWriter(out))
+    assert torch.equal(op_numbers(out["weight"], out["scale"]), rounded)
+
+
 def test_rows_of_two_tensors_keep_their_bits(tmp_path: Path) -> None:
     """Queries, keys and values are one tensor, gates another: the model has them by head."""
     case = CASES["linear attention, joined"]

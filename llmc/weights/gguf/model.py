@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
 
 from llmc.errors import CheckpointError
 from llmc.weights.gguf.blocks import RowOrder
@@ -33,19 +34,28 @@ def write_index(
     undo = Undo(architecture=header.architecture, config=config, rule=of_processor)
     orders: dict[str, list[int]] = {}  # by digest: layers share one list
 
-    def order(name: str) -> tuple[str | None, bool]:
+    def key_of(numbers: NDArray[np.int64]) -> str:
+        key = hashlib.sha256(numbers.tobytes()).hexdigest()[:16]
+        orders[key] = numbers.tolist()
+        return key
+
+    def order(name: str) -> tuple[str | None, bool, str | None]:
         """The order of a parameter's rows, as a key of `orders` (None if it is more than a
-        reordering), and whether it is transposed."""
+        reordering), whether it is transposed, and the order of its columns (None: they are in
+        order)."""
         shapes = {part.name: part.shape for part in parameters.parts[name]}
         found = undo.order(shapes, parameters.shapes[name])
         if found is None:
-            return None, False
-        rows, turned = found
-        if np.array_equal(rows, np.arange(len(rows))):
-            return _SAME, turned
-        key = hashlib.sha256(rows.tobytes()).hexdigest()[:16]
-        orders[key] = rows.tolist()
-        return key, turned
+            return None, False, None
+        (rows, turned), columns = found, undo.columns(shapes, parameters.shapes[name])
+        is_same = np.array_equal(rows, np.arange(len(rows)))
+        if turned and columns is not None:
+            return None, False, None
+        return (
+            _SAME if is_same else key_of(rows),
+            turned,
+            None if columns is None else key_of(columns),
+        )
 
     index = {
         "architecture": header.architecture,
@@ -80,8 +90,8 @@ def open_gguf(folder: Path) -> dict[str, GgufTensor | GgufNumber]:
             if not file.is_file() or file.stat().st_size != size:
                 raise CheckpointError(f"{file.name} has changed or is missing; restart")
         undo = Undo(**{part: index[part] for part in ("architecture", "config", "rule")})
-        orders: dict[str | None, RowOrder | None] = {None: None, _SAME: slice(None)}
-        orders |= {key: np.array(rows, np.int64) for key, rows in index["orders"].items()}
+        listed = {key: np.array(rows, np.int64) for key, rows in index["orders"].items()}
+        orders: dict[str | None, RowOrder | None] = {None: None, _SAME: slice(None), **listed}
         numbers = {
             name: GgufNumber(shape=tuple(shape), dtype=torch.float32, value=value)
             for name, (shape, value) in index["numbers"].items()
@@ -104,6 +114,7 @@ def open_gguf(folder: Path) -> dict[str, GgufTensor | GgufNumber]:
                 ),
                 row_order=orders[entry["order"][0]],
                 transposed=entry["order"][1],
+                columns=listed.get(entry["order"][2]),
                 undo=undo,
             )
             for name, entry in index["parameters"].items()

@@ -35,17 +35,28 @@ class Processor:
     steps: Mapping[str, str]
     joined: Mapping[str, str]
 
-    def undo(self, parts: Sequence[tuple[str, Array]]) -> Array:
-        """The parameter made from its tensors (name, values), given in order."""
-        numbers = [self._undo_one(*part) for part in parts]
+    def undo(self, parts: Sequence[tuple[str, Array]], *, only_rows: bool = False) -> Array:
+        """The parameter made from its tensors (name, values), given in order. With `only_rows`, the
+        columns stay in the file's order."""
+        numbers = [self._undo_one(*part, only_rows=only_rows) for part in parts]
         if len(numbers) == 1:
             return numbers[0]
         name = parts[0][0]
         whole = np.concatenate(numbers, -1 if name.endswith(".bias") else -2)
         return self._steps(self.joined, name, whole)
 
-    def _undo_one(self, name: str, numbers: Array) -> Array:
+    def columns(self, name: str, depth: int) -> Array | None:
+        """The file's column for each of a parameter's; None if they are in order."""
+        order = np.arange(depth)
+        for step in self._named(self.steps, name):
+            if step in _OF_COLUMNS:
+                order = _OF_COLUMNS[step](order, self.config)
+        return None if np.array_equal(order, np.arange(depth)) else order
+
+    def _undo_one(self, name: str, numbers: Array, *, only_rows: bool) -> Array:
         numbers = self._steps(self.steps, name, numbers)
+        if not only_rows and (order := self.columns(name, numbers.shape[-1])) is not None:
+            numbers = numbers[..., order]
         if "_exps." in name:  # transformers' processors would join experts in their own way
             return numbers
         made: dict[str, Any] = {}
@@ -59,10 +70,13 @@ class Processor:
         return done
 
     def _steps(self, steps: Mapping[str, str], name: str, numbers: Array) -> Array:
-        for pattern, step in steps.items():
-            if re.search(pattern, name):
+        for step in self._named(steps, name):
+            if step not in _OF_COLUMNS:
                 numbers = _STEPS[step](numbers, self.config)
         return numbers
+
+    def _named(self, steps: Mapping[str, str], name: str) -> list[str]:
+        return [step for pattern, step in steps.items() if re.search(pattern, name)]
 
 
 def _by_group(numbers: Array, sizes: Sequence[int], groups: int) -> Array:
@@ -121,7 +135,10 @@ _STEPS: Mapping[str, Callable[[Array, Config], Array]] = {
     "states by group": _states_by_group,
     "values by group": _values_by_group,
     "values behind keys by group": _values_behind_keys,
-    "columns of values by group": lambda numbers, config: _values_by_group(numbers.T, config).T,
+}
+# the same, for steps that only order columns: of these, the file's for each of the parameter's
+_OF_COLUMNS: Mapping[str, Callable[[Array, Config], Array]] = {
+    "columns of values by group": _values_by_group
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmc.errors import CheckpointError, reason_of
-from llmc.kernels.quantized_linear import CHANNELS, Part, Quantization, some_inputs
+from llmc.kernels.quantized_linear import CHANNELS, INPUTS, Part, Quantization, some_inputs
 from llmc.weights.checkpoint import BlockTensor, BlockWriter, Readable, SomeOf, staging
 from llmc.weights.gguf.blocks import RowOrder, fill_blocks, kept_as
 from llmc.weights.gguf.processors import Processor, processor_of
@@ -46,19 +47,34 @@ class Undo:
     def processor(self) -> Processor:
         return processor_of(self.architecture, self.config, self.rule)
 
-    def __call__(self, parts: Sequence[tuple[str, NDArray[Any]]]) -> NDArray[Any]:
-        """The parameter made from its tensors. CheckpointError if their shapes don't fit."""
+    def __call__(
+        self, parts: Sequence[tuple[str, NDArray[Any]]], *, only_rows: bool = False
+    ) -> NDArray[Any]:
+        """The parameter made from its tensors, with the file's columns if `only_rows`.
+        CheckpointError if their shapes don't fit."""
         try:
             with np.errstate(all="ignore"):  # NaN in a file stays NaN
-                return self.processor.undo(parts)
+                return self.processor.undo(parts, only_rows=only_rows)
         except (ValueError, IndexError, KeyError, TypeError, RuntimeError) as e:
             names = ", ".join(repr(name) for name, _ in parts)
             raise CheckpointError(f"tensor {names} has the wrong shape: {reason_of(e)}") from e
 
+    def columns(
+        self, parts: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]
+    ) -> NDArray[np.int64] | None:
+        """The stored column of each column of a matrix; None if they are in order."""
+        if len(parts) > 1 or len(shape) != 2:
+            return None
+        try:
+            return self.processor.columns(next(iter(parts)), shape[1])
+        except ValueError:  # of another size: reading it says so
+            return None
+
     def order(
         self, parts: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]
     ) -> tuple[NDArray[np.int64], bool] | None:
-        """If only rows are reordered: the stored row of each row, and whether it is transposed.
+        """If only rows, and by `columns`, are reordered: the stored row of each row, and whether it
+        is transposed.
 
         For experts [E, N, K] or [E, K, N] this is the order within one expert, over its
         concatenated parts; for vectors, the order of their values. None if more than that is done,
@@ -80,7 +96,7 @@ class Undo:
             probes.append((part, {1: columns[0, :, 0], 2: columns[0], 3: columns}[len(shape)]))
             start += length
         try:
-            moved = self(probes)
+            moved = self(probes, only_rows=len(parts) == 1 and len(shape) == 2)
         except CheckpointError:
             return None
         depths = {p[-1] for p in parts.values()}
@@ -110,13 +126,14 @@ class GgufTensor(BlockTensor):
 
     `row_order`: see `Undo.order`; for experts, the order within each. It is a slice if rows are not
     reordered, and None if `undo` does more than that. `transposed`: rows of the file are columns of
-    the parameter.
+    the parameter. `columns`: see `Undo.columns`; never of a transposed one.
     """
 
     parts: tuple[GgufTensorInfo, ...]
     row_order: RowOrder | None
     undo: Undo
     transposed: bool = False
+    columns: NDArray[np.int64] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -151,14 +168,24 @@ class GgufTensor(BlockTensor):
             numbers = np.concatenate([_widen(raw, part) for raw, part in pairs])
             place.copy_(torch.from_numpy(numbers[order]))
             return
+        columns = slice(None) if self.columns is None else self.columns
         [raw], rows = matrices, max(1, _AT_ONCE // place.shape[1])
         for start in range(0, len(raw), rows):
             some = slice(start, start + rows)
             chosen = raw[some] if isinstance(order, slice) else raw[order[some]]
-            place[some].copy_(torch.from_numpy(_widen(chosen, self.parts[0])))
+            place[some].copy_(torch.from_numpy(_widen(chosen, self.parts[0])[:, columns]))
 
     def kept_as(self) -> Quantization | None:
         """The `quantized_linear` format with the same values; None if it must be dequantized."""
+        to = self._stored_as()
+        if to is None or self.columns is None:
+            return to
+        ranges = _ranges_of(self.columns)
+        is_whole = all(n % INPUTS == 0 for one in ranges for n in one)
+        return to.of_inputs(ranges) if is_whole else None
+
+    def _stored_as(self) -> Quantization | None:
+        """The same for the columns in the file's order."""
         kinds = {part.type for part in self.parts}
         if len(self.shape) < 2 or self.row_order is None or len(kinds) > 1:
             return None
@@ -180,9 +207,14 @@ class GgufTensor(BlockTensor):
         elif part is not None:
             channels = np.arange(part.shape[part.dim])[order]
             order = np.concatenate([channels[start : start + n] for start, n in part.ranges])
+        if self.columns is not None:
+            some = [(0, len(self.columns))] if inputs is None else inputs
+            inputs = _ranges_of(
+                np.concatenate([self.columns[start : start + n] for start, n in some])
+            )
         for matrices in self._matrices():
             if inputs is not None:
-                out.write(self._blocks_of_inputs(_joined(matrices), inputs, to))
+                out.write(self._blocks_of_inputs(_joined(matrices), order, inputs, to))
                 continue
             is_apart = isinstance(order, slice) and all(len(m) % CHANNELS == 0 for m in matrices)
             for rows in matrices if is_apart else (_joined(matrices),):
@@ -190,21 +222,26 @@ class GgufTensor(BlockTensor):
                 fill_blocks(rows, self.parts[0].type, to, out.next(count // CHANNELS), order)
 
     def _blocks_of_inputs(
-        self, rows: NDArray[np.uint8], inputs: Sequence[tuple[int, int]], to: Quantization
+        self,
+        rows: NDArray[np.uint8],
+        order: RowOrder,
+        inputs: Sequence[tuple[int, int]],
+        to: Quantization,
     ) -> dict[Part, Tensor]:
         """The blocks of these inputs, which may start and end inside a block of the file."""
-        kind, whole = self.parts[0].type, self.kept_as()
-        assert whole is not None and self.row_order is not None
+        kind, whole = self.parts[0].type, self._stored_as()
+        assert whole is not None
         whole = dataclasses.replace(whole, scale=to.scale)  # a cut through superblocks splits them
         size, num_bytes = GGML_QUANT_SIZES[kind]
         first = min(start for start, _ in inputs) // size
         end = -(-max(start + n for start, n in inputs) // size)
         own = rows[:, first * num_bytes : end * num_bytes]
+        channels = len(rows if isinstance(order, slice) else order)
         made = {
-            part: torch.empty(whole.shape(part, len(rows), (end - first) * size), dtype=dtype)
+            part: torch.empty(whole.shape(part, channels, (end - first) * size), dtype=dtype)
             for part, dtype in whole.dtypes.items()
         }
-        fill_blocks(own, kind, whole, made, self.row_order)
+        fill_blocks(own, kind, whole, made, order)
         ranges = [(start - first * size, n) for start, n in inputs]
         return some_inputs(made, whole, to, ranges)
 
@@ -255,6 +292,12 @@ def _merged(shape: Sequence[int], dims: int) -> list[int]:
     kept = [n for n in shape if n != 1]
     over = max(0, len(kept) - dims)
     return [math.prod(kept[: over + 1]), *kept[over + 1 :]]
+
+
+def _ranges_of(columns: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
+    """(start, length) of each run of consecutive numbers."""
+    edges = [0, *(np.flatnonzero(np.diff(columns) != 1) + 1).tolist(), len(columns)]
+    return tuple((int(columns[a]), b - a) for a, b in itertools.pairwise(edges))
 
 
 def _joined(matrices: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
