@@ -33,7 +33,7 @@ from bench.rewrite_gguf import rewrite
 from llmc.load_test.machine import describe_machine, measure_read_bandwidth, package_versions
 from llmc.load_test.report import context, write_json
 from llmc.startup.default_model import default_model_path
-from llmc.weights.gguf.reader import read_header
+from llmc.weights.gguf.reader import GgufHeader, read_header
 
 DECODE_TOKENS = 64
 LONG_CONTEXT = 4096
@@ -78,7 +78,7 @@ def measure(
     todo = jobs(header.tensors["token_embd.weight"].shape[0])
     result: dict[str, Any] = {
         "file": path.name,
-        "weight_bytes": sum(tensor.num_bytes for tensor in header.tensors.values()),
+        "weight_bytes": _bytes_per_token(header),
         "bandwidth_bytes_per_s": [],
     }
     with contextlib.ExitStack() as stack:
@@ -100,6 +100,17 @@ def measure(
                 for engine in engines[turn:] + engines[:turn]:
                     samples[engine.name][kind].append(_seconds(engine, kind, todo))
     return {**result, "seconds": samples}
+
+
+def _bytes_per_token(header: GgufHeader) -> int:
+    """Bytes of the weights that one token reads: of routed experts, those of as many as it has."""
+    name = header.architecture
+    count, used = (header.metadata.get(f"{name}.expert_{key}") for key in ("count", "used_count"))
+    tensors = header.tensors.items()
+    return sum(
+        t.num_bytes * used // count if count and used and "_exps." in tensor else t.num_bytes
+        for tensor, t in tensors
+    )
 
 
 def _seconds(engine: EngineProcess, kind: str, todo: Mapping[str, Job]) -> float:

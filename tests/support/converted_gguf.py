@@ -6,9 +6,10 @@ Checked against files that its convert_hf_to_gguf.py wrote for the same kinds of
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -269,10 +270,10 @@ def write_converted(
     path: Path,
     case: Case,
     module: nn.Module,
-    kind: GGMLQuantizationType | None = None,
-    packed: str = "_exps.weight",
+    types: Mapping[str, GGMLQuantizationType] = MappingProxyType({}),
+    merges: Sequence[str] = (),
 ) -> Path:
-    """`kind` is the type of matrices whose name contains `packed`; all others are float32."""
+    """`types` of matrices by the first pattern that their name matches; all others are float32."""
     config: Any = module.config
     writer = GGUFWriter(path, case.architecture)
     metadata = dict(case.metadata)
@@ -304,10 +305,10 @@ def write_converted(
         found = [v.item() for n, v in module.state_dict().items() if n.endswith(f"act_fn.{number}")]
         if found:
             writer.add_array(f"xielu.{number}", found)
-    add_words(writer)
+    add_words(writer, config.vocab_size, merges)
     for name, value in _stored(case, module):
         numbers = np.ascontiguousarray(value.numpy())
-        to = kind if packed in name else None
+        to = next((to for pattern, to in types.items() if re.search(pattern, name)), None)
         if to is None:
             writer.add_tensor(name, numbers)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,14 +194,16 @@ def widen_for(
         monkeypatch.setitem(ARCHITECTURES, architecture, (name, {**fields, **known}))
 
 
-def add_words(writer: GGUFWriter) -> None:
-    """Add a byte-level tokenizer with single-byte tokens."""
-    words = [*WORDS, *(f"<{i}>" for i in range(128 - len(WORDS)))]
+def add_words(writer: GGUFWriter, count: int = 128, merges: Sequence[str] = ()) -> None:
+    """Add a byte-level tokenizer of `count` tokens: single bytes, what the merges make, and names
+    that no text has. llama.cpp requires at least one merge."""
+    words = [*WORDS, *(pair.replace(" ", "") for pair in merges)]
+    words += [f"<{i}>" for i in range(count - len(words))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(words)
     writer.add_token_types([3, 3, 3, *[1] * (len(words) - 3)])
-    writer.add_token_merges([])
+    writer.add_token_merges(merges)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(False)

@@ -58,7 +58,9 @@ def test_logits_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
 
 def test_interleaved_experts_keep_their_bits(tmp_path: Path) -> None:
     case = CASES["interleaved experts"]
-    path = write_converted(tmp_path / "m.gguf", case, make_module(case), GGMLQuantizationType.MXFP4)
+    path = write_converted(
+        tmp_path / "m.gguf", case, make_module(case), {"_exps.weight": GGMLQuantizationType.MXFP4}
+    )
     found = open_tensors(model_directory(path), None, torch.float32)
     joined: Any = found["model.layers.0.mlp.experts.gate_up_proj"]
     to = joined.kept_as()
@@ -86,7 +88,9 @@ def test_columns_by_group_keep_their_bits(tmp_path: Path) -> None:
         metadata={**case.metadata, "ssm.state_size": 32, "ssm.inner_size": 128},
     )
     module = make_module(case)
-    path = write_converted(tmp_path / "m.gguf", case, module, GGMLQuantizationType.Q8_0, "ssm_out")
+    path = write_converted(
+        tmp_path / "m.gguf", case, module, {"ssm_out": GGMLQuantizationType.Q8_0}
+    )
     found: Any = open_tensors(model_directory(path), None, torch.float32)
     name = next(name for name in found if name.endswith("linear_attn.out_proj.weight"))
     original, to = module.state_dict()[name], found[name].kept_as()
@@ -104,7 +108,7 @@ def test_rows_of_two_tensors_keep_their_bits(tmp_path: Path) -> None:
     """Queries, keys and values are one tensor, gates another: the model has them by head."""
     case = CASES["linear attention, joined"]
     module = make_module(case)
-    path = write_converted(tmp_path / "m.gguf", case, module, GGMLQuantizationType.Q8_0, "attn_")
+    path = write_converted(tmp_path / "m.gguf", case, module, {"attn_": GGMLQuantizationType.Q8_0})
     found = open_tensors(model_directory(path), None, torch.float32)
     name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
     joined: Any = found[name]
@@ -212,7 +216,7 @@ def test_rows_that_are_cut_keep_their_bits(tmp_path: Path) -> None:
     """Of queries and keys whose rotary halves lie side by side, too."""
     case = CASES["joined heads in pairs"]
     module = make_module(case)
-    path = write_converted(tmp_path / "m.gguf", case, module, GGMLQuantizationType.Q8_0, "attn_")
+    path = write_converted(tmp_path / "m.gguf", case, module, {"attn_": GGMLQuantizationType.Q8_0})
     found = open_tensors(model_directory(path), None, torch.float32)
     for kind in "qkv":
         name = f"model.layers.1.self_attn.{kind}_proj.weight"

@@ -145,7 +145,7 @@ def write(
     path: Path, case: Case, model: Any, monkeypatch: pytest.MonkeyPatch, pooling: int,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> Path:  # fmt: skip
-    def words(writer: GGUFWriter) -> None:
+    def words(writer: GGUFWriter, *_: Any) -> None:
         tokens = WORDS + [f"[unused{i}]" for i in range(SIZES["vocab_size"] - len(WORDS))]
         writer.add_tokenizer_model("bert")
         writer.add_token_list(tokens)
