@@ -16,12 +16,8 @@ Tensor by_columns(const Tensor& x, const Tensor& weight, const Tensor* bias) {
   return out;
 }
 
-Tensor multiply_experts(const Tensor& x, const Tensor& weight,
-                               const optional<Tensor>& bias, const Tensor& expert,
-                               bool transposed) {
-  TORCH_CHECK(weight.dim() == 3 && x.dim() == 2 && weight.size(transposed ? 1 : 2) == x.size(1),
-              "expert_linear: x ", x.sizes(), " and weight ", weight.sizes(),
-              " do not fit together");
+Tensor one_by_one(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias,
+                  const Tensor& expert, bool transposed) {
   return by_expert(x, expert, weight.size(0), weight.size(transposed ? 2 : 1),
                    [&](const Tensor& rows, int64_t k) {
                      const optional<Tensor> b = bias ? optional(bias->select(k)) : std::nullopt;
@@ -34,7 +30,8 @@ Tensor multiply_experts(const Tensor& x, const Tensor& weight,
 // Whether the kernels take the arguments, with rows for any expert.
 bool takes_rows(const LinearArgs& a, const Tensor& weight, const optional<Tensor>& bias,
                 bool transposed) {
-  const bool is_dense = weight.stride(2) == 1 && (!bias || bias->size(1) == 1 || bias->stride(1) == 1);
+  const bool has_dense_bias = !bias || bias->size(1) == 1 || bias->stride(1) == 1;
+  const bool is_dense = weight.stride(2) == 1 && has_dense_bias;
   return is_dense && a.rows > 0 && weight.numel() > 0 && (transposed || kernels->takes_linear(a));
 }
 
@@ -66,7 +63,7 @@ Tensor expert_linear(const Tensor& x, const Tensor& weight, const optional<Tenso
     routing.bias_bytes = bias ? bias->stride(0) * bias->element_size() : 0;
     kernels->expert_rows(a, routing, transposed);
   } else {
-    y = multiply_experts(x, weight, bias, expert, transposed);
+    y = one_by_one(x, weight, bias, expert, transposed);
   }
   if (act) return act_mul(y, *act, limit, shift, interleaved);
   return y;

@@ -1,5 +1,5 @@
-// Routed experts. The rows of one expert are often few, and their product would be too small to share
-// out, so threads take parts of the products of all experts.
+// Routed experts. The rows of one expert are often few, and their product would be too small to
+// share out, so threads take parts of the products of all experts.
 #include "experts.h"
 #include "dtypes.h"
 #include "parallel.h"
@@ -22,7 +22,8 @@ void choose_highest(const float* logits, int64_t n, int64_t count, int64_t* chos
   for (int64_t i = 0, used = 0; i < n; ++i) {
     if (used == count && !is_higher(logits[i], logits[chosen[count - 1]])) continue;
     int64_t at = used < count ? used++ : count - 1;
-    for (; at > 0 && is_higher(logits[i], logits[chosen[at - 1]]); --at) chosen[at] = chosen[at - 1];
+    for (; at > 0 && is_higher(logits[i], logits[chosen[at - 1]]); --at)
+      chosen[at] = chosen[at - 1];
     chosen[at] = i;
   }
 }
@@ -30,8 +31,9 @@ void choose_highest(const float* logits, int64_t n, int64_t count, int64_t* chos
 float sum_of_powers(const float* logits, int64_t n, float highest) {
   v16f sum = {};
   each_vector(n, [&](int64_t i, int64_t count) LLMC_LAMBDA {
-    const v16f power = exp_lanes(load_up_to(logits + i, count) - highest);
-    sum += count < kLanes ? select(lane_numbers() < static_cast<float>(count), power, v16f{}) : power;
+    v16f power = exp_lanes(load_up_to(logits + i, count) - highest);
+    if (count < kLanes) power = select(lane_numbers() < static_cast<float>(count), power, v16f{});
+    sum += power;
   });
   return sum_lanes(sum);
 }
@@ -75,6 +77,10 @@ void sum_typed(const SumExpertsArgs& a) {
   });
 }
 
+int64_t size_of(Dtype dtype) {
+  return dtype == Dtype::f32 ? 4 : 2;
+}
+
 struct Group {  // results of one expert, as positions in the order of experts
   int64_t expert, first, count;
 };
@@ -98,12 +104,13 @@ constexpr int64_t kBlock = 64;  // channels; parts have whole blocks
 constexpr int64_t kWideBlock = 256;  // for more rows: each part converts its own copy of them
 constexpr int64_t kFewRows = 4;
 
-// x has `row_bytes` between rows. multiply(x, rows, expert, begin, end, to): dense rows of x by
-// channels [begin, end) of an expert, to dense rows of these channels.
+// multiply(x, rows, expert, begin, end, to): dense rows of x by channels [begin, end) of an expert,
+// to dense rows of these channels. most_parts: of all experts' products together, in which threads
+// share them out.
 template <class Args, class Multiply>
-void by_expert(const Args& a, int64_t element_bytes, int64_t most_parts, const Routing& routing,
+void by_groups(const Args& a, int64_t most_parts, const Routing& routing,
                const Multiply& multiply) {
-  const int64_t row_bytes = a.depth * element_bytes, out_bytes = a.channels * element_bytes;
+  const int64_t size = size_of(a.dtype), row_bytes = a.depth * size, out_bytes = a.channels * size;
   const char* const x = static_cast<const char*>(a.x);
   char* const out = static_cast<char*>(a.out);
   std::vector<int64_t> order;
@@ -115,14 +122,15 @@ void by_expert(const Args& a, int64_t element_bytes, int64_t most_parts, const R
   const int64_t blocks = a.channels / block, most = std::max(blocks, int64_t(1));
   const int64_t parts = std::clamp((most_parts + count - 1) / count, int64_t(1), most);
   const int64_t cost = (routing.results + 3 * count) * a.depth * a.channels / 8;
-  parallel_stretches(count * parts, worth_threads(cost, count * parts, a.threads), [&](int64_t item) {
+  const int threads = worth_threads(cost, count * parts, a.threads);
+  parallel_stretches(count * parts, threads, [&](int64_t item) {
     const Group& group = groups[item / parts];
     const int64_t part = item % parts, begin = blocks * part / parts * block;
     const int64_t end = part + 1 < parts ? blocks * (part + 1) / parts * block : a.channels;
-    const int64_t width = (end - begin) * element_bytes;
+    const int64_t width = (end - begin) * size, x_bytes = a.x_stride * size;
     const int64_t* const results = order.data() + group.first;
-    const auto row_of = [&](int64_t i) { return x + results[i] / routing.choices * a.x_stride * element_bytes; };
-    const auto to_of = [&](int64_t i) { return out + results[i] * out_bytes + begin * element_bytes; };
+    const auto row_of = [&](int64_t i) { return x + results[i] / routing.choices * x_bytes; };
+    const auto to_of = [&](int64_t i) { return out + results[i] * out_bytes + begin * size; };
     if (group.count == 1) return multiply(row_of(0), 1, group.expert, begin, end, to_of(0));
     thread_local std::vector<char> from, to;
     from.resize(group.count * row_bytes);
@@ -159,25 +167,29 @@ void sum_experts(const SumExpertsArgs& a) {
 }
 
 void expert_rows(const LinearArgs& a, const Routing& routing, bool by_columns) {
-  const int64_t size = a.dtype == Dtype::f32 ? 4 : 2;
+  const int64_t size = size_of(a.dtype);
   // a weight stored by input is fastest read whole
   const int64_t parts = by_columns ? a.threads : a.threads * kPiecesPerThread;
-  by_expert(a, size, parts, routing,
-            [&](const void* x, int64_t rows, int64_t expert, int64_t begin, int64_t end, void* to) {
+  by_groups(a, parts, routing, [&](const void* x, int64_t rows, int64_t expert, int64_t begin,
+                                   int64_t end, void* to) {
     const int64_t first = by_columns ? begin : begin * a.weight_stride;
-    const LinearArgs own{a.dtype, x, offset_by(a.weight, expert * routing.weight_bytes + first * size),
-                         offset_by(a.bias, expert * routing.bias_bytes + begin * size), to, rows,
-                         a.depth, end - begin, a.depth, a.weight_stride, end - begin, 1};
+    LinearArgs own = a;
+    own.x = x, own.x_stride = a.depth, own.rows = rows, own.out = to, own.threads = 1;
+    own.channels = own.out_stride = end - begin;
+    own.weight = offset_by(a.weight, expert * routing.weight_bytes + first * size);
+    own.bias = offset_by(a.bias, expert * routing.bias_bytes + begin * size);
     by_columns ? linear_columns(own) : linear(own);
   });
 }
 
 void quantized_expert_rows(const LowBitArgs& a, const Routing& routing) {
-  const int64_t size = a.dtype == Dtype::f32 ? 4 : 2, blocks = a.channels / kChannels;
-  by_expert(a, size, a.threads * kPiecesPerThread, routing,
+  const int64_t blocks = a.channels / kChannels;
+  by_groups(a, a.threads * kPiecesPerThread, routing,
             [&](const void* x, int64_t rows, int64_t expert, int64_t begin, int64_t end, void* to) {
-    // the first of all blocks' bytes, which are as many for each block
-    const auto from = [&](int64_t bytes) { return expert * bytes + bytes / blocks * (begin / kChannels); };
+    // of an expert's bytes, each block has as many
+    const auto from = [&](int64_t bytes) {
+      return expert * bytes + bytes / blocks * (begin / kChannels);
+    };
     LowBitArgs own = a;
     own.x = x, own.x_stride = a.depth, own.rows = rows, own.out = to, own.threads = 1;
     own.channels = end - begin;
@@ -185,7 +197,7 @@ void quantized_expert_rows(const LowBitArgs& a, const Routing& routing) {
     own.scale = offset_by(a.scale, from(routing.scale_bytes));
     own.zero = offset_by(a.zero, from(routing.zero_bytes));
     own.minimum = offset_by(a.minimum, from(routing.minimum_bytes));
-    own.bias = offset_by(a.bias, expert * routing.bias_bytes + begin * size);
+    own.bias = offset_by(a.bias, expert * routing.bias_bytes + begin * size_of(a.dtype));
     quantized_linear(own);
   });
 }

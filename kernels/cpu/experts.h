@@ -26,8 +26,8 @@ struct SumExpertsArgs {
   int threads;
 };
 
-// Result r of a routed linear is row r / choices of x by the weight of expert[r]; zeros, if there is
-// no such expert.
+// Result r of a routed linear is row r / choices of x by the weight of expert[r]; zeros, if there
+// is no such expert.
 struct Routing {
   const int64_t* expert;
   int64_t results, choices, experts;

@@ -238,7 +238,7 @@ Tensor quantized_expert_linear(const Tensor& x, const Tensor& weight, const Tens
   TORCH_CHECK(weight.dim() == 4 && scale.dim() == 4 && scale.size(0) == weight.size(0) &&
                   fits(zero) && fits(bias) && fits(minimum),
               "quantized_expert_linear: weight ", weight.sizes(), " and scale ", scale.sizes(),
-              " must both be [experts, N / 16, ..., ...], and other parameters have as many experts");
+              " must both be [experts, N / 16, ..., ...], and others have as many experts");
   const auto is_dense = [](const optional<Tensor>& t) { return !t || t->is_contiguous(); };
   const bool may_widen = x.scalar_type() == at::kBFloat16 && x_bits == kExactBits &&
                          x.size(0) > kFewRows && kernels->widens_weights();

@@ -96,8 +96,8 @@ void step_head(float* memory, int64_t rows, int64_t size, Token* tokens, int64_t
     step_rows<kTokens, 1, kOneDecay>(memory + r * size, size, tokens, row + r);
 }
 
-// Tokens from t on, for rows [first, last) of the H * P rows with N values each. Two tokens read and
-// write the state once.
+// Tokens from t on, for rows [first, last) of the H * P rows with N values each. Two tokens read
+// and write the state once.
 template <int kTokens>
 void step(const ScanArgs& a, const Span& s, int64_t t, int64_t first, int64_t last,
           const float* dt_bias, const float* skip, Token* tokens) {
