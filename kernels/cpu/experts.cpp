@@ -100,8 +100,10 @@ std::vector<Group> groups_of(const Routing& routing, std::vector<int64_t>& order
   return groups;
 }
 
-constexpr int64_t kBlock = 64;  // channels; parts have whole blocks
-constexpr int64_t kWideBlock = 256;  // for more rows: each part converts its own copy of them
+// Parts have whole blocks of so many channels, and these whole blocks of any kernel's: so results do
+// not depend on the number of parts, and thus of threads.
+constexpr int64_t kBlock = 192;
+constexpr int64_t kWideBlock = 384;  // for more rows: each part converts its own copy of them
 constexpr int64_t kFewRows = 4;
 
 // multiply(x, rows, expert, begin, end, to): dense rows of x by channels [begin, end) of an expert,

@@ -42,18 +42,19 @@ def test_top_eight_of_many(rows: int, k: int, n: int, dtype: torch.dtype, turned
     assert run(x, weight, None, picks, turned).isfinite().all()
 
 
-def test_results_do_not_depend_on_threads_or_on_other_tokens() -> None:
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 9, 90])
+def test_results_do_not_depend_on_threads(tokens: int, dtype: torch.dtype, turned: bool) -> None:
     gen = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(9, 96, generator=gen), torch.randn(12, 300, 96, generator=gen)
-    expert = torch.randint(0, 12, (27,), generator=gen)
-    with torch_threads(1):
-        alone = torch.cat(
-            [run(x[t : t + 1], weight, None, expert[3 * t :][:3], False) for t in range(9)]
-        )
-        together = run(x, weight, None, expert, False)
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
-    with torch_threads(2):
-        assert torch.equal(run(x, weight, None, expert, False), together)
+    x = torch.randn(tokens, 96, generator=gen).to(dtype)
+    weight = torch.randn(12, *((96, 1100) if turned else (1100, 96)), generator=gen).to(dtype)
+    expert = torch.randint(0, 12, (3 * tokens,), generator=gen)
+    results = []
+    for threads in (1, 2, 5):
+        with torch_threads(threads):
+            results.append(run(x, weight, None, expert, turned))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("experts, count", [(5, 5), (64, 6), (77, 1)])

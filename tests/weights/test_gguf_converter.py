@@ -24,6 +24,7 @@ from llmc.startup.gguf_files import model_directory
 from llmc.weights.checkpoint import BlockWriter
 from llmc.weights.gguf.reader import read_header
 from llmc.weights.gguf.rules import rules
+from llmc.weights.gguf.tensors import Undo
 from llmc.weights.tensors import open_tensors
 
 CASES = FIRST | MORE | OLDER
@@ -286,3 +287,14 @@ def test_what_the_metadata_asks_for_must_be_there(tmp_path: Path) -> None:
         changed = replace(case, metadata={key: value})
         with pytest.raises(CheckpointError, match=message):
             model_directory(write_converted(tmp_path / f"{key}.gguf", changed, module))
+
+
+@pytest.mark.parametrize("groups", [0, 3, "two"])
+def test_columns_that_are_no_whole_groups_are_refused(groups: Any) -> None:
+    undo = Undo(
+        architecture="qwen35",
+        config={"linear_num_key_heads": groups, "linear_num_value_heads": 4},
+        rule={"steps": {"ssm_out": "columns of values by group"}},
+    )
+    with pytest.raises(CheckpointError, match="'blk.0.ssm_out.weight' has the wrong shape"):
+        undo.columns({"blk.0.ssm_out.weight": (8, 16)}, (8, 16))

@@ -29,6 +29,9 @@ _PROBED = 4  # columns: enough to detect a change of their order (two groups of 
 
 _NUMBERS = ("F32", "F16", "BF16", "F64", "I32")  # types that are not quantized
 
+# what converting a tensor raises that does not fit the metadata
+_MISFITS = (ValueError, IndexError, KeyError, TypeError, RuntimeError, ZeroDivisionError)
+
 Floats = NDArray[np.float32]
 
 
@@ -55,20 +58,22 @@ class Undo:
         try:
             with np.errstate(all="ignore"):  # NaN in a file stays NaN
                 return self.processor.undo(parts, only_rows=only_rows)
-        except (ValueError, IndexError, KeyError, TypeError, RuntimeError) as e:
+        except _MISFITS as e:
             names = ", ".join(repr(name) for name, _ in parts)
             raise CheckpointError(f"tensor {names} has the wrong shape: {reason_of(e)}") from e
 
     def columns(
         self, parts: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]
     ) -> NDArray[np.int64] | None:
-        """The stored column of each column of a matrix; None if they are in order."""
+        """The stored column of each column of a matrix; None if they are in order. CheckpointError
+        if their number does not fit."""
         if len(parts) > 1 or len(shape) != 2:
             return None
+        [name] = parts
         try:
-            return self.processor.columns(next(iter(parts)), shape[1])
-        except ValueError:  # of another size: reading it says so
-            return None
+            return self.processor.columns(name, shape[1])
+        except _MISFITS as e:
+            raise CheckpointError(f"tensor {name!r} has the wrong shape: {reason_of(e)}") from e
 
     def order(
         self, parts: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]
