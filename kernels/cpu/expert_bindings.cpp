@@ -59,8 +59,8 @@ Tensor expert_linear(const Tensor& x, const Tensor& weight, const optional<Tenso
     y = at::empty({expert.size(0), channels}, x.scalar_type());
     a.out = y.data_ptr();
     Routing routing = routing_of(x, picked, weight.size(0));
-    routing.weight_bytes = weight.stride(0) * weight.element_size();
-    routing.bias_bytes = bias ? bias->stride(0) * bias->element_size() : 0;
+    routing.weight_bytes = expert_bytes(weight);
+    routing.bias_bytes = expert_bytes(bias);
     kernels->expert_rows(a, routing, transposed);
   } else {
     y = one_by_one(x, weight, bias, expert, transposed);

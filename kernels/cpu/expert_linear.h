@@ -17,6 +17,13 @@ inline Routing routing_of(const Tensor& x, const Tensor& expert, int64_t experts
   return {expert.data_ptr<int64_t>(), expert.size(0), expert.size(0) / x.size(0), experts, 0};
 }
 
+inline int64_t expert_bytes(const Tensor& t) {  // between two experts
+  return t.stride(0) * t.element_size();
+}
+inline int64_t expert_bytes(const optional<Tensor>& t) {
+  return t ? expert_bytes(*t) : 0;
+}
+
 inline void check_experts(const Tensor& x, const Tensor& expert) {
   TORCH_CHECK(x.dim() == 2 && expert.dim() == 1 &&
                   (x.size(0) ? expert.size(0) % x.size(0) == 0 : expert.size(0) == 0) &&

@@ -182,13 +182,6 @@ Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& sca
   return out;
 }
 
-int64_t expert_bytes(const Tensor& t) {  // between two experts
-  return t.stride(0) * t.element_size();
-}
-int64_t expert_bytes(const optional<Tensor>& t) {
-  return t ? expert_bytes(*t) : 0;
-}
-
 Tensor expert_rows(const Tensor& x, const Tensor& weight, const Tensor& scale,
                    const optional<Tensor>& zero, const optional<Tensor>& bias,
                    const Tensor& expert, const optional<Tensor>& minimum, int64_t x_bits) {
