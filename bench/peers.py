@@ -106,10 +106,10 @@ def _bytes_per_token(header: GgufHeader) -> int:
     """Bytes of the weights that one token reads: of routed experts, those of as many as it has."""
     name = header.architecture
     count, used = (header.metadata.get(f"{name}.expert_{key}") for key in ("count", "used_count"))
-    tensors = header.tensors.items()
+    is_routed = bool(count and used)
     return sum(
-        t.num_bytes * used // count if count and used and "_exps." in tensor else t.num_bytes
-        for tensor, t in tensors
+        t.num_bytes * used // count if is_routed and "_exps." in tensor else t.num_bytes
+        for tensor, t in header.tensors.items()
     )
 
 

@@ -20,8 +20,7 @@ def share_routing(gm: fx.GraphModule, *, sorts: bool = True) -> Notes:
     """Give the linears of a layer's routed experts one order of its rows, for steps with so many
     that they are sorted, and let them read a token's row without a copy for each of its choices.
 
-    Without `sorts`, for CPUs, whose linears sort their rows in less time than they take to read
-    the order, only the copies are left out.
+    Without `sorts`, for CPUs, whose linears read no order, only the copies are left out.
 
     Before:
         rows = aten.reshape(aten.expand(aten.unsqueeze(x, 1), [-1, 8, -1]), [-1, K])

@@ -14,7 +14,7 @@ namespace llmc::ops {
 
 // x [T, depth] and expert [T * choices]; the caller adds the bytes between experts.
 inline Routing routing_of(const Tensor& x, const Tensor& expert, int64_t experts) {
-  return {expert.data_ptr<int64_t>(), expert.size(0), expert.size(0) / x.size(0), experts, 0};
+  return {expert.data_ptr<int64_t>(), expert.size(0), expert.size(0) / x.size(0), experts};
 }
 
 inline int64_t expert_bytes(const Tensor& t) {  // between two experts
@@ -31,12 +31,11 @@ inline void check_experts(const Tensor& x, const Tensor& expert) {
               "x ", x.sizes(), " and its experts ", expert.sizes(), " do not fit together");
 }
 
-// x has a row for each result, or one for several consecutive results.
+// x has a row for each result, or one for several consecutive results (check_experts).
 // multiply(rows, k) returns a contiguous [rows, channels]: rows of `x` for expert k, by its weight.
 template <class Multiply>
 Tensor by_expert(const Tensor& x, const Tensor& expert, int64_t experts, int64_t channels,
                  const Multiply& multiply) {
-  check_experts(x, expert);
   const int64_t rows = expert.size(0), choices = rows / std::max<int64_t>(1, x.size(0));
   const Tensor input = x.contiguous(), picked = expert.contiguous();
   Tensor out = at::empty({rows, channels}, x.scalar_type());

@@ -148,9 +148,6 @@ template <class T>
 const T* offset_by(const T* data, int64_t bytes) {
   return data ? reinterpret_cast<const T*>(reinterpret_cast<const char*>(data) + bytes) : nullptr;
 }
-const void* offset_by(const void* data, int64_t bytes) {
-  return data ? static_cast<const char*>(data) + bytes : nullptr;
-}
 
 }  // namespace
 

@@ -32,7 +32,7 @@ struct Routing {
   const int64_t* expert;
   int64_t results, choices, experts;
   // bytes between two experts
-  int64_t weight_bytes, bias_bytes = 0, scale_bytes = 0, zero_bytes = 0, minimum_bytes = 0;
+  int64_t weight_bytes = 0, bias_bytes = 0, scale_bytes = 0, zero_bytes = 0, minimum_bytes = 0;
 };
 
 void choose_experts(const ChooseExpertsArgs&);

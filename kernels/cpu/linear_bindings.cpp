@@ -185,7 +185,6 @@ Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& sca
 Tensor expert_rows(const Tensor& x, const Tensor& weight, const Tensor& scale,
                    const optional<Tensor>& zero, const optional<Tensor>& bias,
                    const Tensor& expert, const optional<Tensor>& minimum, int64_t x_bits) {
-  check_experts(x, expert);
   Tensor input = x.contiguous();
   const Tensor picked = expert.contiguous();
   const auto first = [](const optional<Tensor>& all) {
@@ -232,10 +231,11 @@ Tensor quantized_expert_linear(const Tensor& x, const Tensor& weight, const Tens
                   fits(zero) && fits(bias) && fits(minimum),
               "quantized_expert_linear: weight ", weight.sizes(), " and scale ", scale.sizes(),
               " must both be [experts, N / 16, ..., ...], and others have as many experts");
+  check_experts(x, expert);
   const auto is_dense = [](const optional<Tensor>& t) { return !t || t->is_contiguous(); };
   const bool may_widen = x.scalar_type() == at::kBFloat16 && x_bits == kExactBits &&
                          x.size(0) > kFewRows && kernels->widens_weights();
-  const bool takes_rows = !may_widen && x.dim() == 2 && x.size(0) > 0 && weight.numel() > 0 &&
+  const bool takes_rows = !may_widen && x.size(0) > 0 && weight.numel() > 0 &&
                           weight.is_contiguous() && scale.is_contiguous() && is_dense(zero) &&
                           is_dense(bias) && is_dense(minimum);
   Tensor y = takes_rows ? expert_rows(x, weight, scale, zero, bias, expert, minimum, x_bits)

@@ -13,10 +13,10 @@
   K(rms_norm) K(layer_norm) K(gated_rms_norm) K(act_mul) K(add_to) K(copy_rows) K(write_kv)  \
   K(rope_write) K(paged_attention) K(round_to_fp8) K(choose_keys) K(sample) K(sample_rows)   \
   K(token_logprobs) K(process_logits) K(takes_linear) K(linear) K(linear_columns)            \
-  K(quantized_linear) K(rounds_x) K(expert_rows) K(quantized_expert_rows) K(widens_weights)   \
+  K(quantized_linear) K(rounds_x) K(expert_rows) K(quantized_expert_rows) K(widens_weights)  \
   K(reorder_x) K(widen_channels) K(quantized_embedding) K(delta_rule) K(selective_scan)      \
   K(linear_recurrence) K(decayed_softmax) K(pool_windows) K(causal_conv) K(write_segments)   \
-  K(prepare_step) K(record_tokens) K(ban_words) K(add_lora) K(pack_gguf) K(choose_experts)    \
+  K(prepare_step) K(record_tokens) K(ban_words) K(add_lora) K(pack_gguf) K(choose_experts)   \
   K(sum_experts)
 
 namespace llmc {

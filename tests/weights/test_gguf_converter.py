@@ -297,4 +297,4 @@ def test_columns_that_are_no_whole_groups_are_refused(groups: Any) -> None:
         rule={"steps": {"ssm_out": "columns of values by group"}},
     )
     with pytest.raises(CheckpointError, match="'blk.0.ssm_out.weight' has the wrong shape"):
-        undo.columns({"blk.0.ssm_out.weight": (8, 16)}, (8, 16))
+        undo.columns("blk.0.ssm_out.weight", 16)

@@ -47,11 +47,8 @@ def write_index(
         found = undo.order(shapes, parameters.shapes[name])
         if found is None:
             return None, False, None
-        rows, turned = found
-        columns = undo.columns(shapes, parameters.shapes[name])
+        rows, turned, columns = found
         is_same = np.array_equal(rows, np.arange(len(rows)))
-        if turned and columns is not None:
-            return None, False, None
         return (
             _SAME if is_same else key_of(rows),
             turned,

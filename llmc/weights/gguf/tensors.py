@@ -62,28 +62,23 @@ class Undo:
             names = ", ".join(repr(name) for name, _ in parts)
             raise CheckpointError(f"tensor {names} has the wrong shape: {reason_of(e)}") from e
 
-    def columns(
-        self, parts: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]
-    ) -> NDArray[np.int64] | None:
+    def columns(self, name: str, depth: int) -> NDArray[np.int64] | None:
         """The stored column of each column of a matrix; None if they are in order. CheckpointError
         if their number does not fit."""
-        if len(parts) > 1 or len(shape) != 2:
-            return None
-        [name] = parts
         try:
-            return self.processor.columns(name, shape[1])
+            return self.processor.columns(name, depth)
         except _MISFITS as e:
             raise CheckpointError(f"tensor {name!r} has the wrong shape: {reason_of(e)}") from e
 
     def order(
         self, parts: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]
-    ) -> tuple[NDArray[np.int64], bool] | None:
-        """If only rows, and by `columns`, are reordered: the stored row of each row, and whether it
-        is transposed.
+    ) -> tuple[NDArray[np.int64], bool, NDArray[np.int64] | None] | None:
+        """If only rows and columns are reordered: the stored row of each row, whether it is
+        transposed, and `columns`.
 
         For experts [E, N, K] or [E, K, N] this is the order within one expert, over its
-        concatenated parts; for vectors, the order of their values. None if more than that is done,
-        or if the experts differ.
+        concatenated parts; for vectors, the order of their values. Columns are reordered of a
+        single matrix alone. None if more than that is done, or if the experts differ.
         """
         if any(len(p) != len(shape) for p in parts.values()) or len(shape) > 3:
             return None
@@ -92,16 +87,17 @@ class Undo:
             return None
         rows = {part: p[1] if len(p) == 3 else p[0] for part, p in parts.items()}
         count, start = sum(rows.values()), 0
+        is_matrix = len(parts) == 1 and len(shape) == 2
         probes = []
         first = np.arange(experts, dtype=np.float64)[:, None] * count
         of_columns = np.arange(_PROBED)
         for part, length in rows.items():
             numbers = _PROBED * (first + np.arange(start, start + length))
-            columns = numbers[..., None] + of_columns  # [E, rows, _PROBED]
-            probes.append((part, {1: columns[0, :, 0], 2: columns[0], 3: columns}[len(shape)]))
+            whole = numbers[..., None] + of_columns  # [E, rows, _PROBED]
+            probes.append((part, {1: whole[0, :, 0], 2: whole[0], 3: whole}[len(shape)]))
             start += length
         try:
-            moved = self(probes, only_rows=len(parts) == 1 and len(shape) == 2)
+            moved = self(probes, only_rows=is_matrix)
         except CheckpointError:
             return None
         depths = {p[-1] for p in parts.values()}
@@ -122,7 +118,8 @@ class Undo:
             return None
         if len(shape) > 1 and not np.array_equal(found, numbers[..., None] + of_columns):
             return None
-        return order[0], turned
+        columns = self.columns(next(iter(parts)), shape[1]) if is_matrix else None
+        return None if turned and columns is not None else (order[0], turned, columns)
 
 
 @dataclass(frozen=True, kw_only=True)
