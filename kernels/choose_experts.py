@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from llmc.kernels.registry import Case, op
+
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrt_softplus": lambda logits: F.softplus(logits).sqrt(),
+}
 
 
 def _shape(
@@ -19,20 +26,41 @@ def _shape(
 
 @op(shape=_shape)
 def choose_experts(
-    logits: Tensor, slot_mapping: Tensor | None, count: int, normalized: bool, dtype: torch.dtype
+    logits: Tensor,
+    slot_mapping: Tensor | None,
+    count: int,
+    normalized: bool,
+    dtype: torch.dtype,
+    correction: Tensor | None = None,
+    score: str = "softmax",
+    groups: int = 1,
+    kept_groups: int = 1,
+    sum_eps: float = 0.0,
+    factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """logits [T, E] -> (weight [T, count] in dtype, expert [T, count] int64), highest first.
 
-    The weights are softmax(logits) of the `count` highest logits, divided by their sum if
-    normalized; computed in float32. Padding tokens, whose slot_mapping [T] is negative, get the
-    expert E, which `expert_linear` does not read.
+    The experts are those with the `count` highest values of score(logits) + correction [E], where
+    score is one of SCORES. Only experts of the kept_groups best of `groups` groups of
+    neighbours are chosen; a group's rank is the sum of its two highest values
+    (arXiv:2412.19437, section 2.1.2). The weights are the scores without correction, divided by
+    their sum + sum_eps if normalized, times factor. All is computed in float32. Padding tokens,
+    whose slot_mapping [T] is negative, get the expert E, which `expert_linear` does not read.
     """
-    shares, expert = logits.float().softmax(-1).topk(count)
+    scores = SCORES[score](logits.float())
+    ranked = scores if correction is None else scores + correction.float()
+    if kept_groups < groups:
+        grouped = ranked.unflatten(-1, (groups, -1))
+        best = grouped.topk(2).values.sum(-1).topk(kept_groups).indices
+        is_kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, True)
+        ranked = grouped.masked_fill(~is_kept.unsqueeze(-1), float("-inf")).flatten(1)
+    expert = ranked.topk(count).indices
+    shares = scores.gather(-1, expert)
     if normalized:
-        shares = shares / shares.sum(-1, keepdim=True)
+        shares = shares / (shares.sum(-1, keepdim=True) + sum_eps)
     if slot_mapping is not None:
         expert = expert.masked_fill((slot_mapping < 0)[:, None], logits.shape[1])
-    return shares.to(dtype), expert
+    return (shares * factor).to(dtype), expert
 
 
 @choose_experts.cases
@@ -47,6 +75,21 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         logits = torch.stack([torch.randperm(experts, generator=gen) for _ in range(tokens)]) / 16
         slots = torch.randint(-1, 2, (tokens,), generator=gen).to(device) if padded else None
         yield logits.to(device, dtype), slots, count, normalized, dtype
+    for tokens, experts, count, score, groups, kept, normalized in (
+        (3, 60, 4, "sigmoid", 1, 1, False),
+        (4, 128, 8, "softmax", 1, 1, True),
+        (3, 60, 5, "sqrt_softplus", 1, 1, False),
+        (3, 64, 6, "sqrt_softplus", 1, 1, True),
+        (5, 64, 6, "sigmoid", 8, 4, True),
+        (2, 8, 2, "sigmoid", 4, 1, True),
+        (2, 32, 3, "sigmoid", 2, 1, False),
+    ):
+        order = torch.stack([torch.randperm(experts, generator=gen) for _ in range(tokens)])
+        correction = torch.randperm(experts, generator=gen) / 61  # no sum is that of others
+        yield (
+            (order / 16).to(device, dtype), None, count, normalized, dtype,
+            None if not normalized else correction.to(device), score, groups, kept, 1e-3, 2.5,
+        )  # fmt: skip
 
 
 def _sum_shape(*, rows: Tensor, weight: Tensor, dtype: torch.dtype, **others: object) -> Tensor:

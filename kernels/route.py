@@ -33,15 +33,22 @@ def route(
     count: int,
     normalized: bool,
     dtype: torch.dtype,
+    correction: Tensor | None = None,
+    score: str = "softmax",
+    sum_eps: float = 0.0,
+    factor: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, K], router [E, K], bias [E] -> (y [T, K], weight [T, count], expert [T, count]).
 
     y = rms_norm(x), and the weights (in dtype) and experts (int64) are `choose_experts` of the
-    logits y router^T + bias, which are rounded to x's dtype.
+    logits y router^T + bias, which are rounded to x's dtype, in one group.
     """
     y = rms_norm.reference(x, norm_weight, eps, offset)
     logits = linear.reference(y, router, bias)
-    return (y, *choose_experts.reference(logits, slot_mapping, count, normalized, dtype))
+    chosen = choose_experts.reference(
+        logits, slot_mapping, count, normalized, dtype, correction, score, 1, 1, sum_eps, factor
+    )
+    return (y, *chosen)
 
 
 @route.cases
@@ -66,4 +73,9 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         x, gain, router, bias = given
         yield (
             x, gain, 1e-6, 1.0, router, bias if biased else None, slots, count, padded, dtype
+        )  # fmt: skip
+        correction = (torch.randperm(experts, generator=gen) / 61).to(device)
+        yield (
+            x, gain, 1e-6, 1.0, router, bias if biased else None, slots, count, not padded, dtype,
+            correction if padded else None, "sigmoid", 1e-3, 2.5,
         )  # fmt: skip

@@ -102,9 +102,16 @@ def _take_router(graph: fx.Graph, node: fx.Node) -> None:
     given = arguments(node)
     if not is_call(given.logits, aten.linear.default) or only_user(given.logits) is not node:
         return
+    if given.kept_groups < given.groups:
+        return
     linear = arguments(given.logits)
     normed = through_reshapes(linear.input, aten.flatten.using_ints)
-    early = (linear.weight, linear.bias, given.slot_mapping)  # are there before the norm
+    early = (
+        linear.weight,
+        linear.bias,
+        given.slot_mapping,
+        given.correction,
+    )  # are there before the norm
     if not is_call(normed, rms_norm.overload):
         return
     if any(isinstance(source, fx.Node) and source.op != "placeholder" for source in early):
@@ -124,6 +131,10 @@ def _take_router(graph: fx.Graph, node: fx.Node) -> None:
             count=given.count,
             normalized=given.normalized,
             dtype=given.dtype,
+            correction=given.correction,
+            score=given.score,
+            sum_eps=given.sum_eps,
+            factor=given.factor,
         )
         y, weight, expert = (emit(graph, operator.getitem, made, i) for i in range(3))
         replace_by = reshaped(graph, y, val(normed).shape)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from torch import fx
@@ -24,6 +27,8 @@ from llmc.passes.edit import (
     positional,
     replace,
     same_shape,
+    through,
+    through_reshapes,
     val,
 )
 from llmc.passes.find_attention import SOFTMAX
@@ -32,10 +37,23 @@ from llmc.passes.inputs import StepInput, input_of
 _RESHAPES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Router:
+    """How experts are chosen, as `choose_experts` takes it, and the weights of those chosen."""
+
+    logits: fx.Node
+    weight: fx.Node
+    score: str = "softmax"
+    normalized: bool = False
+    correction: fx.Node | None = None
+    groups: int = 1
+    kept_groups: int = 1
+
+
 @graph_pass()
 def fuse_routers(gm: fx.GraphModule) -> Notes:
-    """Run a router's softmax and top-k in one kernel, and the weighted sum of the experts in one.
-    Padding tokens choose no expert, so no weight is read for them alone.
+    """Run a router's softmax or sigmoid and its top-k in one kernel, and the weighted sum of the
+    experts in one. Padding tokens choose no expert, so no weight is read for them alone.
 
     Not exact: both are computed in float32 and rounded once.
 
@@ -47,75 +65,200 @@ def fuse_routers(gm: fx.GraphModule) -> Notes:
         w, i = llmc.choose_experts(logits, slot_mapping, 8, True, dtype)
         y = llmc.expert_linear(.., aten.reshape(i, [-1]), ..)
         z = llmc.sum_experts(y, w, dtype)
-    and a residual sum after it becomes part of `sum_experts`; a softmax of the top-k's values is
-    replaced in the same way.
+    and a residual sum after it becomes part of `sum_experts`; a softmax or sigmoid of the top-k's
+    values is replaced in the same way.
+
+    Before, with scores to which a correction is added only for the choice, among the best groups:
+        s = aten.sigmoid(logits);  c = aten.add(s, correction)
+        g = aten.sum(aten.topk(aten.view(c, [-1, 8, 32]), 2)[0], [-1])
+        m = aten.scatter(aten.zeros_like(g), 1, aten.topk(g, 4)[1], 1);  m = <m for each expert>
+        i = aten.topk(aten.masked_fill(c, aten.bitwise_not(m), -inf), 8)[1]
+        v = aten.gather(s, 1, i);  w = aten.div(v, aten.add(aten.sum(v, [-1], True), 1e-20))
+        w = aten.mul(w, 2.5)
+    After:
+        w, i = llmc.choose_experts(logits, slot_mapping, 8, True, dtype, correction, "sigmoid", 8,
+                                   4, 1e-20, 2.5)
     """
     left = 0
     for node in calls(gm.graph, aten.topk.default):
         if _is_router(node):
-            left += not _choose(gm.graph, node)
+            found = _find(node)
+            if found is None:
+                left += 1
+            else:
+                _choose(gm.graph, node, found)
     for node in calls(gm.graph, aten.sum.dim_IntList):
         _sum(gm.graph, node)
-    return [f"{left} routers are not a softmax and its highest values"] if left else []
+    return [f"{left} routers are in no form that choose_experts computes"] if left else []
 
 
 def _is_router(topk: fx.Node) -> bool:
-    """Whether the numbers of the highest values do nothing but choose experts."""
+    """Whether the numbers of the highest values do nothing but choose experts and their weights."""
     index = _items(topk).get(1)
-    return index is not None and _only_chooses(index)
+    if index is None:
+        return False
+    chosen = [user for user in index.users if not is_call(user, aten.gather.default)]
+    return bool(chosen) and all(_only_chooses(user, index) for user in chosen)
 
 
-def _only_chooses(index: fx.Node) -> bool:
-    return bool(index.users) and all(
-        (is_call(user, *_RESHAPES) and _only_chooses(user))
-        or (
-            is_call(user, expert_linear.overload, quantized_expert_linear.overload)
-            and arguments(user).expert is index
-        )
-        for user in index.users
-    )
+def _only_chooses(user: fx.Node, index: fx.Node) -> bool:
+    if is_call(user, *_RESHAPES):
+        return bool(user.users) and all(_only_chooses(reader, user) for reader in user.users)
+    is_linear = is_call(user, expert_linear.overload, quantized_expert_linear.overload)
+    return is_linear and arguments(user).expert is index
 
 
 def _items(node: fx.Node) -> dict[int, fx.Node]:
     return {arguments(u).index: u for u in node.users if is_call(u, operator.getitem)}
 
 
-def _choose(graph: fx.Graph, topk: fx.Node) -> bool:
+def _find(topk: fx.Node) -> _Router | None:
     given, items = arguments(topk), _items(topk)
+    if not given.largest or not _is_last(topk, given.dim):
+        return None
     values = items.get(0)
-    if values is None or not given.largest or not _is_last(topk, given.dim):
+    gathers = [user for user in items[1].users if is_call(user, aten.gather.default)]
+    if gathers:
+        return _corrected(given, gathers[0]) if len(gathers) == 1 and values is None else None
+    if values is None:
+        return None
+    before, after = _scored(given.self), only_user(values)
+    if before is not None:
+        return _Router(weight=values, **before)
+    scored = _scored(after)
+    if scored is None or after is None:
+        return None
+    softmax = scored["score"] == "softmax"  # of the chosen alone
+    return _Router(weight=after, **{**scored, "logits": given.self}, normalized=softmax)
+
+
+def _scored(node: Any) -> dict[str, Any] | None:
+    """The logits and the kind of a score for each expert, [T, E]."""
+    if not is_call(node, *SOFTMAX, aten.sigmoid.default, aten.sqrt.default):
+        return None
+    source = node.args[0]
+    kind = "sigmoid"
+    if is_call(node, aten.sqrt.default):
+        if not is_call(source, aten.softplus.default) or len(source.args) > 1:
+            return None
+        kind, source = "sqrt_softplus", source.args[0]
+    elif is_call(node, *SOFTMAX):
+        if not _is_last(node, arguments(node).dim):
+            return None
+        kind = "softmax"
+    logits = source
+    source = through(logits, *CASTS)  # the op itself computes in float32
+    logits = source if val(source).dtype.is_floating_point else logits
+    return {"logits": logits, "score": kind} if val(logits).dim() == 2 else None
+
+
+def _corrected(topk: SimpleNamespace, gather: fx.Node) -> _Router | None:
+    """The weights are scores, gathered where scores with a correction are highest."""
+    given = arguments(gather)
+    scored = _scored(given.self)
+    if scored is None or not _is_last(gather, given.dim):
+        return None
+    found = _grouped(topk.self, topk.k)
+    if found is None:
+        return None
+    ranked, groups, kept_groups = found
+    correction = None
+    if ranked is not given.self:
+        if not is_call(ranked, aten.add.Tensor) or ranked.kwargs:
+            return None
+        addend = next((other for own, other in operands(ranked) if own is given.self), None)
+        experts = [val(given.self).shape[1]]
+        forms = (addend, through_reshapes(addend)) if isinstance(addend, fx.Node) else ()
+        correction = next((form for form in forms if list(val(form).shape) == experts), None)
+        if correction is None:
+            return None
+    return _Router(
+        weight=gather, correction=correction, groups=groups, kept_groups=kept_groups, **scored
+    )
+
+
+def _grouped(ranked: Any, count: int) -> tuple[Any, int, int] | None:
+    """The values, and how many groups there are and are kept, if all others are filled."""
+    if not is_call(ranked, aten.masked_fill.Scalar):
+        return ranked, 1, 1
+    given = arguments(ranked)
+    if not is_call(given.mask, aten.bitwise_not.default, aten.logical_not.default):
+        return None
+    repeated = through(given.mask.args[0], *CASTS, *_RESHAPES)
+    if not is_call(repeated, aten.expand.default):
+        return None
+    single = arguments(repeated).self
+    if not is_call(single, aten.unsqueeze.default) or arguments(single).dim % 3 != 2:
+        return None
+    marks = arguments(single).self
+    if not is_call(marks, aten.scatter.value) or arguments(marks).value != 1:
+        return None
+    best = arguments(arguments(marks).index).source
+    if not is_call(arguments(marks).self, aten.zeros_like.default) or not _is_topk(best):
+        return None
+    total, kept = arguments(best).self, arguments(best).k
+    if not is_call(total, aten.sum.dim_IntList) or list(arguments(total).dim) not in ([-1], [2]):
+        return None
+    highest = arguments(total).self
+    two: Any = arguments(highest).source if is_call(highest, operator.getitem) else None
+    if not _is_topk(two) or arguments(two).k != 2 or arguments(highest).index != 0:
+        return None
+    grouped = arguments(two).self
+    groups, size = val(grouped).shape[1:]
+    if through(grouped, *_RESHAPES) is not given.self or len(val(grouped).shape) != 3:
+        return None
+    if [str(n) for n in val(repeated).shape] != [str(n) for n in val(grouped).shape]:
+        return None
+    if kept == groups:
+        return given.self, 1, 1
+    fits = given.value == -math.inf and count <= kept * size
+    return (given.self, groups, kept) if fits else None
+
+
+def _is_topk(node: Any) -> bool:
+    if not is_call(node, aten.topk.default):
         return False
-    source, after = given.self, only_user(values)
-    if is_call(source, *SOFTMAX) and _is_last(source, arguments(source).dim):
-        if only_user(source) is not topk:
-            return False
-        logits, divided = arguments(source).self, _quotient(values)
-    elif after is not None and is_call(after, *SOFTMAX) and _is_last(after, arguments(after).dim):
-        logits, divided = source, after
-    else:
-        return False
-    if val(logits).dim() != 2:
-        return False
-    weight = divided or values
-    cast = _cast(weight)
-    weight = cast or weight
+    return bool(arguments(node).largest) and _is_last(node, arguments(node).dim)
+
+
+def _choose(graph: fx.Graph, topk: fx.Node, found: _Router) -> None:
+    items = _items(topk)
+    old = [found.weight]
+    quotient = None if found.normalized else _quotient(found.weight)
+    eps, factor = 0.0, 1.0
+    if quotient is not None:
+        old.append(quotient[0])
+        eps = quotient[1]
+    scaled = only_user(old[-1])
+    if scaled is not None and is_call(scaled, aten.mul.Tensor, aten.mul_.Tensor):
+        number = next((b for a, b in operands(scaled) if isinstance(b, int | float)), None)
+        if number is not None:
+            old.append(scaled)
+            factor = float(number)
+    cast = _cast(old[-1])
+    if cast is not None:
+        old.append(cast)
     with graph.inserting_before(topk):
         chosen = emit(
             graph,
             choose_experts.overload,
-            logits=logits,
-            slot_mapping=_slots(graph, logits),
-            count=given.k,
-            normalized=divided is not None,
-            dtype=val(weight).dtype,
+            logits=found.logits,
+            slot_mapping=_slots(graph, found.logits),
+            count=arguments(topk).k,
+            normalized=found.normalized or quotient is not None,
+            dtype=val(old[-1]).dtype,
+            correction=found.correction,
+            score=found.score,
+            groups=found.groups,
+            kept_groups=found.kept_groups,
+            sum_eps=eps,
+            factor=factor,
         )
-        new_weight, new_index = (emit(graph, operator.getitem, chosen, i) for i in (0, 1))
-    weight.replace_all_uses_with(new_weight)
-    items[1].replace_all_uses_with(new_index)
-    for old in (cast, divided):  # dead, but the quotient is often written in place
-        if old is not None and not old.users:
-            graph.erase_node(old)
-    return True
+        weight, index = (emit(graph, operator.getitem, chosen, i) for i in (0, 1))
+    old[-1].replace_all_uses_with(weight)
+    for node in old[:0:-1]:  # dead, but the quotient is often written in place
+        graph.erase_node(node)
+    items[1].replace_all_uses_with(index)
 
 
 def _cast(node: fx.Node) -> fx.Node | None:
@@ -126,17 +269,22 @@ def _cast(node: fx.Node) -> fx.Node | None:
     return user if val(user).dtype.is_floating_point else None
 
 
-def _quotient(values: fx.Node) -> fx.Node | None:
-    """values / values.sum(-1, keepdim=True), if nothing else reads the values."""
+def _quotient(values: fx.Node) -> tuple[fx.Node, float] | None:
+    """values / (values.sum(-1, keepdim=True) + eps), and eps, if nothing else reads the values."""
     users = list(values.users)
     for total, quotient in (users, users[::-1]) if len(users) == 2 else ():
-        if not is_call(total, aten.sum.dim_IntList) or only_user(total) is not quotient:
+        if not is_call(total, aten.sum.dim_IntList):
             continue
-        given = arguments(total)
+        given, divisor = arguments(total), total
+        eps: Any = 0.0
+        added = only_user(total)
+        if added is not None and is_call(added, aten.add.Tensor, aten.add_.Tensor):
+            divisor, eps = added, added.args[1]
         is_sum = given.keepdim and [d % val(values).dim() for d in given.dim] == [1]
         is_quotient = is_call(quotient, aten.div.Tensor, aten.div_.Tensor)
-        if is_sum and is_quotient and tuple(quotient.args) == (values, total):
-            return quotient
+        is_read = only_user(divisor) is quotient and tuple(quotient.args) == (values, divisor)
+        if is_sum and is_quotient and is_read and isinstance(eps, int | float):
+            return quotient, float(eps)
     return None
 
 

@@ -69,8 +69,19 @@ Tensor expert_linear(const Tensor& x, const Tensor& weight, const optional<Tenso
   return y;
 }
 
+Score score_named(const std::string& score) {
+  TORCH_CHECK(score == "softmax" || score == "sigmoid" || score == "sqrt_softplus",
+              "score must be softmax, sigmoid or sqrt_softplus, got ", score);
+  return score == "softmax"   ? Score::softmax
+         : score == "sigmoid" ? Score::sigmoid
+                              : Score::sqrt_softplus;
+}
+
 std::tuple<Tensor, Tensor> choose_experts(const Tensor& given, const optional<Tensor>& slots,
-                                          int64_t count, bool normalized, int32_t dtype) {
+                                          int64_t count, bool normalized, int32_t dtype,
+                                          const optional<Tensor>& correction,
+                                          const std::string& score, int64_t groups,
+                                          int64_t kept_groups, double sum_eps, double factor) {
   TORCH_CHECK(given.dim() == 2 && count > 0 && count <= given.size(1), "logits ", given.sizes(),
               " do not have ", count, " experts to choose");
   Tensor kept;
@@ -78,12 +89,24 @@ std::tuple<Tensor, Tensor> choose_experts(const Tensor& given, const optional<Te
   const int64_t tokens = logits.size(0);
   TORCH_CHECK(!slots || (slots->dim() == 1 && slots->size(0) == tokens && slots->is_contiguous()),
               "slot_mapping must be dense and have a number for each of ", tokens, " tokens");
+  const int64_t experts = logits.size(1);
+  TORCH_CHECK(!correction || (correction->dim() == 1 && correction->size(0) == experts &&
+                              correction->is_contiguous()),
+              "correction must be dense and have a number for each of ", experts, " experts");
+  TORCH_CHECK(0 < kept_groups && kept_groups <= groups && experts % groups == 0 &&
+                  (kept_groups == groups || experts >= 2 * groups) &&
+                  count <= kept_groups * (experts / groups),
+              count, " of ", experts, " experts cannot be chosen from ", kept_groups, " of ",
+              groups, " groups");
   Tensor weight = at::empty({tokens, count}, at::scalar_type_of(dtype));
   Tensor expert = at::empty({tokens, count}, at::kLong);
   kernels->choose_experts({dtype_of(logits), dtype_of(weight, "the result"), logits.data_ptr(),
                            slots ? slots->data_ptr<int64_t>() : nullptr, weight.data_ptr(),
-                           expert.data_ptr<int64_t>(), tokens, logits.size(1), logits.stride(0),
-                           count, normalized, at::num_threads()});
+                           expert.data_ptr<int64_t>(), tokens, experts, logits.stride(0), count,
+                           normalized, score_named(score),
+                           correction ? dtype_of(*correction) : Dtype::f32,
+                           correction ? correction->data_ptr() : nullptr, groups, kept_groups,
+                           float(sum_eps), float(factor), at::num_threads()});
   return {std::move(weight), std::move(expert)};
 }
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 namespace llmc {
@@ -28,28 +29,66 @@ void choose_highest(const float* logits, int64_t n, int64_t count, int64_t* chos
   }
 }
 
-float sum_of_powers(const float* logits, int64_t n, float highest) {
+// Scores of n logits in their place; returns by what they are yet to be divided.
+float to_scores(float* logits, int64_t n, Score score) {
+  if (score != Score::softmax) {
+    each_vector(n, [&](int64_t i, int64_t count) LLMC_LAMBDA {
+      const v16f x = load_up_to(logits + i, count);
+      store_up_to(logits + i, score == Score::sigmoid ? sigmoid_lanes(x) : softplus_lanes(x), count);
+    });
+    if (score == Score::sqrt_softplus)
+      for (int64_t i = 0; i < n; ++i) logits[i] = std::sqrt(logits[i]);
+    return 1;
+  }
+  float highest = logits[0];
+  for (int64_t i = 1; i < n; ++i) highest = is_higher(logits[i], highest) ? logits[i] : highest;
   v16f sum = {};
   each_vector(n, [&](int64_t i, int64_t count) LLMC_LAMBDA {
     v16f power = exp_lanes(load_up_to(logits + i, count) - highest);
     if (count < kLanes) power = select(lane_numbers() < static_cast<float>(count), power, v16f{});
+    store_up_to(logits + i, power, count);
     sum += power;
   });
   return sum_lanes(sum);
 }
 
-void choose_for(const ChooseExpertsArgs& a, int64_t token, float* logits) {
-  widen_row(a.dtype, a.logits, token * a.stride, a.experts, logits);
+// Make values outside of the groups with the highest sums of two values -inf.
+void keep_groups(const ChooseExpertsArgs& a, float* ranked) {
+  constexpr float kLowest = -std::numeric_limits<float>::infinity();
+  const int64_t size = a.experts / a.groups;
+  thread_local std::vector<float> sums, kept;
+  thread_local std::vector<int64_t> best;
+  sums.resize(a.groups), kept.assign(a.experts, kLowest), best.resize(a.kept_groups);
+  for (int64_t g = 0; g < a.groups; ++g) {
+    int64_t two[2];
+    choose_highest(ranked + g * size, size, 2, two);
+    sums[g] = ranked[g * size + two[0]] + ranked[g * size + two[1]];
+  }
+  choose_highest(sums.data(), a.groups, a.kept_groups, best.data());
+  for (const int64_t g : best) std::copy_n(ranked + g * size, size, kept.data() + g * size);
+  std::copy_n(kept.data(), a.experts, ranked);
+}
+
+// ranked: room for a.experts values; correction: null, or as many in float32.
+void choose_for(const ChooseExpertsArgs& a, int64_t token, const float* correction, float* scores,
+                float* ranked) {
+  widen_row(a.dtype, a.logits, token * a.stride, a.experts, scores);
   int64_t* const chosen = a.expert + token * a.count;
-  choose_highest(logits, a.experts, a.count, chosen);
-  const float highest = logits[chosen[0]];
-  float total = a.normalized ? 0 : sum_of_powers(logits, a.experts, highest);
+  // without a correction, logits have the order of their scores, and differ where these are rounded
+  std::copy_n(scores, a.experts, ranked);
+  const float divisor = to_scores(scores, a.experts, a.score);
+  if (correction)
+    for (int64_t i = 0; i < a.experts; ++i) ranked[i] = scores[i] / divisor + correction[i];
+  else if (a.kept_groups < a.groups)
+    for (int64_t i = 0; i < a.experts; ++i) ranked[i] = scores[i] / divisor;
+  if (a.kept_groups < a.groups) keep_groups(a, ranked);
+  choose_highest(ranked, a.experts, a.count, chosen);
+  float total = a.normalized ? a.sum_eps * divisor : divisor;
   if (a.normalized)
-    for (int64_t c = 0; c < a.count; ++c) total += std::exp(logits[chosen[c]] - highest);
+    for (int64_t c = 0; c < a.count; ++c) total += scores[chosen[c]];
   with_type(a.weight_dtype, [&](auto t) {
     auto* const weight = static_cast<decltype(t)*>(a.weight) + token * a.count;
-    for (int64_t c = 0; c < a.count; ++c)
-      assign(weight[c], std::exp(logits[chosen[c]] - highest) / total);
+    for (int64_t c = 0; c < a.count; ++c) assign(weight[c], scores[chosen[c]] / total * a.factor);
   });
   if (a.slots && a.slots[token] < 0) std::fill_n(chosen, a.count, a.experts);
 }
@@ -153,9 +192,14 @@ const T* offset_by(const T* data, int64_t bytes) {
 
 void choose_experts(const ChooseExpertsArgs& a) {
   parallel_rows(a.tokens, a.experts * 8, a.threads, [&](int64_t begin, int64_t end) {
-    thread_local std::vector<float> logits;
-    logits.resize(a.experts + kLanes);  // widen_row writes whole vectors
-    for (int64_t token = begin; token < end; ++token) choose_for(a, token, logits.data());
+    thread_local std::vector<float> scores, ranked, correction;
+    for (auto* room : {&scores, &ranked, &correction})
+      room->resize(a.experts + kLanes);  // widen_row writes whole vectors
+    if (a.correction)
+      widen_row(a.correction_dtype, a.correction, 0, a.experts, correction.data());
+    for (int64_t token = begin; token < end; ++token)
+      choose_for(a, token, a.correction ? correction.data() : nullptr, scores.data(),
+                 ranked.data());
   });
 }
 

@@ -5,6 +5,8 @@
 
 namespace llmc {
 
+enum class Score { softmax, sigmoid, sqrt_softplus };
+
 struct ChooseExpertsArgs {
   Dtype dtype, weight_dtype;  // of logits and of weight
   const void* logits;         // [tokens, experts], rows `stride` apart
@@ -13,6 +15,11 @@ struct ChooseExpertsArgs {
   int64_t* expert;            // [tokens, count] dense
   int64_t tokens, experts, stride, count;
   bool normalized;
+  Score score;
+  Dtype correction_dtype;
+  const void* correction;  // [experts]; may be null
+  int64_t groups, kept_groups;
+  float sum_eps, factor;
   int threads;
 };
 

@@ -156,8 +156,11 @@ def _quantized_linear(
     return fits and _takes(x, bias) and weight.device.type == "cpu" and weight.is_contiguous()
 
 
-def _choose_experts(*, logits: Tensor, dtype: torch.dtype, **others: object) -> bool:
-    return _takes(logits) and dtype in _DTYPES
+def _choose_experts(
+    *, logits: Tensor, dtype: torch.dtype, correction: Tensor | None, **others: object
+) -> bool:
+    dense = correction is None or correction.is_contiguous()
+    return dense and _takes(logits) and _takes(correction) and dtype in _DTYPES
 
 
 def _sum_experts(

@@ -13,50 +13,98 @@ from llmc.kernels.triton.configs import POINTWISE_BLOCK, row_warps
 from llmc.kernels.triton.define import define, on_device, supports_tensors
 from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+from llmc.kernels.triton.state import sigmoid, softplus
 
 _MAX_COUNT = 32  # the kernel's loop over them is unrolled
 
 
 @triton.jit
+def is_in_kept_group(ranked, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr):
+    """Of ranked [ROWS, E], which are in the KEPT_GROUPS groups with the highest sums of two."""
+    minus_inf = float("-inf")
+    ROWS: tl.constexpr = ranked.shape[0]
+    SIZE: tl.constexpr = ranked.shape[1] // GROUPS
+    grouped = tl.reshape(ranked, [ROWS, GROUPS, SIZE])
+    member = tl.arange(0, SIZE)[None, None, :]
+    first = tl.max(grouped, axis=2)
+    at = tl.min(tl.where(grouped == first[:, :, None], member, SIZE), axis=2)
+    both = first + tl.max(tl.where(member == at[:, :, None], minus_inf, grouped), axis=2)
+    group = tl.arange(0, GROUPS)[None, :]
+    left = tl.broadcast_to(group >= 0, both.shape)
+    for _ in tl.static_range(KEPT_GROUPS):
+        top = tl.max(tl.where(left, both, minus_inf), axis=1)[:, None]
+        index = tl.min(tl.where(left & (both == top), group, GROUPS), axis=1)[:, None]
+        left = left & (group != index)
+    is_kept = tl.broadcast_to((left == 0)[:, :, None], [ROWS, GROUPS, SIZE])
+    return tl.reshape(is_kept, ranked.shape)
+
+
+@triton.jit
+def score_of(x, highest, SCORE: tl.constexpr):
+    """The score of logits; that of a softmax is yet to be divided by its sum."""
+    if SCORE == "sigmoid":
+        return sigmoid(x)
+    elif SCORE == "sqrt_softplus":
+        return tl.sqrt_rn(softplus(x))
+    else:
+        return tl.exp(x - highest)
+
+
+@triton.jit
 def store_choices(
-    x, token, known, slots, weight, expert,
+    x, token, known, slots, weight, expert, correction, sum_eps, factor,
     EXPERTS: tl.constexpr, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, NORMALIZED: tl.constexpr,
+    SCORE: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Choose for each known token [ROWS] by its logits x [ROWS, EXPERTS_PAD], float32, which are
-    -inf beyond EXPERTS; those of other tokens are any numbers. Of equal logits the first is
-    chosen."""
+    -inf beyond EXPERTS; those of other tokens are any numbers. Of equal values the first is
+    chosen. If there are GROUPS, they and EXPERTS are powers of two."""
     minus_inf = float("-inf")
     e = tl.arange(0, x.shape[1])[None, :]
     c = tl.arange(0, COUNT_PAD)[None, :]
     highest = tl.max(x, axis=1)[:, None]
     # a NaN among the logits makes every weight NaN, so that it is noticed
-    total = tl.sum(tl.exp(x - highest), axis=1)[:, None]
+    score = score_of(x, highest, SCORE)
+    total = tl.sum(tl.where(e < EXPERTS, score, 0.0), axis=1)[:, None]
+    if SCORE != "softmax":
+        total = 1 + 0 * total
+    BY_SCORE: tl.constexpr = correction is not None or KEPT_GROUPS < GROUPS
+    ranked = score / total if BY_SCORE else x  # logits have the order of their scores
+    if correction is not None:
+        ranked += tl.load(correction + e, mask=e < EXPERTS, other=0.0).to(tl.float32)
     left = tl.broadcast_to(e < EXPERTS, x.shape)
-    best = tl.full([x.shape[0], COUNT_PAD], minus_inf, tl.float32)
+    if KEPT_GROUPS < GROUPS:
+        left = left & is_in_kept_group(ranked, GROUPS, KEPT_GROUPS)
+    best = tl.full([x.shape[0], COUNT_PAD], 0.0, tl.float32)
     chosen = tl.zeros([x.shape[0], COUNT_PAD], tl.int32)
     for i in tl.static_range(COUNT):
-        top = tl.max(tl.where(left, x, minus_inf), axis=1)[:, None]
-        index = tl.min(tl.where(left & (x == top), e, EXPERTS), axis=1)[:, None]
+        top = tl.max(tl.where(left, ranked, minus_inf), axis=1)[:, None]
+        index = tl.min(tl.where(left & (ranked == top), e, EXPERTS), axis=1)[:, None]
+        if BY_SCORE:
+            top = tl.sum(tl.where(e == index, score, 0.0), axis=1)[:, None]
+        else:
+            top = score_of(top, highest, SCORE)
         best = tl.where(c == i, top, best)
         chosen = tl.where(c == i, index, chosen)
         left = left & (e != index)
-    share = tl.exp(best - highest)
     if NORMALIZED:
-        total = tl.sum(share, axis=1)[:, None] + total * 0
+        total = tl.sum(best, axis=1)[:, None] + total * 0 + sum_eps * total
+    share = best / total * factor
     if slots is not None:
         is_padding = tl.load(slots + token, mask=known, other=-1) < 0
         chosen = tl.where(is_padding[:, None], EXPERTS, chosen)
     at = token[:, None] * COUNT + c
     stored = known[:, None] & (c < COUNT)
-    tl.store(weight + at, (share / total).to(weight.dtype.element_ty), mask=stored)
+    tl.store(weight + at, share.to(weight.dtype.element_ty), mask=stored)
     tl.store(expert + at, chosen.to(tl.int64), mask=stored)
 
 
 @triton.jit
 def choose_experts_kernel(
-    logits, slots, weight, expert, logits_row,
+    logits, slots, weight, expert, correction, logits_row, sum_eps, factor,
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr,
-    NORMALIZED: tl.constexpr, PDL: tl.constexpr,
+    NORMALIZED: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
     if PDL:
@@ -66,8 +114,9 @@ def choose_experts_kernel(
     at = logits + token[:, None] * logits_row + e
     x = tl.load(at, mask=e < EXPERTS, other=float("-inf")).to(tl.float32)
     store_choices(
-        x, token, token >= 0, slots, weight, expert, EXPERTS, COUNT, COUNT_PAD, NORMALIZED
-    )
+        x, token, token >= 0, slots, weight, expert, correction, sum_eps, factor,
+        EXPERTS, COUNT, COUNT_PAD, NORMALIZED, SCORE, GROUPS, KEPT_GROUPS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -110,8 +159,10 @@ def sum_experts_kernel(
 
 
 def plan(
-    logits: Tensor, slot_mapping: Tensor | None, count: int, normalized: bool, dtype: torch.dtype
-) -> Plan[tuple[Tensor, Tensor]]:
+    logits: Tensor, slot_mapping: Tensor | None, count: int, normalized: bool, dtype: torch.dtype,
+    correction: Tensor | None = None, score: str = "softmax", groups: int = 1,
+    kept_groups: int = 1, sum_eps: float = 0.0, factor: float = 1.0,
+) -> Plan[tuple[Tensor, Tensor]]:  # fmt: skip
     tokens, experts = logits.shape
     weight = logits.new_empty(tokens, count, dtype=dtype)
     expert = logits.new_empty(tokens, count, dtype=torch.int64)
@@ -121,11 +172,13 @@ def plan(
         grid=(tokens,),
         args={
             "logits": logits, "slots": slot_mapping, "weight": weight, "expert": expert,
-            "logits_row": logits.stride(0),
+            "correction": correction, "logits_row": logits.stride(0), "sum_eps": sum_eps,
+            "factor": factor,
         },
         constants={
             "EXPERTS": experts, "EXPERTS_PAD": power_of_2(experts), "COUNT": count,
-            "COUNT_PAD": power_of_2(count), "NORMALIZED": normalized, "PDL": pdl,
+            "COUNT_PAD": power_of_2(count), "NORMALIZED": normalized,
+            "SCORE": score, "GROUPS": groups, "KEPT_GROUPS": kept_groups, "PDL": pdl,
         },
         num_warps=row_warps(power_of_2(experts)),
         pdl=pdl,
@@ -155,9 +208,14 @@ def plan_sum(
     return Plan(out=out, launches=(launch,))
 
 
-def supports(*, logits: Tensor, slot_mapping: Tensor | None, count: int, **others: object) -> bool:
+def supports(
+    *, logits: Tensor, slot_mapping: Tensor | None, count: int, correction: Tensor | None,
+    groups: int = 1, **others: object,
+) -> bool:  # fmt: skip
     slots = slot_mapping is None or (on_device(slot_mapping) and slot_mapping.is_contiguous())
-    return supports_tensors(logits) and slots and count <= _MAX_COUNT
+    sizes = logits.shape[1], groups
+    whole = groups == 1 or all(n == power_of_2(n) for n in sizes)
+    return supports_tensors(logits, correction) and slots and count <= _MAX_COUNT and whole
 
 
 def supports_sum(weight: Tensor, *others: Tensor | None) -> bool:

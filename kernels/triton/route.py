@@ -55,13 +55,13 @@ def store_normed(
 @triton.jit(do_not_specialize=["rows"])
 def route_kernel(
     x, weight, bias, norm_weight, residual, out, partial, squares, counter, slots, normed, share,
-    expert, rows, x_row, weight_row, residual_row, eps, offset,
+    expert, correction, rows, x_row, weight_row, residual_row, eps, offset, sum_eps, factor,
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
     WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS_PAD: tl.constexpr, COUNT: tl.constexpr,
-    COUNT_PAD: tl.constexpr, NORMALIZED: tl.constexpr, PDL: tl.constexpr,
+    COUNT_PAD: tl.constexpr, NORMALIZED: tl.constexpr, SCORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The arguments are those of `linear_tile` for the logits [rows, N], and of `store_choices`.
     counter: one for each tile of experts and one more. normed [rows, K]: each tile writes CHANNELS
@@ -93,14 +93,16 @@ def route_kernel(
             )  # fmt: skip
             logits = tl.where(known[:, None], logits.to(tl.float32), 0.0)
             store_choices(
-                logits, token, known, slots, share, expert, N, COUNT, COUNT_PAD, NORMALIZED
-            )
+                logits, token, known, slots, share, expert, correction, sum_eps, factor,
+                N, COUNT, COUNT_PAD, NORMALIZED, SCORE, 1, 1,
+            )  # fmt: skip
 
 
 def plan(
     x: Tensor, norm_weight: Tensor | None, eps: float, offset: float, router: Tensor,
     bias: Tensor | None, slot_mapping: Tensor | None, count: int, normalized: bool,
-    dtype: torch.dtype,
+    dtype: torch.dtype, correction: Tensor | None = None, score: str = "softmax",
+    sum_eps: float = 0.0, factor: float = 1.0,
 ) -> Plan[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """For up to FEW_ROWS rows."""
     rows, depth = x.shape
@@ -116,13 +118,15 @@ def plan(
         linear,
         args={
             **linear.args, "counter": counters(x.device, tiles + 1), "slots": slot_mapping,
-            "normed": normed, "share": weight, "expert": expert,
+            "normed": normed, "share": weight, "expert": expert, "correction": correction,
+            "sum_eps": sum_eps, "factor": factor,
         },
         constants={
             **linear.constants, "ROWS": at_once, "CHANNELS": channels,
             "BLOCK": min(power_of_2(channels), _BLOCK_VALUES // at_once),
             "EXPERTS_PAD": power_of_2(router.shape[0]), "COUNT": count,
             "COUNT_PAD": power_of_2(count), "NORMALIZED": normalized,
+            "SCORE": score,
         },
     )  # fmt: skip
     return Plan(out=(normed, weight, expert), launches=(launch,))
@@ -143,23 +147,28 @@ def takes(x: Tensor, router: Tensor, eps: float) -> bool:
 def run(
     x: Tensor, norm_weight: Tensor | None, eps: float, offset: float, router: Tensor,
     bias: Tensor | None, slot_mapping: Tensor | None, count: int, normalized: bool,
-    dtype: torch.dtype,
+    dtype: torch.dtype, correction: Tensor | None = None, score: str = "softmax",
+    sum_eps: float = 0.0, factor: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if takes(x, router, eps):
         return plan(
-            x, norm_weight, eps, offset, router, bias, slot_mapping, count, normalized, dtype
-        ).run()
+            x, norm_weight, eps, offset, router, bias, slot_mapping, count, normalized, dtype,
+            correction, score, sum_eps, factor,
+        ).run()  # fmt: skip
     y = norm.plan(x, norm_weight, eps, offset).run()
     logits = fused_linear.run(y, router, bias, None, None, 0.0, None, None)
-    return (y, *choose_experts.plan(logits, slot_mapping, count, normalized, dtype).run())
+    chosen = choose_experts.plan(
+        logits, slot_mapping, count, normalized, dtype, correction, score, 1, 1, sum_eps, factor
+    )
+    return (y, *chosen.run())
 
 
 def _supports(
     *, x: Tensor, norm_weight: Tensor | None, router: Tensor, bias: Tensor | None,
-    slot_mapping: Tensor | None, count: int, **others: object,
+    slot_mapping: Tensor | None, count: int, correction: Tensor | None, **others: object,
 ) -> bool:  # fmt: skip
     fits = norm.supports(x=x, weight=norm_weight) and choose_experts.supports(
-        logits=x, slot_mapping=slot_mapping, count=count
+        logits=x, slot_mapping=slot_mapping, count=count, correction=correction
     )
     return fits and supports_tensors(router, bias) and same_dtype(x, router, bias)
 

@@ -60,6 +60,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {"intermediate_size": DEEP, **SIZES}),
     "routed": ("qwen3_moe", {**SIZES}),
     "routed, clamped": ("gpt_oss", {}),
+    "routed, corrected": ("glm4_moe", {"n_group": 4, "topk_group": 2, "n_routed_experts": 8}),
     "hybrid": ("qwen3_next", {"mlp_only_layers": [0, 1, 2], **SIZES}),
     "recurrent": ("mamba2", {}),
 }
@@ -117,6 +118,24 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         (
             "11: aten.add_, 3 aten.linear, attention_kernel, choose_experts_kernel, "
             "2 expert_kernel, 2 norm_kernel, sum_experts_kernel"
+        ),
+    ),
+    "routed, corrected": (
+        (
+            "11: attention_kernel, choose_experts_kernel, 2 expert_kernel, 5 few_rows_kernel, "
+            "2 norm_kernel"
+        ),
+        (
+            "11: attention_kernel, choose_experts_kernel, 2 expert_kernel, 5 few_rows_kernel, "
+            "2 norm_kernel"
+        ),
+        (
+            "12: attention_kernel, choose_experts_kernel, 2 expert_kernel, 5 few_rows_kernel, "
+            "2 norm_kernel, sum_experts_kernel"
+        ),
+        (
+            "13: act_mul_kernel, 2 aten.addmm_, 3 aten.linear, attention_kernel, "
+            "choose_experts_kernel, 2 expert_kernel, 2 norm_kernel, sum_experts_kernel"
         ),
     ),
     "hybrid": (

@@ -75,6 +75,22 @@ def test_a_router_whose_logits_are_not_numbers_chooses_experts_that_exist() -> N
     assert expert.tolist() == [[0, 1, 2], [0, 1, 2], [1, 5, 4]] and weight.isnan().all()
 
 
+@pytest.mark.parametrize("experts, groups, kept", [(24, 3, 2), (60, 6, 1), (7, 1, 1), (10, 5, 5)])
+def test_experts_of_the_best_groups_are_chosen(experts: int, groups: int, kept: int) -> None:
+    gen = torch.Generator().manual_seed(0)
+    logits, correction = torch.randn(40, experts, generator=gen), torch.randn(experts)
+    given = (logits, None, 2, True, torch.float32, correction.half(), "sigmoid", groups, kept)
+    weight, expert = torch.ops.llmc_cpu.choose_experts(*given, 0.1, 3.0)
+    ranked = logits.sigmoid() + correction.half().float()
+    for token in range(40):
+        parts = ranked[token].split(experts // groups)
+        order = sorted(range(groups), key=lambda g: -sum(parts[g].sort().values[-2:].tolist()))
+        known = [g * len(parts[0]) + i for g in order[:kept] for i in range(len(parts[0]))]
+        assert expert[token].tolist() == sorted(known, key=lambda e: -ranked[token, e])[:2]
+    scores = logits.sigmoid().gather(1, expert)
+    torch.testing.assert_close(weight, 3 * scores / (scores.sum(1, keepdim=True) + 0.1))
+
+
 def test_bad_arguments_are_refused() -> None:
     x, weight, expert = torch.randn(4, 32), torch.randn(3, 16, 32), torch.zeros(8, dtype=torch.long)
     ops = torch.ops.llmc_cpu
@@ -86,6 +102,11 @@ def test_bad_arguments_are_refused() -> None:
         lambda: run(x, weight, None, expert, True),
         lambda: ops.choose_experts(x, None, 33, True, torch.float32),
         lambda: ops.choose_experts(x, expert, 2, True, torch.float32),
+        lambda: ops.choose_experts(x, None, 2, True, torch.float32, None, "tanh"),
+        lambda: ops.choose_experts(x, None, 2, True, torch.float32, torch.ones(31)),
+        lambda: ops.choose_experts(x, None, 2, True, torch.float32, None, "sigmoid", 5, 2),
+        lambda: ops.choose_experts(x, None, 5, True, torch.float32, None, "sigmoid", 8, 1),
+        lambda: ops.choose_experts(x, None, 1, True, torch.float32, None, "sigmoid", 32, 1),
         lambda: ops.sum_experts(x, torch.ones(3, 2), torch.float32),
         lambda: ops.sum_experts(x, torch.ones(2, 2), torch.float32, x),
     ):

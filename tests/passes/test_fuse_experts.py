@@ -203,10 +203,40 @@ def test_a_router_takes_the_norm_and_the_choice() -> None:
     assert_idempotent(gm, fuse_experts())
 
 
+def corrected(logits: Tensor, slots: Tensor, correction: Tensor, *groups: int) -> list[Tensor]:
+    given = (logits, slots, CHOICES, True, torch.float32, correction, "sigmoid", *groups)
+    return list(choose_experts.overload(*given, 1e-3, 2.5))
+
+
+def test_a_router_takes_a_corrected_choice() -> None:
+    def run(
+        x: Tensor, slot_mapping: Tensor, gain: Tensor, router: Tensor, bias: Tensor
+    ) -> list[Tensor]:
+        normed = rms_norm.overload(x, gain, 1e-6, 1.0).view(-1, WIDTH)
+        return corrected(F.linear(normed, router), slot_mapping, bias, 1, 1)
+
+    given = {name: arg for name, arg in ROUTED.items() if name != "shared"}
+    gm = trace(run, **given)
+    fused, _ = apply(gm, fuse_experts())
+    assert ops(fused)[ROUTE] == 1 and "aten.linear.default" not in ops(fused)
+    assert_same(fused, gm, Values.of(**given))
+
+
 OTHERS: dict[str, Callable[..., list[Tensor]]] = {
     "logits that are read elsewhere": lambda x, slots, gain, router: [
         logits := F.linear(rms_norm.overload(x, gain, 1e-6, 0.0).view(-1, WIDTH), router),
         *choose(logits, slots),
+    ],
+    "experts in groups": lambda x, slots, gain, router: corrected(
+        F.linear(rms_norm.overload(x, gain, 1e-6, 0.0).view(-1, WIDTH), router),
+        slots,
+        router[:, 0],
+        2,
+        1,
+    ),
+    "a correction computed after the norm": lambda x, slots, gain, router: [
+        normed := rms_norm.overload(x, gain, 1e-6, 0.0).view(-1, WIDTH),
+        *corrected(F.linear(normed, router), slots, router[:, 0] * normed[0, 0], 1, 1),
     ],
     "no norm": lambda x, slots, gain, router: list(choose(F.linear(x[0] * gain, router), slots)),
     "a weight computed after the norm": lambda x, slots, gain, router: [

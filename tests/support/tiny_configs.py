@@ -126,5 +126,8 @@ def save_random(config: Any, path: Path, *, seed: int = 0) -> Path:
                 parameter.copy_(0.15 * noise)
             else:  # norms, biases, sinks, decays: near the class's initial values
                 parameter.add_(0.1 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("bias", "biases")):  # of routers, for the choice of experts
+                buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(path)
     return path

@@ -415,10 +415,13 @@ def gated_rows(rows: int, depth: int, group: int, *, first: bool) -> Plan[Tensor
     )  # fmt: skip
 
 
-def router(rows: int, experts: int, *, bias: bool = False) -> Plan[Any]:
+def router(
+    rows: int, experts: int, *, bias: bool = False, correction: Tensor | None = None
+) -> Plan[Any]:
     return route.plan(
         meta(rows, 2048), meta(2048), 1e-6, 0.0, meta(experts, 2048),
-        meta(experts) if bias else None, longs(rows), 8, True, BF16,
+        meta(experts) if bias else None, longs(rows), 8, True, BF16, correction,
+        "softmax" if correction is None else "sigmoid",
     )  # fmt: skip
 
 
@@ -659,6 +662,13 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "sum_expert_linear row": lambda: experts(8, bias=True, sums=summed(1)),
     "sum_expert_linear few": lambda: experts(64, transposed=True, sums=summed(8)),
     "choose_experts": lambda: choose_experts.plan(meta(64, 128), longs(64), 8, True, BF16),
+    "choose_experts of groups": lambda: choose_experts.plan(
+        meta(64, 256), longs(64), 8, True, BF16, floats(256), "sigmoid", 8, 4, 1e-20, 2.5
+    ),
+    "choose_experts by roots": lambda: choose_experts.plan(
+        meta(64, 256), longs(64), 6, True, BF16, floats(256), "sqrt_softplus", 1, 1, 1e-20, 1.5
+    ),
+    "route corrected": lambda: router(8, 256, correction=floats(256)),
     "route row": lambda: router(1, 128),
     "route few": lambda: router(8, 128),
     "route few of many experts": lambda: router(8, 512, bias=True),
