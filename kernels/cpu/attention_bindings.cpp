@@ -125,6 +125,65 @@ Tensor rope_write(const Tensor& query, const Tensor& key, const Tensor& value,
   return out;
 }
 
+Tensor rope_write_latent(const Tensor& query, const Tensor& latent, const Tensor& shared,
+                         const optional<Tensor>& latent_norm, double eps, double norm_offset,
+                         const Tensor& cos_table, const Tensor& sin_table, const Tensor& positions,
+                         bool interleaved, const Tensor& key_cache, const Tensor& slot_mapping,
+                         const optional<Tensor>& k_scale) {
+  const auto dtype = latent.scalar_type();
+  check(query, "query", dtype, 3);
+  check(latent, "latent", dtype, 2);
+  check(shared, "shared", dtype, 2);
+  check(cos_table, "cos_table", at::kFloat, 2);
+  check(sin_table, "sin_table", at::kFloat, 2);
+  check(positions, "positions", at::kLong, 1);
+  check(key_cache, "key_cache", key_cache.scalar_type(), 4);
+  check(slot_mapping, "slot_mapping", at::kLong, 1);
+  const int64_t tokens = query.size(0), width = shared.size(1), rank = latent.size(1);
+  TORCH_CHECK(latent.size(0) == tokens && shared.size(0) == tokens &&
+                  positions.size(0) == tokens && slot_mapping.size(0) == tokens &&
+                  cos_table.sizes() == sin_table.sizes() && cos_table.size(1) == width &&
+                  width % 2 == 0 && width <= query.size(2) && key_cache.size(1) == 1 &&
+                  key_cache.size(3) == rank + width,
+              "query ", query.sizes(), ", latent ", latent.sizes(), ", shared ", shared.sizes(),
+              ", cos_table ", cos_table.sizes(), " and key_cache ", key_cache.sizes(),
+              " do not fit together");
+  LatentWriteArgs a{};
+  a.write.dtype = dtype_of(latent);
+  a.write.cache = cache_dtype_of(key_cache, latent);
+  a.write.scales = scales_of(k_scale, k_scale, key_cache);
+  a.write.key_cache = key_cache.data_ptr();
+  a.write.slots = slot_mapping.data_ptr<int64_t>();
+  a.write.tokens = tokens;
+  a.write.kv_heads = 1;
+  a.write.head_dim = rank + width;
+  a.write.block_size = block_tokens(key_cache, "key_cache");
+  copy_strides(key_cache, a.write.key_cache_stride, 3);
+  a.write.threads = at::num_threads();
+  Tensor out = at::empty(query.sizes(), dtype);
+  a.query = query.data_ptr();
+  a.latent = latent.data_ptr();
+  a.shared = shared.data_ptr();
+  a.norm = vector_or_null(latent_norm, "latent_norm", latent, rank);
+  a.out = out.data_ptr();
+  a.cos = cos_table.data_ptr<float>();
+  a.sin = sin_table.data_ptr<float>();
+  a.cos_stride = cos_table.stride(0);
+  a.sin_stride = sin_table.stride(0);
+  a.positions = positions.data_ptr<int64_t>();
+  a.heads = query.size(1);
+  a.dim = query.size(2);
+  a.rotary_dim = width;
+  copy_strides(query, a.query_stride, 2);
+  a.latent_stride = latent.stride(0);
+  a.shared_stride = shared.stride(0);
+  a.eps = float(eps);
+  a.norm_offset = float(norm_offset);
+  a.interleaved = interleaved;
+  kernels->rope_write_latent(a);
+  return out;
+}
+
 // One float per head (or per token and head, if `tokens` is given), stored in `kept` unless the
 // tensor already has this form; null if there is no `t`.
 const float* to_floats(const optional<Tensor>& t, const char* name, int64_t heads,
@@ -325,6 +384,7 @@ Tensor choose_blocks(const Tensor& query, const Tensor& key, const Tensor& key_c
 const at::Ops kOps = {
     {"write_kv", &at::boxed<&write_kv>},
     {"rope_write", &at::boxed<&rope_write>},
+    {"rope_write_latent", &at::boxed<&rope_write_latent>},
     {"paged_attention", &at::boxed<&paged_attention>},
     {"choose_keys", &at::boxed<&choose_keys>},
     {"choose_blocks", &at::boxed<&choose_blocks>},

@@ -1,4 +1,4 @@
-// write_kv and rope_write: they write a step's keys and values to the paged cache.
+// write_kv, rope_write and rope_write_latent: they write a step's keys and values to the paged cache.
 #include "cached.h"
 #include "hadamard.h"
 #include "kernels.h"
@@ -131,12 +131,10 @@ void write_rows(const WriteArgs& w, const Cache& cache) {
   });
 }
 
-// Normalizes and rotates one head to `y`, with `x` as scratch: float rows of at least `dim` + 16.
+// A row of `dim` values in float, normalized if there is a norm; x has room for kLanes more.
 template <class T>
-[[gnu::noinline]] void turn_head(const RopeArgs& a, const T* in, const void* norm,
-                                 const float* cos, const float* sin, float* __restrict__ x,
-                                 float* __restrict__ y) {
-  const int64_t dim = a.write.head_dim, width = a.rotary_dim, half = width / 2;
+void widen_normed(const T* in, int64_t dim, const void* norm, float eps, float offset,
+                  float* __restrict__ x) {
   int64_t i = 0;
   v16f squares = {};
   for (; i + kLanes <= dim; i += kLanes) {
@@ -151,12 +149,18 @@ template <class T>
   }
   if (norm != nullptr) {
     const T* weight = static_cast<const T*>(norm);
-    const float factor = 1.0f / std::sqrt(sum_lanes(squares) / float(dim) + a.eps);
+    const float factor = 1.0f / std::sqrt(sum_lanes(squares) / float(dim) + eps);
     for (i = 0; i + kLanes <= dim; i += kLanes)
-      store(x + i, load(x + i) * factor * (load(weight + i) + a.norm_offset));
-    for (; i < dim; ++i) x[i] = x[i] * factor * (to_float(weight[i]) + a.norm_offset);
+      store(x + i, load(x + i) * factor * (load(weight + i) + offset));
+    for (; i < dim; ++i) x[i] = x[i] * factor * (to_float(weight[i]) + offset);
   }
-  if (a.interleaved) {
+}
+
+void rotate(const float* __restrict__ x, int64_t width, bool interleaved, const float* cos,
+            const float* sin, float* __restrict__ y) {
+  const int64_t half = width / 2;
+  int64_t i;
+  if (interleaved) {
     for (i = 0; i < half; ++i) {
       y[2 * i] = x[2 * i] * cos[2 * i] - x[2 * i + 1] * sin[2 * i];
       y[2 * i + 1] = x[2 * i + 1] * cos[2 * i + 1] + x[2 * i] * sin[2 * i + 1];
@@ -165,7 +169,17 @@ template <class T>
     for (i = 0; i < half; ++i) y[i] = x[i] * cos[i] - x[half + i] * sin[i];
     for (i = half; i < width; ++i) y[i] = x[i] * cos[i] + x[i - half] * sin[i];
   }
-  for (i = width; i < dim; ++i) y[i] = x[i];
+}
+
+// Normalizes and rotates one head to `y`, with `x` as scratch: float rows of at least `dim` + 16.
+template <class T>
+[[gnu::noinline]] void turn_head(const RopeArgs& a, const T* in, const void* norm,
+                                 const float* cos, const float* sin, float* __restrict__ x,
+                                 float* __restrict__ y) {
+  const int64_t dim = a.write.head_dim;
+  widen_normed(in, dim, norm, a.eps, a.norm_offset, x);
+  rotate(x, a.rotary_dim, a.interleaved, cos, sin, y);
+  for (int64_t i = a.rotary_dim; i < dim; ++i) y[i] = x[i];
 }
 
 // Asks for the lines of a token's keys and values, whose addresses no hardware predicts.
@@ -216,6 +230,39 @@ void rope_rows(const RopeArgs& a, const Cache& cache) {
   });
 }
 
+template <class T, class Cache>
+void latent_rows(const LatentWriteArgs& a, const Cache& cache) {
+  using E = typename Cache::Element;
+  const WriteArgs& w = a.write;
+  const int64_t width = a.rotary_dim, plain = a.dim - width, rank = w.head_dim - width;
+  const int64_t cost = a.heads * (a.dim + 4 * width) + 2 * w.head_dim;
+  parallel_rows(w.tokens, cost, w.threads, [&](int64_t begin, int64_t end) {
+    std::vector<float> scratch(w.head_dim + 2 * (width + kLanes) + kLanes);
+    float *x = scratch.data(), *y = x + width + kLanes, *row = y + width + kLanes;
+    for (int64_t t = begin; t < end; ++t) {
+      const float* cos = a.cos + a.positions[t] * a.cos_stride;
+      const float* sin = a.sin + a.positions[t] * a.sin_stride;
+      const T* query = static_cast<const T*>(a.query) + t * a.query_stride[0];
+      T* out = static_cast<T*>(a.out) + t * a.heads * a.dim;
+      for (int64_t h = 0; h < a.heads; ++h) {
+        const T* head = query + h * a.query_stride[1];
+        std::memcpy(out + h * a.dim, head, plain * sizeof(T));
+        widen_normed(head + plain, width, nullptr, 0, 0, x);
+        rotate(x, width, a.interleaved, cos, sin, y);
+        PlainCache<T>::copy(y, width, out + h * a.dim + plain);
+      }
+      const int64_t slot = w.slots[t];
+      if (slot < 0) continue;
+      widen_normed(static_cast<const T*>(a.latent) + t * a.latent_stride, rank, a.norm, a.eps,
+                   a.norm_offset, row);
+      widen_normed(static_cast<const T*>(a.shared) + t * a.shared_stride, width, nullptr, 0, 0, x);
+      rotate(x, width, a.interleaved, cos, sin, row + rank);
+      cache.key(row, w.head_dim, w.scales.key_of(0),
+                slot_of<E>(w.key_cache, w.key_cache_stride, w.block_size, slot, 0));
+    }
+  });
+}
+
 // Calls run(cache) with the class for the cache's type.
 template <class T, class Run>
 void with_cache(const WriteArgs& w, const Run& run) {
@@ -242,6 +289,13 @@ void rope_write(const RopeArgs& a) {
   with_type(a.write.dtype, [&](auto t) {
     using T = decltype(t);
     with_cache<T>(a.write, [&](const auto& cache) { rope_rows<T>(a, cache); });
+  });
+}
+
+void rope_write_latent(const LatentWriteArgs& a) {
+  with_type(a.write.dtype, [&](auto t) {
+    using T = decltype(t);
+    with_cache<T>(a.write, [&](const auto& cache) { latent_rows<T>(a, cache); });
   });
 }
 

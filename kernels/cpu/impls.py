@@ -39,6 +39,7 @@ from llmc.kernels.record_tokens import record_tokens
 from llmc.kernels.registry import Fn, Impl, Op
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.kernels.rope_write import rope_write
+from llmc.kernels.rope_write_latent import rope_write_latent
 from llmc.kernels.sample import sample
 from llmc.kernels.sample_rows import sample_rows
 from llmc.kernels.selective_scan import selective_scan
@@ -86,6 +87,17 @@ def _rope_write(*, cos_table: Tensor, sin_table: Tensor, **others: Any) -> bool:
     return (
         _takes(*(others[name] for name in ("query", "key", "value", "query_norm", "key_norm")))
         and caches_fit(others["query"], *(others[name] for name in names))
+        and cos_table.dtype == sin_table.dtype == torch.float32
+        and cos_table.stride(-1) == sin_table.stride(-1) == 1
+    )
+
+
+def _rope_write_latent(*, cos_table: Tensor, sin_table: Tensor, **others: Any) -> bool:
+    cache, k_scale = others["key_cache"], others["k_scale"]
+    return (
+        _takes(*(others[name] for name in ("query", "latent", "shared", "latent_norm")))
+        and cache.dtype != torch.int8
+        and caches_fit(others["query"], cache, cache, k_scale, k_scale)
         and cos_table.dtype == sin_table.dtype == torch.float32
         and cos_table.stride(-1) == sin_table.stride(-1) == 1
     )
@@ -233,6 +245,7 @@ _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (gated_rms_norm, _gated_rms_norm),
     (write_kv, _write_kv),
     (rope_write, _rope_write),
+    (rope_write_latent, _rope_write_latent),
     (paged_attention, _paged_attention),
     (latent_attention, _latent_attention),
     (choose_keys, _choose_keys),

@@ -123,6 +123,20 @@ struct RopeArgs {
   bool interleaved;
 };
 
+struct LatentWriteArgs {
+  WriteArgs write;           // of one key: `latent`, then `shared`; it has no value
+  const void *query, *norm;  // the norm of the latent may be null
+  const void *latent, *shared;  // [T, head_dim - rotary_dim], [T, rotary_dim]
+  void* out;                    // [T, heads, dim] dense
+  const float *cos, *sin;
+  int64_t cos_stride, sin_stride;
+  const int64_t* positions;
+  int64_t heads, dim, rotary_dim;  // the last channels of a query are rotated
+  int64_t query_stride[2], latent_stride, shared_stride;
+  float eps, norm_offset;
+  bool interleaved;
+};
+
 struct ByHead {  // rows of numbers per token and head; data may be null
   const void* data;
   Dtype dtype;        // not FP8
@@ -243,6 +257,7 @@ void add_to(const AddArgs&);  // out += x
 void round_to_fp8(const RoundArgs&);  // x as e4m3 would hold it, in its own dtype
 void copy_rows(const CopyArgs&);
 void write_kv(const WriteArgs&);
+void rope_write_latent(const LatentWriteArgs&);
 void rope_write(const RopeArgs&);
 void paged_attention(const AttentionArgs&);
 void choose_keys(const ChooseArgs&);

@@ -35,6 +35,7 @@ _WORDS: dict[str, Words] = {
     "choose_keys": ("attention", "choose the cached tokens to attend to (sparse indexer)"),
     "choose_blocks": ("attention", "choose blocks of cached tokens to attend to (sparse indexer)"),
     "write_kv": ("cache", "write keys and values to the cache"),
+    "rope_write_latent": ("cache", "rotate queries and the shared key, and write the latent cache"),
     "rope_write": ("cache", "rotate queries and keys by position, and write the cache"),
     "rope_attention": ("attention", "rotate by position, write the cache, and attend to it"),
     "causal_conv": ("recurrent", "mix each token with the few before it (short convolution)"),

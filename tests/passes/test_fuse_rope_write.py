@@ -9,8 +9,10 @@ from tiny_layer import (
     BLOCK_SIZE,
     INPUTS,
     POSITIONS,
+    complex_product,
     half_turn,
     layer,
+    moved_neighbours,
     neighbours,
     paged_values,
     partial,
@@ -38,7 +40,18 @@ def before(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("rotary", [half_turn, partial, two_halves, neighbours, partial_neighbours])
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        half_turn,
+        partial,
+        two_halves,
+        neighbours,
+        partial_neighbours,
+        moved_neighbours,
+        complex_product,
+    ],
+)
 def test_rewrites(rotary: object, normed: bool) -> None:
     is_partial = rotary in (partial, partial_neighbours)
     plain = layer(rotary, normed=normed, width=4 if is_partial else 8)
@@ -47,6 +60,7 @@ def test_rewrites(rotary: object, normed: bool) -> None:
     assert report.added == {"llmc.rope_write.default": 1}
     assert report.removed["llmc.write_kv.default"] == 1
     assert report.removed.get("llmc.rms_norm.default", 0) == (2 if normed else 0)
+    assert not {"aten.polar.default", "aten.view_as_complex.default"} & set(ops(fused))
     assert not {"aten.mul.Tensor", "aten.cat.default", "llmc.rms_norm.default"} & set(ops(fused))
     want = run(plain, Values.of(**INPUTS))
     torch.testing.assert_close(run(fused, paged_values()), want, rtol=1e-5, atol=1e-5)

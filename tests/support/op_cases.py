@@ -45,6 +45,7 @@ from llmc.kernels import (  # noqa: F401
     rms_norm,
     rope_attention,
     rope_write,
+    rope_write_latent,
     route,
     running_max,
     sample,

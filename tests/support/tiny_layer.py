@@ -66,13 +66,34 @@ def two_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
 
 
+def moved_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotated neighbours; the first ones of all pairs come before the second ones."""
+    first, second = x[..., ::2], x[..., 1::2]
+    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+
+
+def complex_product(x: Tensor, turns: Tensor, unused: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turns.unsqueeze(1)).flatten(3).to(x.dtype)
+
+
+def rows_of(positions: Tensor, inv_freq: Tensor, rotary: object) -> tuple[Tensor, Tensor]:
+    """The two arguments of a rotary function besides x."""
+    freqs = positions.unsqueeze(0).unsqueeze(-1).float() * inv_freq
+    if rotary is complex_product:
+        return torch.polar(torch.ones_like(freqs), freqs), freqs
+    halved = rotary in (two_halves, moved_neighbours)
+    angles = freqs if halved else torch.cat((freqs, freqs), dim=-1)
+    return angles.cos() * 1.5, angles.sin() * 1.5
+
+
 def norm(x: Tensor, w: Tensor) -> Tensor:
     return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
 
 
 def layer(rotary: object = half_turn, *, normed: bool = False, width: int = DIM) -> fx.GraphModule:
     """positions, tokens -> [1, T, H * D], with `width` channels of q and k rotated by `rotary`."""
-    halved = rotary is two_halves
 
     def forward(
         token_ids: Tensor,
@@ -94,9 +115,7 @@ def layer(rotary: object = half_turn, *, normed: bool = False, width: int = DIM)
         if normed:
             q, k = norm(q, q_norm), norm(k, k_norm)
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-        freqs = positions.unsqueeze(0).unsqueeze(-1).float() * inv_freq[: width // 2]
-        angles = freqs if halved else torch.cat((freqs, freqs), dim=-1)
-        cos, sin = angles.cos() * 1.5, angles.sin() * 1.5
+        cos, sin = rows_of(positions, inv_freq[: width // 2], rotary)
         q, k = rotary(q, cos, sin), rotary(k, cos, sin)  # type: ignore[operator]
         out = attention.overload(q, k, v, key_cache, value_cache, DIM**-0.5, 3, 0, 0.0, None, None)
         return out.flatten(2)

@@ -43,6 +43,7 @@ from llmc.kernels.triton import (
     quantized_linear,
     rope_attention,
     rope_write,
+    rope_write_latent,
     route,
     sample,
     sample_rows,
@@ -181,6 +182,15 @@ def rope(*, interleaved: bool, normed: bool, cache: torch.dtype = BF16) -> Plan[
         interleaved,
         *caches(64, cache),
     )
+
+
+def latent_rope(tokens: int, *, interleaved: bool, cache: torch.dtype = BF16) -> Plan[Tensor]:
+    """128 heads of 128 + 64 channels; the latent of 512 and the shared part are one projection."""
+    latent, shared, _ = meta(tokens, 2112).split([512, 64, 1536], dim=-1)
+    return rope_write_latent.plan(
+        meta(tokens, 128, 192), latent, shared, meta(512), 1e-6, 0.0, floats(4096, 64),
+        floats(4096, 64), longs(tokens), interleaved, blocks(1, 16, 576, cache), longs(tokens),
+    )  # fmt: skip
 
 
 def rope_decode(
@@ -601,6 +611,9 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "write_kv fp8_e5m2": lambda: write_kv.plan(
         meta(64, 8, 128), meta(64, 8, 128), *caches(64, FP8[1]), floats(8), floats(1)
     ),
+    "rope_write_latent": lambda: latent_rope(64, interleaved=False),
+    "rope_write_latent interleaved": lambda: latent_rope(64, interleaved=True),
+    "rope_write_latent fp8_e4m3": lambda: latent_rope(64, interleaved=True, cache=FP8[0]),
     "rope_write int8": lambda: rope(interleaved=False, normed=True, cache=torch.int8),
     "rope_write fp8_e4m3": lambda: rope(interleaved=False, normed=True, cache=FP8[0]),
     "attention latent decode": lambda: latent(64, 64),
@@ -819,6 +832,7 @@ SIZED: dict[str, Callable[[int], Plan[Any]]] = {
     "product of fp8": lambda n: codes_product(128, rows=n),
     "write_kv": lambda n: write_kv.plan(*_packed(n)[1:], *caches(n)),
     "rope_write": _rope_of,
+    "rope_write_latent": lambda n: latent_rope(n, interleaved=True),
     "sample": _sample_of,
     "sample_rows": whole_sampler,
     "token_logprobs": lambda n: token_logprobs.plan(floats(4, VOCAB), longs(4), n),
