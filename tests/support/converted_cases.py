@@ -358,11 +358,22 @@ CASES = {
             name: value.squeeze(1) if "conv.conv.weight" in name else value
         },
     ),
+    "some layers attend, dense": Case(
+        architecture="lfm2", name="lfm2",
+        fields={
+            **SIZES, "layer_types": ["conv", "full_attention"], "norm_eps": 0.05,
+            "block_auto_adjust_ff_dim": False,
+        },
+        metadata={"attention.head_count_kv": [0, 2]},
+        change=lambda name, value, _: {
+            name: value.squeeze(1) if "conv.conv.weight" in name else value
+        },
+    ),
     "some layers attend, no bias of experts": Case(
         architecture="lfm2moe", name="lfm2_moe",
         fields={
             **SIZES, **MOE, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1,
-            "use_expert_bias": False,
+            "use_expert_bias": False, "norm_eps": 0.05,
         },
         metadata={"attention.head_count_kv": [0, 2]},
         change=lambda name, value, _: {

@@ -29,7 +29,7 @@ KEYS = {
     "feed_forward_length": ("intermediate_size",),
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
-    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "layer_norm_epsilon"),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "layer_norm_epsilon", "norm_eps"),
     "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon"),
     "attention.key_length": ("head_dim",),
     "attention.sliding_window": ("sliding_window",),
