@@ -65,8 +65,8 @@ def fuse_routers(gm: fx.GraphModule) -> Notes:
         w, i = llmc.choose_experts(logits, slot_mapping, 8, True, dtype)
         y = llmc.expert_linear(.., aten.reshape(i, [-1]), ..)
         z = llmc.sum_experts(y, w, dtype)
-    and a residual sum after it becomes part of `sum_experts`; a softmax or sigmoid of the top-k's
-    values is replaced in the same way.
+    and a residual sum after it becomes part of `sum_experts`, also if what shared experts add comes
+    between them; a softmax or sigmoid of the top-k's values is replaced in the same way.
 
     Before, with scores to which a correction is added only for the choice, among the best groups:
         s = aten.sigmoid(logits);  c = aten.add(s, correction)
@@ -327,22 +327,33 @@ def _sum(graph: fx.Graph, total: fx.Node) -> None:
 
 
 def _add_residual(graph: fx.Graph, made: fx.Node) -> None:
-    """Leave a plain norm of the sum, for the next linear to absorb (fuse_linears)."""
+    """Leave a plain norm of the sum, for the next linear to absorb (fuse_linears). What shared
+    experts add is added to the new sum, perhaps by their last linear."""
     shaped = only_user(made)
-    both = only_user(shaped) if shaped is not None and is_call(shaped, *_RESHAPES) else None
-    if shaped is None or both is None or not is_call(both, add_rms_norm.overload):
+    if shaped is None or not is_call(shaped, *_RESHAPES):
+        return
+    both, mixed, shared = only_user(shaped), shaped, None
+    if both is not None and is_call(both, aten.add.Tensor) and not both.kwargs:
+        shared = next((other for sum_, other in operands(both) if sum_ is shaped), None)
+        if not isinstance(shared, fx.Node) or not same_shape(shaped, shared):
+            return
+        both, mixed = only_user(both), both
+    if both is None or not is_call(both, add_rms_norm.overload):
         return
     given, items = arguments(both), _items(both)
-    residual = next((other for sum_, other in operands(both) if sum_ is shaped), None)
+    residual = next((other for sum_, other in operands(both) if sum_ is mixed), None)
     if residual is None or not same_shape(shaped, residual) or len(items) != len(both.users):
         return
     sizes = shaped.args[1] if len(shaped.args) > 1 else None
-    if val(made).dtype != val(residual).dtype or not isinstance(sizes, list | tuple):
+    dtypes = {val(part).dtype for part in (made, mixed, residual)}
+    if len(dtypes) > 1 or not isinstance(sizes, list | tuple):
         return
     with graph.inserting_before(both):
         flat = emit(graph, aten.reshape.default, residual, [-1, val(made).shape[1]])
         total = emit(graph, sum_experts.overload, *positional(made)[:3], flat)
         whole = emit(graph, aten.view.default, total, list(sizes))
+        if shared is not None:
+            whole = emit(graph, aten.add.Tensor, shared, whole)
         normed = emit(graph, rms_norm.overload, whole, given.weight, given.eps, given.offset)
     for index, value in ((0, normed), (1, whole)):
         if index in items:

@@ -167,6 +167,24 @@ def test_the_residual_sum_joins_the_sum_of_experts() -> None:
     assert "llmc.add_rms_norm.default" not in made
 
 
+def test_the_residual_sum_joins_it_also_past_a_shared_expert() -> None:
+    def block(
+        x: Tensor, slot_mapping: Tensor, router: Tensor, experts: Tensor, correction: Tensor
+    ) -> list[Tensor]:
+        y = routed(plain)(x, slot_mapping, router, experts, correction).reshape(1, -1, WIDTH)
+        y = y + functional.linear(x, experts[0]).unsqueeze(0)
+        return list(add_rms_norm.overload(x.unsqueeze(0), y, None, 1e-6, 0.0))
+
+    inputs = {**INPUTS, "slot_mapping": step(torch.arange(TOKENS))}
+    gm = trace(block, **inputs)
+    fused, _ = apply(gm, fuse_routers())
+    assert_same(fused, gm, Values.of(**inputs))
+    made = ops(fused)
+    assert made["llmc.rms_norm.default"] == 1 and "llmc.add_rms_norm.default" not in made
+    [total] = [n for n in fused.graph.nodes if "sum_experts" in str(n.target)]
+    assert len(total.args) == 4  # with a residual
+
+
 def test_padding_chooses_no_expert() -> None:
     fused, _ = apply(trace(known(routed(normalized)), **INPUTS), fuse_routers())
     [chosen] = [n for n in fused.graph.nodes if "choose_experts" in str(n.target)]
