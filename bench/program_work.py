@@ -22,6 +22,7 @@ from llmc.config import EngineConfig
 from llmc.inspect.inspect import inspect_model
 from llmc.kernels.expert_linear import expert_linear, sort_experts
 from llmc.kernels.fused_linear import add_linear, fused_linear
+from llmc.kernels.latent_attention import latent_attention
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.quantized_expert_linear import quantized_expert_linear
 from llmc.kernels.quantized_linear import quantized_linear
@@ -35,11 +36,11 @@ _PRODUCTS = (
     fused_linear, quantized_linear, route, expert_linear, quantized_expert_linear,
     sum_expert_linear, sum_quantized_expert_linear,
 )  # fmt: skip
-_ATTENTION = (paged_attention, rope_attention)
+_ATTENTION = (paged_attention, rope_attention, latent_attention)
 _OPS: Mapping[Any, Op] = {op.overload: op for op in (*_PRODUCTS, *_ATTENTION)}
 _OPTIONAL = (
     "bias", "norm_weight", "gate", "residual", "zero", "minimum", "sinks", "slopes", "k_scale",
-    "distance_bias",
+    "distance_bias", "correction",
 )  # fmt: skip
 _PLACED = ("query_start", "context_len", "block_table", "positions", "slot_mapping")
 _FEW = (32, 64)  # queries of a head group and request, as with draft tokens and short prompts

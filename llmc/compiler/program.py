@@ -242,17 +242,17 @@ def _caches(graph: fx.GraphModule) -> tuple[CacheSpec, ...]:
 
 def _cache_spec(layer: int, parts: dict[str, tuple[CacheInput, Tensor]]) -> CacheSpec:
     role, key = parts["key"]
-    value = parts["value"][1] if "value" in parts else key[..., :0]
+    value_shape = parts["value"][1].shape if "value" in parts else (*key.shape[:3], 0)
     # blocks with more rows than tokens
     tokens = role.tokens or (block_tokens(key) if key.dtype == torch.int8 else 0)
     return CacheSpec(
         layer=layer,
         kv_heads=int(key.shape[1]),
         head_dim=int(key.shape[3]),
-        v_head_dim=int(value.shape[3]),
+        v_head_dim=int(value_shape[3]),
         dtype=key.dtype,
         rows=int(key.shape[2]) if tokens else 1,
-        v_rows=int(value.shape[2]) if tokens else 1,
+        v_rows=int(value_shape[2]) if tokens else 1,
         tokens=tokens or 1,
     )
 

@@ -61,6 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "routed": ("qwen3_moe", {**SIZES}),
     "routed, clamped": ("gpt_oss", {}),
     "routed, corrected": ("glm4_moe", {"n_group": 4, "topk_group": 2, "n_routed_experts": 8}),
+    "latent": ("deepseek_v3", {}),
     "hybrid": ("qwen3_next", {"mlp_only_layers": [0, 1, 2], **SIZES}),
     "recurrent": ("mamba2", {}),
 }
@@ -122,20 +123,39 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
     ),
     "routed, corrected": (
         (
-            "11: attention_kernel, choose_experts_kernel, 2 expert_kernel, 5 few_rows_kernel, "
-            "2 norm_kernel"
+            "10: attention_kernel, choose_experts_kernel, 2 expert_kernel, 5 few_rows_kernel, "
+            "norm_kernel"
+        ),
+        (
+            "10: attention_kernel, choose_experts_kernel, 2 expert_kernel, 5 few_rows_kernel, "
+            "norm_kernel"
         ),
         (
             "11: attention_kernel, choose_experts_kernel, 2 expert_kernel, 5 few_rows_kernel, "
-            "2 norm_kernel"
-        ),
-        (
-            "12: attention_kernel, choose_experts_kernel, 2 expert_kernel, 5 few_rows_kernel, "
-            "2 norm_kernel, sum_experts_kernel"
+            "norm_kernel, sum_experts_kernel"
         ),
         (
             "13: act_mul_kernel, 2 aten.addmm_, 3 aten.linear, attention_kernel, "
             "choose_experts_kernel, 2 expert_kernel, 2 norm_kernel, sum_experts_kernel"
+        ),
+    ),
+    "latent": (
+        (
+            "15: 2 aten.bmm, aten.copy_, attention_kernel, choose_experts_kernel, 2 expert_kernel, "
+            "6 few_rows_kernel, norm_kernel, rope_write_latent_kernel"
+        ),
+        (
+            "15: 2 aten.bmm, aten.copy_, attention_kernel, choose_experts_kernel, 2 expert_kernel, "
+            "6 few_rows_kernel, norm_kernel, rope_write_latent_kernel"
+        ),
+        (
+            "16: 2 aten.bmm, aten.copy_, attention_kernel, choose_experts_kernel, 2 expert_kernel, "
+            "6 few_rows_kernel, norm_kernel, rope_write_latent_kernel, sum_experts_kernel"
+        ),
+        (
+            "19: act_mul_kernel, 2 aten.addmm_, 2 aten.bmm, aten.copy_, 4 aten.linear, "
+            "attention_kernel, choose_experts_kernel, 2 expert_kernel, 3 norm_kernel, "
+            "rope_write_latent_kernel, sum_experts_kernel"
         ),
     ),
     "hybrid": (
