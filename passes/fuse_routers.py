@@ -51,7 +51,7 @@ class _Router:
 
 
 @graph_pass()
-def fuse_routers(gm: fx.GraphModule) -> Notes:
+def fuse_routers(gm: fx.GraphModule, *, absorbs_norms: bool = True) -> Notes:
     """Run a router's softmax or sigmoid and its top-k in one kernel, and the weighted sum of the
     experts in one. Padding tokens choose no expert, so no weight is read for them alone.
 
@@ -66,7 +66,8 @@ def fuse_routers(gm: fx.GraphModule) -> Notes:
         y = llmc.expert_linear(.., aten.reshape(i, [-1]), ..)
         z = llmc.sum_experts(y, w, dtype)
     and a residual sum after it becomes part of `sum_experts`, also if what shared experts add comes
-    between them; a softmax or sigmoid of the top-k's values is replaced in the same way.
+    between them; a softmax or sigmoid of the top-k's values is replaced in the same way. Unless
+    linears absorb the norms before them, it is what shared experts add that becomes part of it.
 
     Before, with scores to which a correction is added only for the choice, among the best groups:
         s = aten.sigmoid(logits);  c = aten.add(s, correction)
@@ -88,7 +89,7 @@ def fuse_routers(gm: fx.GraphModule) -> Notes:
             else:
                 _choose(gm.graph, node, found)
     for node in calls(gm.graph, aten.sum.dim_IntList):
-        _sum(gm.graph, node)
+        _sum(gm.graph, node, absorbs_norms)
     return [f"{left} routers are in no form that choose_experts computes"] if left else []
 
 
@@ -302,7 +303,7 @@ def _slots(graph: fx.Graph, logits: fx.Node) -> fx.Node | None:
     return None
 
 
-def _sum(graph: fx.Graph, total: fx.Node) -> None:
+def _sum(graph: fx.Graph, total: fx.Node, absorbs_norms: bool) -> None:
     given = arguments(total)
     product = given.self
     if not is_call(product, aten.mul.Tensor) or only_user(product) is not total:
@@ -323,10 +324,10 @@ def _sum(graph: fx.Graph, total: fx.Node) -> None:
     with graph.inserting_before(end):
         made = emit(graph, sum_experts.overload, rows=rows, weight=weight, dtype=val(end).dtype)
     replace(end, made)
-    _add_residual(graph, made)
+    _add_residual(graph, made, absorbs_norms)
 
 
-def _add_residual(graph: fx.Graph, made: fx.Node) -> None:
+def _add_residual(graph: fx.Graph, made: fx.Node, absorbs_norms: bool) -> None:
     """Leave a plain norm of the sum, for the next linear to absorb (fuse_linears). What shared
     experts add is added to the new sum, perhaps by their last linear."""
     shaped = only_user(made)
@@ -337,6 +338,11 @@ def _add_residual(graph: fx.Graph, made: fx.Node) -> None:
         shared = next((other for sum_, other in operands(both) if sum_ is shaped), None)
         if not isinstance(shared, fx.Node) or not same_shape(shaped, shared):
             return
+        if not absorbs_norms:
+            if val(shared).dtype == val(made).dtype:
+                with graph.inserting_before(both):
+                    replace(both, _joined(graph, made, shaped, shared))
+            return
         both, mixed = only_user(both), both
     if both is None or not is_call(both, add_rms_norm.overload):
         return
@@ -344,14 +350,10 @@ def _add_residual(graph: fx.Graph, made: fx.Node) -> None:
     residual = next((other for sum_, other in operands(both) if sum_ is mixed), None)
     if residual is None or not same_shape(shaped, residual) or len(items) != len(both.users):
         return
-    sizes = shaped.args[1] if len(shaped.args) > 1 else None
-    dtypes = {val(part).dtype for part in (made, mixed, residual)}
-    if len(dtypes) > 1 or not isinstance(sizes, list | tuple):
+    if len({val(part).dtype for part in (made, mixed, residual)}) > 1:
         return
     with graph.inserting_before(both):
-        flat = emit(graph, aten.reshape.default, residual, [-1, val(made).shape[1]])
-        total = emit(graph, sum_experts.overload, *positional(made)[:3], flat)
-        whole = emit(graph, aten.view.default, total, list(sizes))
+        whole = _joined(graph, made, shaped, residual)
         if shared is not None:
             whole = emit(graph, aten.add.Tensor, shared, whole)
         normed = emit(graph, rms_norm.overload, whole, given.weight, given.eps, given.offset)
@@ -359,6 +361,13 @@ def _add_residual(graph: fx.Graph, made: fx.Node) -> None:
         if index in items:
             replace(items[index], value)
     graph.erase_node(both)
+
+
+def _joined(graph: fx.Graph, made: fx.Node, shaped: fx.Node, addend: fx.Node) -> fx.Node:
+    """The sum of experts, in the form in which it is read, with an addend."""
+    flat = emit(graph, aten.reshape.default, addend, [-1, val(made).shape[1]])
+    total = emit(graph, sum_experts.overload, *positional(made)[:3], flat)
+    return emit(graph, shaped.target, total, *shaped.args[1:])
 
 
 def _source(node: Any) -> fx.Node | None:

@@ -139,7 +139,9 @@ def pipeline(
             bits=options.activation_bits, float8=options.float8_activations
         ),
         order_channels(),  # after quantize_linears: it orders the rows of plain weights
-        fuse_routers(),  # after the passes that match or replace the experts' linears
+        fuse_routers(  # after the passes that match or replace the experts' linears
+            absorbs_norms=options.device_type == "cuda"
+        ),
         share_routing(  # after the passes that match or replace the experts' linears
             sorts=options.device_type == "cuda"
         ),

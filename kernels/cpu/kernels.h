@@ -225,6 +225,10 @@ struct LinearArgs {  // all of one dtype; x, weight and out have contiguous last
   int threads;
 };
 
+struct Products {  // how many there are, and bytes between their matrices
+  int64_t count, x_bytes, weight_bytes, out_bytes;
+};
+
 // x, a, b and out are contiguous and of one dtype. For routed experts, each slot has `experts` As
 // and Bs with one part, and a token's `choices` rows are consecutive; otherwise both are 1.
 struct LoraArgs {
@@ -269,6 +273,8 @@ void linear(const LinearArgs&);
 // The same with a weight [depth, channels], as in some checkpoints' stacked experts; weight_stride
 // is the stride between inputs.
 void linear_columns(const LinearArgs&);
+// The arguments are those of the first product.
+void linears(const LinearArgs&, const Products&, bool by_columns);
 void add_lora(const LoraArgs&);
 bool pack_gguf(const GgufArgs&);  // false: the type is not supported
 

@@ -94,4 +94,24 @@ void linear_columns(const LinearArgs& a) {
   });
 }
 
+void linears(const LinearArgs& a, const Products& p, bool by_columns) {
+  const auto product = [&](int64_t i, int threads) {
+    LinearArgs own = a;
+    own.x = static_cast<const char*>(a.x) + i * p.x_bytes;
+    own.weight = static_cast<const char*>(a.weight) + i * p.weight_bytes;
+    own.out = static_cast<char*>(a.out) + i * p.out_bytes;
+    own.threads = threads;
+    by_columns ? linear_columns(own) : linear(own);
+  };
+  if (p.count < a.threads) {
+    for (int64_t i = 0; i < p.count; ++i) product(i, a.threads);
+    return;
+  }
+  // threads take whole products: those of few rows are too small to share out
+  const int64_t cost = (a.rows + 3) * a.depth * a.channels / 8;
+  parallel_rows(p.count, cost, a.threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) product(i, 1);
+  });
+}
+
 }  // namespace llmc

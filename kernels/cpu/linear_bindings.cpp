@@ -287,18 +287,16 @@ void multiply(const Tensor& x, const Tensor& mat2, const Tensor& out) {
   TORCH_CHECK(!by_columns || mat2.stride(2) == 1 || mat2.size(2) == 1,
               "bmm: mat2 needs a dense dimension, its strides are ", mat2.strides());
   if (out.numel() == 0) return;
-  for (int64_t b = 0; b < x.size(0); ++b) {
-    const Tensor from = x.select(b), weight = mat2.select(b), to = out.select(b);
-    const LinearArgs a{dtype_of(x), from.data_ptr(), weight.data_ptr(), nullptr, to.data_ptr(),
-                       x.size(1), x.size(2), mat2.size(2), x.stride(1),
-                       mat2.stride(by_columns ? 1 : 2), out.stride(1), at::num_threads()};
-    if (by_columns)
-      kernels->linear_columns(a);
-    else if (kernels->takes_linear(a))
-      kernels->linear(a);
-    else
-      to.copy_(at::torch_linear(from, weight.t(), nullptr));
+  const LinearArgs a{dtype_of(x), x.data_ptr(), mat2.data_ptr(), nullptr, out.data_ptr(),
+                     x.size(1), x.size(2), mat2.size(2), x.stride(1),
+                     mat2.stride(by_columns ? 1 : 2), out.stride(1), at::num_threads()};
+  if (by_columns || kernels->takes_linear(a)) {
+    const auto bytes = [](const Tensor& t) { return t.stride(0) * int64_t(t.element_size()); };
+    kernels->linears(a, {x.size(0), bytes(x), bytes(mat2), bytes(out)}, by_columns);
+    return;
   }
+  for (int64_t b = 0; b < x.size(0); ++b)
+    out.select(b).copy_(at::torch_linear(x.select(b), mat2.select(b).t(), nullptr));
 }
 
 namespace {

@@ -13,7 +13,7 @@
   K(rms_norm) K(layer_norm) K(gated_rms_norm) K(act_mul) K(add_to) K(copy_rows) K(write_kv)  \
   K(rope_write) K(rope_write_latent) K(paged_attention) K(round_to_fp8) K(choose_keys)       \
   K(sample) K(sample_rows)                                                                   \
-  K(token_logprobs) K(process_logits) K(takes_linear) K(linear) K(linear_columns)            \
+  K(token_logprobs) K(process_logits) K(takes_linear) K(linear) K(linear_columns) K(linears) \
   K(quantized_linear) K(rounds_x) K(expert_rows) K(quantized_expert_rows) K(widens_weights)  \
   K(reorder_x) K(widen_channels) K(quantized_embedding) K(delta_rule) K(selective_scan)      \
   K(linear_recurrence) K(decayed_softmax) K(pool_windows) K(causal_conv) K(write_segments)   \

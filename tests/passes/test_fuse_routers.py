@@ -183,6 +183,10 @@ def test_the_residual_sum_joins_it_also_past_a_shared_expert() -> None:
     assert made["llmc.rms_norm.default"] == 1 and "llmc.add_rms_norm.default" not in made
     [total] = [n for n in fused.graph.nodes if "sum_experts" in str(n.target)]
     assert len(total.args) == 4  # with a residual
+    plainly, _ = apply(gm, fuse_routers(absorbs_norms=False))
+    assert_same(plainly, gm, Values.of(**inputs))
+    made = ops(plainly)
+    assert made["llmc.add_rms_norm.default"] == 1 and "aten.add.Tensor" not in made
 
 
 def test_padding_chooses_no_expert() -> None:
