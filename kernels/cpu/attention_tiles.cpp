@@ -129,25 +129,32 @@ void rotate_rows(const T** rows, int64_t dim, float* wide, T* to) {
 }
 
 // Pointers to n key and value rows from `first` on, as T: rows of narrower caches are converted to
-// `to`.
+// `to`, dense; then the result is true. Values that are the first channels of keys (of latents) are
+// converted with these.
 template <class T>
-void find_wide_rows(const AttentionArgs& a, const Item& item, int64_t first, int64_t n, T* to,
+bool find_wide_rows(const AttentionArgs& a, const Item& item, int64_t first, int64_t n, T* to,
                     const T** keys, const T** values) {
+  bool converts = false;
   with_element<T>(a.cache, [&](auto e) {
     using E = decltype(e);
     if constexpr (std::is_same_v<E, T>) {
       find_rows(a, item, first, n, keys, values);
     } else {
+      converts = true;
       const E *stored_keys[kTileKeys], *stored_values[kTileKeys];
       find_rows(a, item, first, n, stored_keys, stored_values);
       float key_scales[kTileKeys], value_scales[kTileKeys];
       constexpr bool kScaled = std::is_same_v<E, int8_t>;
       if (kScaled) copy_scales(a, item, first, n, key_scales, value_scales);
       widen_rows(a.cache, n, a.head_dim, stored_keys, to, keys, kScaled ? key_scales : nullptr);
-      widen_rows(a.cache, n, a.v_dim, stored_values, to + kTileKeys * a.head_dim, values,
-                 kScaled ? value_scales : nullptr);
+      if (static_cast<const void*>(a.value_cache) == a.key_cache && a.v_dim <= a.head_dim)
+        std::copy_n(keys, n, values);
+      else
+        widen_rows(a.cache, n, a.v_dim, stored_values, to + kTileKeys * a.head_dim, values,
+                   kScaled ? value_scales : nullptr);
     }
   });
+  return converts;
 }
 
 template <class E>
@@ -197,10 +204,18 @@ void tiles(const Plan& plan, const Item& item) {
   E::enter();
   for (int64_t first = item.first_key; first < item.last_key; first += kTileKeys) {
     const int64_t n = std::min(kTileKeys, item.last_key - first);
-    find_wide_rows(a, item, first, n, wide, key_rows, value_rows);
+    const bool dense = find_wide_rows(a, item, first, n, wide, key_rows, value_rows);
     const int64_t padded = round_up(n, E::kKeyStep);
-    E::pack_keys(key_rows, n, padded, a.head_dim, keys, dim);
-    E::pack_values(value_rows, n, padded, a.v_dim, values, v_dim);
+    const uint32_t *tile_keys = keys, *tile_values = values;
+    int64_t value_row = v_dim;
+    if (E::kPlainRows && dense) {
+      tile_keys = reinterpret_cast<const uint32_t*>(key_rows[0]);
+      tile_values = reinterpret_cast<const uint32_t*>(value_rows[0]);
+      if (value_rows[0] == key_rows[0]) value_row = a.head_dim;
+    } else {
+      E::pack_keys(key_rows, n, padded, a.head_dim, keys, dim);
+      E::pack_values(value_rows, n, padded, a.v_dim, values, v_dim);
+    }
     for (int64_t p = 0; p < panels; p += E::kPanels) {
       const int64_t count = std::min(E::kPanels, panels - p);
       int64_t low = INT64_MAX, high = -1;
@@ -210,7 +225,7 @@ void tiles(const Plan& plan, const Item& item) {
       }
       if (high < first || low >= first + n) continue;
       const int64_t seen = std::min(n, high + 1 - first), step = round_up(seen, E::kKeyStep);
-      E::scores(count, keys, step, dim, query + p * words, scores);
+      E::scores(count, tile_keys, step, dim, query + p * words, scores);
       for (int64_t i = 0; i < count; ++i) {
         Panel& q = panel[p + i];
         float* s = scores + i * kPanelScores;
@@ -221,7 +236,7 @@ void tiles(const Plan& plan, const Item& item) {
         softmax<E>(q, s, seen, step, scale, weights + i * kPanelScores,
                    acc + (p + i) * v_dim * kLanes, v_dim);
       }
-      E::add_values(count, values, step, v_dim, weights, acc + p * v_dim * kLanes);
+      E::add_values(count, tile_values, value_row, step, v_dim, weights, acc + p * v_dim * kLanes);
     }
   }
   E::leave();

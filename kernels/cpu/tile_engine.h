@@ -2,7 +2,8 @@
 //
 // An engine has: T (cache element), kPanels (panels of 16 query rows multiplied together), kKeyStep
 // (keys are padded to a multiple of it), kDimStep (the same for head sizes), pack_panel, pack_keys,
-// pack_values, store_weights, scores and add_values. Keys past `n` are packed as zeros.
+// pack_values, store_weights, scores and add_values. Keys past `n` are packed as zeros. kPlainRows:
+// packed keys and values are rows of float, values `row` apart, so dense ones need not be packed.
 #pragma once
 
 #include "amx.h"
@@ -23,6 +24,7 @@ struct FloatEngine {
   using T = Element;
   static constexpr int64_t kPanels = kMaxPanels, kKeyStep = 1, kDimStep = 1;
   static constexpr bool kExact = true;
+  static constexpr bool kPlainRows = std::is_same_v<Element, float>;
   static void enter() {}
   static void leave() {}
   static int64_t query_words(int64_t dim) { return dim; }
@@ -59,9 +61,9 @@ struct FloatEngine {
     product<FloatWords>(panels, keys, dim, 1, n, reinterpret_cast<const float*>(query),
                         dim * kLanes, dim, out, kPanelScores, false);
   }
-  static void add_values(int64_t panels, const uint32_t* values, int64_t n, int64_t dim,
+  static void add_values(int64_t panels, const uint32_t* values, int64_t row, int64_t n, int64_t dim,
                          const uint32_t* weights, float* acc) {
-    product<FloatWords>(panels, values, 1, dim, dim, reinterpret_cast<const float*>(weights),
+    product<FloatWords>(panels, values, 1, row, dim, reinterpret_cast<const float*>(weights),
                         kPanelScores, n, acc, dim * kLanes, true);
   }
 };
@@ -78,6 +80,7 @@ struct PairPacking {
   using T = bf16;
   static constexpr int64_t kDimStep = kStep;
   static constexpr bool kExact = false;  // weights are rounded to bf16 anyway
+  static constexpr bool kPlainRows = false;
   static int64_t query_words(int64_t dim) { return dim / 2; }
 
   // Packs whole panels in blocks of 16 words; pack_query does the rest.
@@ -152,7 +155,7 @@ struct PairEngine : PairPacking<2> {
     product<PairWords>(panels, keys, dim / 2, 1, n, reinterpret_cast<const float*>(query),
                        dim / 2 * kLanes, dim / 2, out, kPanelScores, false);
   }
-  static void add_values(int64_t panels, const uint32_t* values, int64_t n, int64_t dim,
+  static void add_values(int64_t panels, const uint32_t* values, int64_t, int64_t n, int64_t dim,
                          const uint32_t* weights, float* acc) {
     product<PairWords>(panels, values, 1, dim, dim, reinterpret_cast<const float*>(weights),
                        kPanelScores, n / 2, acc, dim * kLanes, true);
@@ -230,7 +233,7 @@ struct AmxEngine : PairPacking<32> {
     auto run = panels == 2 ? &product<true> : &product<false>;
     run(keys, dim / 2, n, query, dim / 2 * kLanes, dim, out, kPanelScores, false);
   }
-  static void add_values(int64_t panels, const uint32_t* values, int64_t n, int64_t dim,
+  static void add_values(int64_t panels, const uint32_t* values, int64_t, int64_t n, int64_t dim,
                          const uint32_t* weights, float* acc) {
     auto run = panels == 2 ? &product<true> : &product<false>;
     run(values, kTileKeys / 2, dim, weights, kPanelScores, n, acc, dim * kLanes, true);
