@@ -71,8 +71,8 @@ def log_dequantized(tensors: Mapping[str, Readable], kept: Iterable[Readable]) -
         dtype = quantized[wide[0]].dtype
         values = sum(math.prod(quantized[name].shape) for name in wide)
         log.info(
-            "%d of %d quantized weights are dequantized to %s (%d MiB), because no op supports "
-            "their format: %s",
+            "%d of %d quantized weights are dequantized to %s (%d MiB), because the ops that read "
+            "them do not support their format: %s",
             len(wide),
             len(quantized),
             str(dtype).removeprefix("torch."),
