@@ -343,7 +343,7 @@ def _add_residual(graph: fx.Graph, made: fx.Node, absorbs_norms: bool) -> None:
                 with graph.inserting_before(both):
                     replace(both, _joined(graph, made, shaped, shared))
             return
-        both, mixed = only_user(both), both
+        mixed, both = both, only_user(both)
     if both is None or not is_call(both, add_rms_norm.overload):
         return
     given, items = arguments(both), _items(both)
