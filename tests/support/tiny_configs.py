@@ -127,7 +127,7 @@ def save_random(config: Any, path: Path, *, seed: int = 0) -> Path:
             else:  # norms, biases, sinks, decays: near the class's initial values
                 parameter.add_(0.1 * noise)
         for name, buffer in model.named_buffers():
-            if name.endswith(("bias", "biases")):  # of routers, for the choice of experts
+            if name.endswith(("_bias", "_biases")) and buffer.dim() == 1:  # a router's corrections
                 buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(path)
     return path
