@@ -194,20 +194,19 @@ def _grouped(ranked: Any, count: int) -> tuple[Any, int, int] | None:
     marks = arguments(single).self
     if not is_call(marks, aten.scatter.value) or arguments(marks).value != 1:
         return None
-    best = arguments(arguments(marks).index).source
-    if not is_call(arguments(marks).self, aten.zeros_like.default) or not _is_topk(best):
+    best = _topk_of(arguments(marks).index, 1)
+    if not is_call(arguments(marks).self, aten.zeros_like.default) or best is None:
         return None
     total, kept = arguments(best).self, arguments(best).k
     if not is_call(total, aten.sum.dim_IntList) or list(arguments(total).dim) not in ([-1], [2]):
         return None
-    highest = arguments(total).self
-    two: Any = arguments(highest).source if is_call(highest, operator.getitem) else None
-    if not _is_topk(two) or arguments(two).k != 2 or arguments(highest).index != 0:
+    two = _topk_of(arguments(total).self, 0)
+    if two is None or arguments(two).k != 2:
         return None
     grouped = arguments(two).self
-    groups, size = val(grouped).shape[1:]
-    if through(grouped, *_RESHAPES) is not given.self or len(val(grouped).shape) != 3:
+    if through(grouped, *_RESHAPES) is not given.self or val(grouped).dim() != 3:
         return None
+    groups, size = val(grouped).shape[1:]
     if [str(n) for n in val(repeated).shape] != [str(n) for n in val(grouped).shape]:
         return None
     if kept == groups:
@@ -216,10 +215,14 @@ def _grouped(ranked: Any, count: int) -> tuple[Any, int, int] | None:
     return (given.self, groups, kept) if fits else None
 
 
-def _is_topk(node: Any) -> bool:
-    if not is_call(node, aten.topk.default):
-        return False
-    return bool(arguments(node).largest) and _is_last(node, arguments(node).dim)
+def _topk_of(item: Any, index: int) -> fx.Node | None:
+    """The call that gives the highest values, if `item` is these (0) or their numbers (1)."""
+    if not is_call(item, operator.getitem) or arguments(item).index != index:
+        return None
+    topk: fx.Node = arguments(item).source
+    if not is_call(topk, aten.topk.default) or not arguments(topk).largest:
+        return None
+    return topk if _is_last(topk, arguments(topk).dim) else None
 
 
 def _choose(graph: fx.Graph, topk: fx.Node, found: _Router) -> None:
@@ -279,7 +282,8 @@ def _quotient(values: fx.Node) -> tuple[fx.Node, float] | None:
         given, divisor = arguments(total), total
         eps: Any = 0.0
         added = only_user(total)
-        if added is not None and is_call(added, aten.add.Tensor, aten.add_.Tensor):
+        sums = (aten.add.Tensor, aten.add_.Tensor)
+        if added is not None and is_call(added, *sums) and not added.kwargs:
             divisor, eps = added, added.args[1]
         is_sum = given.keepdim and [d % val(values).dim() for d in given.dim] == [1]
         is_quotient = is_call(quotient, aten.div.Tensor, aten.div_.Tensor)

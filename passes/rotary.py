@@ -262,8 +262,7 @@ def _table(
         rows = rows.flatten(1).float()
         rows = of_angles(rows) if rotary.angles else rows
         if rotary.halved:
-            doubled = rows.repeat_interleave(2, -1) if rotary.interleaved else rows.repeat(1, 2)
-            rows = doubled
+            rows = rows.repeat_interleave(2, -1) if rotary.interleaved else rows.repeat(1, 2)
         fake = val(table).new_empty(rows.shape, dtype=torch.float32)
         name = f"{table.name}_{of_angles.__name__}" if rotary.angles else f"{table.name}_f32"
         made[key] = add_input(graph, name, ConstantInput(tensor=rows.contiguous()), fake)

@@ -209,12 +209,31 @@ def test_other_routers_and_other_top_values_are_left_alone() -> None:
         share, index = logits.softmax(-1).topk(2)
         return share * index, index
 
+    def of_other_groups(logits: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
+        """The group of the highest logit alone; no top-k of groups."""
+        scores = logits.sigmoid()
+        marks = torch.zeros_like(scores[:, :4]).scatter(1, logits.argmax(-1, True) // 2, 1)
+        allowed = marks.unsqueeze(-1).expand(-1, 4, 2).reshape(-1, EXPERTS)
+        index = scores.masked_fill(~allowed.bool(), -INF).topk(2).indices
+        return scores.gather(1, index), index
+
+    def of_groups_by_all(logits: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
+        """Groups by their whole sum, of values in four dimensions."""
+        scores = logits.sigmoid()
+        best = scores.view(-1, 4, 1, 2).topk(2).values.sum(-1).squeeze(-1)
+        marks = torch.zeros_like(best).scatter(1, best.topk(2).indices, 1)
+        allowed = marks.unsqueeze(-1).expand(-1, 4, 2).reshape(-1, EXPERTS)
+        index = scores.masked_fill(~allowed.bool(), -INF).topk(2).indices
+        return scores.gather(1, index), index
+
     note = "1 routers are in no form that choose_experts computes"
     for route, notes in (
         (tanh, (note,)),
         (by_token, (note,)),
         (of_groups(4, 2, 0.0), (note,)),  # a negative sum would lose to an expert of another group
         (of_groups(4, 2, -INF, turned=True), (note,)),  # groups of experts that are not neighbours
+        (of_other_groups, (note,)),
+        (of_groups_by_all, (note,)),
         (shown, ()),
     ):
         fused, (report,) = apply(trace(routed(route), **INPUTS), fuse_routers())
