@@ -103,8 +103,7 @@ def _fuse(
     query_rope, key_rope = find_rotary(arguments(attend).query), find_rotary(given.key)
     if query_rope is None or key_rope is None:
         return _UNKNOWN
-    reason = _why_different(query_rope, key_rope, readers)
-    if reason:
+    if reason := _why_different(query_rope, key_rope, readers):
         return reason
     with graph.inserting_before(write):
         ropes = (query_rope, val(arguments(attend).query).dtype), (key_rope, val(given.key).dtype)
@@ -162,8 +161,7 @@ def _fuse_latent(
     query, key = _parts(arguments(attend).query), _parts(given.key)
     if query is None or key is None:
         return _UNKNOWN
-    reason = _why_different(query.rotary, key.rotary, readers)
-    if reason:
+    if reason := _why_different(query.rotary, key.rotary, readers):
         return reason
     dtype = val(given.key).dtype
     tokens, _, width = val(given.key).shape

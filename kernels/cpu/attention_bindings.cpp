@@ -86,6 +86,19 @@ void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache,
       write_args(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale));
 }
 
+Rotation rotation_of(const Tensor& cos_table, const Tensor& sin_table, const Tensor& positions,
+                     int64_t tokens, bool interleaved) {
+  check(cos_table, "cos_table", at::kFloat, 2);
+  check(sin_table, "sin_table", at::kFloat, 2);
+  check(positions, "positions", at::kLong, 1);
+  TORCH_CHECK(cos_table.sizes() == sin_table.sizes() && cos_table.size(1) % 2 == 0 &&
+                  positions.size(0) == tokens,
+              "cos_table ", cos_table.sizes(), ", sin_table ", sin_table.sizes(), " and positions ",
+              positions.sizes(), " do not fit together and ", tokens, " tokens");
+  return {cos_table.data_ptr<float>(), sin_table.data_ptr<float>(), cos_table.stride(0),
+          sin_table.stride(0), cos_table.size(1), positions.data_ptr<int64_t>(), interleaved};
+}
+
 Tensor rope_write(const Tensor& query, const Tensor& key, const Tensor& value,
                   const optional<Tensor>& query_norm, const optional<Tensor>& key_norm, double eps,
                   double norm_offset, const Tensor& cos_table, const Tensor& sin_table,
@@ -93,34 +106,23 @@ Tensor rope_write(const Tensor& query, const Tensor& key, const Tensor& value,
                   const Tensor& value_cache, const Tensor& slot_mapping,
                   const optional<Tensor>& k_scale, const optional<Tensor>& v_scale) {
   check(query, "query", key.scalar_type(), 3);
-  check(cos_table, "cos_table", at::kFloat, 2);
-  check(sin_table, "sin_table", at::kFloat, 2);
-  check(positions, "positions", at::kLong, 1);
   RopeArgs a{};
   a.write = write_args(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale);
+  a.rotation = rotation_of(cos_table, sin_table, positions, key.size(0), interleaved);
   TORCH_CHECK(query.size(0) == key.size(0) && query.size(2) == key.size(2) &&
-                  positions.size(0) == key.size(0) && cos_table.sizes() == sin_table.sizes() &&
-                  cos_table.size(1) <= key.size(2) && cos_table.size(1) % 2 == 0,
-              "query ", query.sizes(), ", positions ", positions.sizes(), " and cos_table ",
-              cos_table.sizes(), " do not fit key ", key.sizes());
+                  a.rotation.width <= key.size(2),
+              "query ", query.sizes(), " and cos_table ", cos_table.sizes(), " do not fit key ",
+              key.sizes());
   const int64_t dim = query.size(2);
   Tensor out = at::empty(query.sizes(), query.scalar_type());
   a.query = query.data_ptr();
   a.query_norm = vector_or_null(query_norm, "query_norm", query, dim);
   a.key_norm = vector_or_null(key_norm, "key_norm", query, dim);
   a.out = out.data_ptr();
-  a.cos = cos_table.data_ptr<float>();
-  a.sin = sin_table.data_ptr<float>();
-  a.cos_stride = cos_table.stride(0);
-  a.sin_stride = sin_table.stride(0);
-  a.max_position = cos_table.size(0);
-  a.positions = positions.data_ptr<int64_t>();
   a.heads = query.size(1);
-  a.rotary_dim = cos_table.size(1);
   copy_strides(query, a.query_stride, 2);
   a.eps = float(eps);
   a.norm_offset = float(norm_offset);
-  a.interleaved = interleaved;
   kernels->rope_write(a);
   return out;
 }
@@ -134,21 +136,18 @@ Tensor rope_write_latent(const Tensor& query, const Tensor& latent, const Tensor
   check(query, "query", dtype, 3);
   check(latent, "latent", dtype, 2);
   check(shared, "shared", dtype, 2);
-  check(cos_table, "cos_table", at::kFloat, 2);
-  check(sin_table, "sin_table", at::kFloat, 2);
-  check(positions, "positions", at::kLong, 1);
   check(key_cache, "key_cache", key_cache.scalar_type(), 4);
   check(slot_mapping, "slot_mapping", at::kLong, 1);
   const int64_t tokens = query.size(0), width = shared.size(1), rank = latent.size(1);
+  LatentWriteArgs a{};
+  a.rotation = rotation_of(cos_table, sin_table, positions, tokens, interleaved);
   TORCH_CHECK(latent.size(0) == tokens && shared.size(0) == tokens &&
-                  positions.size(0) == tokens && slot_mapping.size(0) == tokens &&
-                  cos_table.sizes() == sin_table.sizes() && cos_table.size(1) == width &&
-                  width % 2 == 0 && width <= query.size(2) && key_cache.size(1) == 1 &&
+                  slot_mapping.size(0) == tokens && a.rotation.width == width &&
+                  width <= query.size(2) && key_cache.size(1) == 1 &&
                   key_cache.size(3) == rank + width,
               "query ", query.sizes(), ", latent ", latent.sizes(), ", shared ", shared.sizes(),
               ", cos_table ", cos_table.sizes(), " and key_cache ", key_cache.sizes(),
               " do not fit together");
-  LatentWriteArgs a{};
   a.write.dtype = dtype_of(latent);
   a.write.cache = cache_dtype_of(key_cache, latent);
   a.write.scales = scales_of(k_scale, k_scale, key_cache);
@@ -166,20 +165,13 @@ Tensor rope_write_latent(const Tensor& query, const Tensor& latent, const Tensor
   a.shared = shared.data_ptr();
   a.norm = vector_or_null(latent_norm, "latent_norm", latent, rank);
   a.out = out.data_ptr();
-  a.cos = cos_table.data_ptr<float>();
-  a.sin = sin_table.data_ptr<float>();
-  a.cos_stride = cos_table.stride(0);
-  a.sin_stride = sin_table.stride(0);
-  a.positions = positions.data_ptr<int64_t>();
   a.heads = query.size(1);
   a.dim = query.size(2);
-  a.rotary_dim = width;
   copy_strides(query, a.query_stride, 2);
   a.latent_stride = latent.stride(0);
   a.shared_stride = shared.stride(0);
   a.eps = float(eps);
   a.norm_offset = float(norm_offset);
-  a.interleaved = interleaved;
   kernels->rope_write_latent(a);
   return out;
 }

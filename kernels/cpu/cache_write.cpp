@@ -156,11 +156,13 @@ void widen_normed(const T* in, int64_t dim, const void* norm, float eps, float o
   }
 }
 
-void rotate(const float* __restrict__ x, int64_t width, bool interleaved, const float* cos,
-            const float* sin, float* __restrict__ y) {
-  const int64_t half = width / 2;
+// Rotates the first r.width channels of token t from x to y.
+void rotate(const Rotation& r, int64_t t, const float* __restrict__ x, float* __restrict__ y) {
+  const float* cos = r.cos + r.positions[t] * r.cos_stride;
+  const float* sin = r.sin + r.positions[t] * r.sin_stride;
+  const int64_t width = r.width, half = width / 2;
   int64_t i;
-  if (interleaved) {
+  if (r.interleaved) {
     for (i = 0; i < half; ++i) {
       y[2 * i] = x[2 * i] * cos[2 * i] - x[2 * i + 1] * sin[2 * i];
       y[2 * i + 1] = x[2 * i + 1] * cos[2 * i + 1] + x[2 * i] * sin[2 * i + 1];
@@ -173,13 +175,12 @@ void rotate(const float* __restrict__ x, int64_t width, bool interleaved, const 
 
 // Normalizes and rotates one head to `y`, with `x` as scratch: float rows of at least `dim` + 16.
 template <class T>
-[[gnu::noinline]] void turn_head(const RopeArgs& a, const T* in, const void* norm,
-                                 const float* cos, const float* sin, float* __restrict__ x,
-                                 float* __restrict__ y) {
+[[gnu::noinline]] void turn_head(const RopeArgs& a, int64_t t, const T* in, const void* norm,
+                                 float* __restrict__ x, float* __restrict__ y) {
   const int64_t dim = a.write.head_dim;
   widen_normed(in, dim, norm, a.eps, a.norm_offset, x);
-  rotate(x, a.rotary_dim, a.interleaved, cos, sin, y);
-  for (int64_t i = a.rotary_dim; i < dim; ++i) y[i] = x[i];
+  rotate(a.rotation, t, x, y);
+  for (int64_t i = a.rotation.width; i < dim; ++i) y[i] = x[i];
 }
 
 // Asks for the lines of a token's keys and values, whose addresses no hardware predicts.
@@ -208,19 +209,17 @@ void rope_rows(const RopeArgs& a, const Cache& cache) {
     prefetch_slot<typename Cache::Element>(w, w.slots[begin]);
     for (int64_t t = begin; t < end; ++t) {
       if (t + 1 < end) prefetch_slot<typename Cache::Element>(w, w.slots[t + 1]);
-      const float* cos = a.cos + a.positions[t] * a.cos_stride;
-      const float* sin = a.sin + a.positions[t] * a.sin_stride;
       const T* query = static_cast<const T*>(a.query) + t * a.query_stride[0];
       T* out = static_cast<T*>(a.out) + t * a.heads * w.head_dim;
       for (int64_t h = 0; h < a.heads; ++h) {
-        turn_head<T>(a, query + h * a.query_stride[1], a.query_norm, cos, sin, x, y);
+        turn_head<T>(a, t, query + h * a.query_stride[1], a.query_norm, x, y);
         PlainCache<T>::copy(y, w.head_dim, out + h * w.head_dim);
       }
       const int64_t slot = w.slots[t];
       if (slot < 0) continue;
       const T* key = static_cast<const T*>(w.key) + t * w.key_stride[0];
       for (int64_t h = 0; h < w.kv_heads; ++h) {
-        turn_head<T>(a, key + h * w.key_stride[1], a.key_norm, cos, sin, x, y);
+        turn_head<T>(a, t, key + h * w.key_stride[1], a.key_norm, x, y);
         cache.key(y, w.head_dim, w.scales.key_of(h),
                   slot_of<typename Cache::Element>(w.key_cache, w.key_cache_stride, w.block_size,
                                                    slot, h));
@@ -234,21 +233,19 @@ template <class T, class Cache>
 void latent_rows(const LatentWriteArgs& a, const Cache& cache) {
   using E = typename Cache::Element;
   const WriteArgs& w = a.write;
-  const int64_t width = a.rotary_dim, plain = a.dim - width, rank = w.head_dim - width;
+  const int64_t width = a.rotation.width, plain = a.dim - width, rank = w.head_dim - width;
   const int64_t cost = a.heads * (a.dim + 4 * width) + 2 * w.head_dim;
   parallel_rows(w.tokens, cost, w.threads, [&](int64_t begin, int64_t end) {
     std::vector<float> scratch(w.head_dim + 2 * (width + kLanes) + kLanes);
     float *x = scratch.data(), *y = x + width + kLanes, *row = y + width + kLanes;
     for (int64_t t = begin; t < end; ++t) {
-      const float* cos = a.cos + a.positions[t] * a.cos_stride;
-      const float* sin = a.sin + a.positions[t] * a.sin_stride;
       const T* query = static_cast<const T*>(a.query) + t * a.query_stride[0];
       T* out = static_cast<T*>(a.out) + t * a.heads * a.dim;
       for (int64_t h = 0; h < a.heads; ++h) {
         const T* head = query + h * a.query_stride[1];
         std::memcpy(out + h * a.dim, head, plain * sizeof(T));
         widen_normed(head + plain, width, nullptr, 0, 0, x);
-        rotate(x, width, a.interleaved, cos, sin, y);
+        rotate(a.rotation, t, x, y);
         PlainCache<T>::copy(y, width, out + h * a.dim + plain);
       }
       const int64_t slot = w.slots[t];
@@ -256,7 +253,7 @@ void latent_rows(const LatentWriteArgs& a, const Cache& cache) {
       widen_normed(static_cast<const T*>(a.latent) + t * a.latent_stride, rank, a.norm, a.eps,
                    a.norm_offset, row);
       widen_normed(static_cast<const T*>(a.shared) + t * a.shared_stride, width, nullptr, 0, 0, x);
-      rotate(x, width, a.interleaved, cos, sin, row + rank);
+      rotate(a.rotation, t, x, row + rank);
       cache.key(row, w.head_dim, w.scales.key_of(0),
                 slot_of<E>(w.key_cache, w.key_cache_stride, w.block_size, slot, 0));
     }

@@ -110,31 +110,32 @@ struct WriteArgs {
   int threads;
 };
 
+struct Rotation {  // of each token's `width` channels, by rows of tables
+  const float *cos, *sin;
+  int64_t cos_stride, sin_stride, width;
+  const int64_t* positions;  // [T]: the row of each token
+  bool interleaved;
+};
+
 struct RopeArgs {
   WriteArgs write;
+  Rotation rotation;  // of the first channels of a head
   const void *query, *query_norm, *key_norm;  // norms may be null
   void* out;                                  // [T, H, D] dense
-  const float *cos, *sin;
-  int64_t cos_stride, sin_stride, max_position;
-  const int64_t* positions;
-  int64_t heads, rotary_dim;
+  int64_t heads;
   int64_t query_stride[2];
   float eps, norm_offset;
-  bool interleaved;
 };
 
 struct LatentWriteArgs {
   WriteArgs write;           // of one key: `latent`, then `shared`; it has no value
+  Rotation rotation;         // of the last channels of a query, and of `shared`
   const void *query, *norm;  // the norm of the latent may be null
-  const void *latent, *shared;  // [T, head_dim - rotary_dim], [T, rotary_dim]
+  const void *latent, *shared;  // [T, head_dim - width], [T, width]
   void* out;                    // [T, heads, dim] dense
-  const float *cos, *sin;
-  int64_t cos_stride, sin_stride;
-  const int64_t* positions;
-  int64_t heads, dim, rotary_dim;  // the last channels of a query are rotated
+  int64_t heads, dim;
   int64_t query_stride[2], latent_stride, shared_stride;
   float eps, norm_offset;
-  bool interleaved;
 };
 
 struct ByHead {  // rows of numbers per token and head; data may be null
