@@ -17,7 +17,6 @@ from llmc.kernels.rope_write_latent import rope_write_latent
 from llmc.kernels.write_kv import write_kv
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import (
-    CASTS,
     arguments,
     aten,
     calls,
@@ -28,11 +27,10 @@ from llmc.passes.edit import (
     reshaped,
     set_arguments,
     swapped,
-    through,
     val,
 )
 from llmc.passes.inputs import StepInput, input_of
-from llmc.passes.rotary import Rotary, find_rotary, pair_of, rotation, tables_of
+from llmc.passes.rotary import Rotary, find_last_rotary, find_rotary, tables_of
 
 _UNKNOWN = "no rotary embedding of a known form"
 
@@ -158,25 +156,27 @@ def _fuse_latent(
 ) -> str | None:
     """As `_fuse`, of a layer that attends to latents."""
     given, attend = arguments(write), readers[0]
-    query, key = _parts(arguments(attend).query), _parts(given.key)
+    query, key = find_last_rotary(arguments(attend).query), find_last_rotary(given.key)
     if query is None or key is None:
         return _UNKNOWN
-    if reason := _why_different(query.rotary, key.rotary, readers):
+    (first, query_rope), (source, key_rope) = query, key
+    if reason := _why_different(query_rope, key_rope, readers):
         return reason
     dtype = val(given.key).dtype
     tokens, _, width = val(given.key).shape
-    shared = key.rotary.x
+    shared = key_rope.x
     rank = width - val(shared).shape[-1]
-    dtypes = {val(part).dtype for part in (arguments(attend).query, key.first, shared)}
+    dtypes = {val(part).dtype for part in (arguments(attend).query, source, shared)}
     if dtypes != {dtype}:
         return "parts of the key have different dtypes"
     with graph.inserting_before(write):
-        latent = _normed(key.first, rank) or _Source(key.first)
-        cos, sin = tables_of(graph, key.rotary, tables)
+        latent = _normed(source, rank) or _Source(source)
+        cos, sin = tables_of(graph, key_rope, tables)
+        whole = replace(query_rope, x=_whole(graph, first, query_rope.x))
         fused = emit(
             graph,
             rope_write_latent.overload,
-            query=_flatten(graph, replace(query.rotary, x=_whole(graph, query)), dtype),
+            query=_flatten(graph, whole, dtype),
             latent=reshaped(graph, latent.node, [tokens, rank]),
             shared=reshaped(graph, shared, [tokens, width - rank]),
             latent_norm=latent.weight,
@@ -185,7 +185,7 @@ def _fuse_latent(
             cos_table=cos,
             sin_table=sin,
             positions=_positions(graph),
-            interleaved=key.rotary.interleaved,
+            interleaved=key_rope.interleaved,
             key_cache=given.key_cache,
             slot_mapping=given.slot_mapping,
             k_scale=given.k_scale,
@@ -195,27 +195,8 @@ def _fuse_latent(
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """Channels that are not rotated, and the rotation of the ones after them."""
-
-    first: fx.Node
-    rotary: Rotary
-
-
-def _parts(flat: Any) -> _Parts | None:
-    node = through(flat, aten.squeeze.dim)
-    heads_last = not is_call(node, aten.transpose.int)
-    pair = pair_of(through(node if heads_last else arguments(node).self, *CASTS))
-    found = pair and rotation(through(pair[1], *CASTS))
-    if pair is None or found is None:
-        return None
-    return _Parts(pair[0], replace(found, x=through(found.x, *CASTS), heads_last=heads_last))
-
-
-def _whole(graph: fx.Graph, query: _Parts) -> fx.Node:
-    """The queries before the rotation, [1, H, T, D] or [1, T, H, D]."""
-    first, last = query.first, query.rotary.x
+def _whole(graph: fx.Graph, first: fx.Node, last: fx.Node) -> fx.Node:
+    """Two parts of each head's channels as one value, [1, H, T, D] or [1, T, H, D]."""
     if is_call(first, operator.getitem) and is_call(last, operator.getitem):
         split = arguments(first).source
         ends = split is arguments(last).source and is_call(split, aten.split_with_sizes.default)

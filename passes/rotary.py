@@ -43,13 +43,29 @@ class Rotary:
 
 
 def find_rotary(flat: Any) -> Rotary | None:
-    """Match the value that page_attention squeezed, and transposed if its heads came first."""
+    """Match heads of which all or the first channels are rotated."""
+    node, heads_last = _heads_of(flat)
+    return _found(rotation(node) or _partial(node), heads_last)
+
+
+def find_last_rotary(flat: Any) -> tuple[fx.Node, Rotary] | None:
+    """Match heads of which the last channels are rotated: the channels before them, and these."""
+    node, heads_last = _heads_of(flat)
+    pair = _pair_of(node)
+    found = pair and _found(rotation(through(pair[1], *CASTS)), heads_last)
+    return None if pair is None or found is None else (pair[0], found)
+
+
+def _heads_of(flat: Any) -> tuple[Any, bool]:
+    """The value that page_attention squeezed, and transposed unless its heads came last."""
     node = through(flat, aten.squeeze.dim)
     heads_last = not is_call(node, aten.transpose.int)
     # casts are skipped, here and below: the op uses float32 and rounds once
-    node = through(node if heads_last else arguments(node).self, *CASTS)
-    found = rotation(node) or _partial(node)
-    return found and replace(found, x=through(found.x, *CASTS), heads_last=heads_last)
+    return through(node if heads_last else arguments(node).self, *CASTS), heads_last
+
+
+def _found(rotary: Rotary | None, heads_last: bool) -> Rotary | None:
+    return rotary and replace(rotary, x=through(rotary.x, *CASTS), heads_last=heads_last)
 
 
 def rotation(node: Any) -> Rotary | None:
@@ -96,7 +112,7 @@ def _swaps_neighbours(flat: Any, x: Any) -> bool:
 
 def _swaps_halves(cat: Any, x: Any) -> bool:
     """Whether cat = cat(-x[half:], x[:half])."""
-    pair = pair_of(cat)
+    pair = _pair_of(cat)
     if pair is None or not is_call(pair[0], aten.neg.default):
         return False
     width = val(x).shape[-1]
@@ -104,7 +120,7 @@ def _swaps_halves(cat: Any, x: Any) -> bool:
     return _slice_is(minus, x, width // 2, None) and _slice_is(first, x, 0, width // 2)
 
 
-def pair_of(cat: Any) -> tuple[Any, Any] | None:
+def _pair_of(cat: Any) -> tuple[Any, Any] | None:
     """The two tensors of a concatenation of two."""
     if not is_call(cat, aten.cat.default) or len(arguments(cat).tensors) != 2:
         return None
@@ -129,7 +145,7 @@ def _slice_is(node: Any, source: Any, start: int, end: int | None, *, step: int 
 
 def _partial(node: Any) -> Rotary | None:
     """Match cat(rotated first channels, the rest)."""
-    pair = pair_of(node)
+    pair = _pair_of(node)
     inner = pair and _turn(pair[0])
     if pair is None or inner is None or not is_call(inner.x, aten.slice.Tensor):
         return None
@@ -146,7 +162,7 @@ def _two_halves(node: Any) -> Rotary | None:
     even and with odd numbers."""
     minus: Any
     plus: Any
-    minus, plus = pair_of(node) or (None, None)
+    minus, plus = _pair_of(node) or (None, None)
     if not (is_call(minus, aten.sub.Tensor) and is_call(plus, aten.add.Tensor)):
         return None
     a_cos, b_sin = arguments(minus).self, arguments(minus).other
