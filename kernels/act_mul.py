@@ -18,6 +18,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(QUICK * x),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -37,7 +39,7 @@ def act_mul(
 
     gate and up: the two halves of the last dimension; if interleaved, its even and its odd
     elements. limit: at most so large are gates, and the magnitudes of up. act: "silu", "gelu",
-    "gelu_tanh" or "quick_gelu", which is x sigmoid(1.702 x).
+    "gelu_tanh", "quick_gelu", which is x sigmoid(1.702 x), "relu" or "relu2", which is its square.
     """
     x = gate_up.float()
     gate, up = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
@@ -57,7 +59,7 @@ def _activate_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
     for act in ACTIVATIONS:
         for shape in ((1, 1, 16), (3, 65), (1, 5, 1040)):
-            yield (torch.randn(*shape, generator=gen) * 3).to(device, dtype), act
+            yield (torch.randn(*shape, generator=gen) * 2).to(device, dtype), act
 
 
 @act_mul.cases

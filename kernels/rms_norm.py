@@ -1,4 +1,5 @@
-"""`rms_norm` and `add_rms_norm`: root-mean-square normalization, alone or after a residual sum.
+"""Root-mean-square normalization, alone or around a residual sum: `rms_norm`, `add_rms_norm` (sum
+first), `norm_add` (norm first) and `norm_add_norm` (both).
 
 RMSNorm: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
 """
@@ -45,6 +46,37 @@ def add_rms_norm(
     return normalize(total, weight, eps, offset).to(x.dtype), total
 
 
+@op(shape="x")
+def norm_add(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float
+) -> Tensor:
+    """x, residual [..., N] -> residual + rms_norm(x), in x's dtype.
+
+    Both the norm and the sum are rounded to x's dtype, as the unfused graph does.
+    """
+    return (normalize(x, weight, eps, offset).to(x.dtype) + residual).contiguous()
+
+
+@op(shape=_shape)
+def norm_add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    next_weight: Tensor | None,
+    next_eps: float,
+    next_offset: float,
+) -> tuple[Tensor, Tensor]:
+    """x, residual [..., N] -> (the next rms_norm of the sum, residual + rms_norm(x)).
+
+    `add_rms_norm` of a normalized x, for models with a norm on both sides of a residual sum. Each
+    step is rounded to x's dtype.
+    """
+    total = norm_add.reference(x, residual, weight, eps, offset)
+    return normalize(total, next_weight, next_eps, next_offset).to(x.dtype), total
+
+
 @rms_norm.cases
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
@@ -55,7 +87,15 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield x, None, 1e-5, 0.0
 
 
+@norm_add.cases
 @add_rms_norm.cases
 def _add_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     for x, *rest in _cases(device, dtype):
         yield x, torch.full_like(x, 0.3) - x.flip(0), *rest
+
+
+@norm_add_norm.cases
+def _between_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    for x, residual, weight, eps, offset in _add_cases(device, dtype):
+        yield x, residual, weight, eps, offset, weight, eps, 1 - offset
+        yield x, residual, weight, eps, offset, None, 0.1, 0.0

@@ -46,6 +46,7 @@ def rope_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     prompts: Tensor | None = None,
+    norm_last: bool = False,
 ) -> Tensor:
     """query [T, H, D], key [T, Hkv, D], value [T, Hkv, Dv] -> [T, H, Dv] in query's dtype.
 
@@ -55,7 +56,7 @@ def rope_attention(
     """
     rotated = rope_write.reference(
         query, key, value, query_norm, key_norm, eps, norm_offset, cos_table, sin_table, positions,
-        interleaved, key_cache, value_cache, slot_mapping, k_scale, v_scale,
+        interleaved, key_cache, value_cache, slot_mapping, k_scale, v_scale, norm_last,
     )  # fmt: skip
     out: Tensor = paged_attention.reference(
         rotated, key_cache, value_cache, query_start, context_len, block_table, scale, window,
@@ -77,6 +78,7 @@ def make_rope_case(
     width: int = 0,  # rotated channels; 0: all
     interleaved: bool = False,
     normed: bool = True,
+    norm_last: bool = False,
     padding: int = 0,  # tokens of a last request without a context
     seed: int = 0,
     **features: Any,  # of `make_case`
@@ -132,6 +134,8 @@ def make_rope_case(
         of["slopes"],
         of["k_scale"],
         of["v_scale"],
+        None,
+        norm_last,
     )
 
 
@@ -141,6 +145,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     few = [(3, 20), (0, 0), (0, 0), (2, 2), (0, 0), (0, 0)]
     yield make_rope_case([(1, 1)], 1, 1, 16, 16, 16, device, dtype)
     yield make_rope_case(decode, 4, 2, 64, 64, 16, device, dtype, padding=1)
+    yield make_rope_case(decode, 4, 2, 64, 64, 16, device, dtype, width=32, norm_last=True)
     yield make_rope_case(decode, 4, 1, 80, 48, 8, device, dtype, width=32, normed=False)
     yield make_rope_case(decode, 6, 2, 48, 32, 16, device, dtype, interleaved=True, softcap=5.0)
     yield make_rope_case(decode, 8, 2, 64, 64, 32, device, dtype, sinks=True, window=20)

@@ -48,18 +48,25 @@ def rope_write(
     slot_mapping: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    norm_last: bool = False,
 ) -> Tensor:
     """query [T, H, D], key [T, Hkv, D], value [T, Hkv, Dv] -> rotated query [T, H, D], contiguous.
 
-    query_norm, key_norm [D]: RMSNorm weights per head, or None. cos_table, sin_table
+    query_norm, key_norm [D]: RMSNorm weights per head, or None; norm_last: heads are normalized
+    after the rotation, not before it. cos_table, sin_table
     [max_position, Dr] float32 with Dr <= D; positions [T] int64 index them. The rotated key and
     the value are written to the caches as in `write_kv`. Computed in float32 and rounded once.
     """
     cos, sin = cos_table[positions], sin_table[positions]
 
     def turn(x: Tensor, weight: Tensor | None) -> Tensor:
-        y = x.float() if weight is None else normalize(x, weight, eps, norm_offset)
-        return rotate(y, cos.float(), sin.float(), interleaved)
+        y = x.float()
+        if weight is not None and not norm_last:
+            y = normalize(y, weight, eps, norm_offset)
+        y = rotate(y, cos.float(), sin.float(), interleaved)
+        if weight is not None and norm_last:
+            y = normalize(y, weight, eps, norm_offset)
+        return y
 
     write_kv.reference(
         turn(key, key_norm), value, key_cache, value_cache, slot_mapping, k_scale, v_scale
@@ -104,4 +111,5 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
                 zero_blocks(num_blocks, kv_heads, block_size, v_dim, cache).to(device),
                 slots.to(device),
                 *(s.to(device) if cache in FP8 else None for s in scales),
+                offset > 0,  # norm_last
             )

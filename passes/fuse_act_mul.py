@@ -1,4 +1,5 @@
-"""`fuse_act_mul`: fuse a gated activation, so that it reads the merged projection once."""
+"""`fuse_act_mul`: fuse a gated activation, so that it reads the merged projection once, and a
+squared ReLU."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from llmc.kernels.act_mul import QUICK, act_mul
+from llmc.kernels.act_mul import QUICK, act_mul, activate
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, calls, emit, is_call, operands, replace, val
 
@@ -15,15 +16,27 @@ from llmc.passes.edit import arguments, aten, calls, emit, is_call, operands, re
 @graph_pass()
 def fuse_act_mul(gm: fx.GraphModule) -> Notes:
     """Fuse activation and gate over the two halves of one tensor, or over its even and odd
-    elements. Both may be clamped, and a number added to what the gate multiplies.
+    elements. Both may be clamped, and a number added to what the gate multiplies. The square of a
+    ReLU becomes one op, with a gate or without.
 
     Before:
         gate, up = aten.split_with_sizes(gate_up, [n, n], -1)
         y = aten.mul(aten.silu(aten.clamp(gate, None, 7.0)), aten.clamp(up, -7.0, 7.0))
     After:
         y = llmc.act_mul(gate_up, "silu", 7.0, 0.0, False)
+
+    Before:
+        y = aten.square(aten.relu(x))
+    After:
+        y = llmc.activate(x, "relu2")
     """
     graph = gm.graph
+    for node in calls(graph, aten.square.default, aten.pow.Tensor_Scalar, aten.mul.Tensor):
+        relu = _squared(node)
+        if is_call(relu, aten.relu.default):
+            with graph.inserting_before(node):
+                fused = emit(graph, activate.overload, arguments(relu).self, "relu2")
+            replace(node, fused)
     for node in calls(graph, aten.mul.Tensor):
         for activated, up in operands(node):
             given = _gated(activated, up)
@@ -54,8 +67,10 @@ def _gated(activated: Any, up: Any) -> tuple[Any, ...] | None:
 
 def _activation(node: Any) -> tuple[str | None, Any]:
     """(act, its argument) of an activation of `act_mul`."""
-    if is_call(node, aten.silu.default):
-        return "silu", node.args[0]
+    if is_call(node, activate.overload):
+        return node.args[1], node.args[0]
+    if is_call(node, aten.silu.default, aten.relu.default):
+        return node.target.overloadpacket.__name__, node.args[0]
     if is_call(node, aten.gelu.default):
         kinds = {"none": "gelu", "tanh": "gelu_tanh"}
         return kinds.get(node.kwargs.get("approximate", "none")), node.args[0]
@@ -65,6 +80,15 @@ def _activation(node: Any) -> tuple[str | None, Any]:
             if is_call(scaled, aten.mul.Tensor) and tuple(scaled.args) == (x, QUICK):
                 return "quick_gelu", x
     return None, None
+
+
+def _squared(node: fx.Node) -> Any:
+    """x, if a value is its square."""
+    if is_call(node, aten.mul.Tensor):
+        a, b = node.args[:2]
+        return a if a is b else None
+    is_square = is_call(node, aten.square.default) or arguments(node).exponent == 2
+    return node.args[0] if is_square else None
 
 
 def _shifted(node: Any) -> tuple[Any, float]:

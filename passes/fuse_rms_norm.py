@@ -1,4 +1,4 @@
-"""`fuse_rms_norm`: fuse the six or so ops of an RMSNorm and the residual sum before it into one."""
+"""`fuse_rms_norm`: fuse the six or so ops of an RMSNorm and the residual sum beside it into one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from llmc.kernels.rms_norm import add_rms_norm, rms_norm
-from llmc.passes.base import Notes, graph_pass
+from llmc.kernels.rms_norm import add_rms_norm, norm_add, norm_add_norm, rms_norm
+from llmc.passes.base import Notes, graph_pass, remove_dead_code
 from llmc.passes.edit import (
     CASTS,
     arguments,
@@ -38,7 +38,7 @@ class _Norm:
 
 @graph_pass()
 def fuse_rms_norm(gm: fx.GraphModule) -> Notes:
-    """Fuse RMSNorm, and the residual addition that feeds it.
+    """Fuse RMSNorm, and the residual addition before or after it.
 
     Before:
         h = aten.add(x, residual)
@@ -48,6 +48,13 @@ def fuse_rms_norm(gm: fx.GraphModule) -> Notes:
         y, h = llmc.add_rms_norm(x, residual, weight, eps, 0.0)
 
     A model may write rsqrt as a power of -0.5, which aten computes as rsqrt too.
+
+    Before:
+        h = aten.add(residual, llmc.rms_norm(x, weight, eps, 0.0))
+        y, h2 = llmc.add_rms_norm(llmc.rms_norm(x2, weight2, eps, 0.0), h, weight3, eps, 0.0)
+    After:
+        h = llmc.norm_add(x, residual, weight, eps, 0.0)
+        y, h2 = llmc.norm_add_norm(x2, h, weight2, eps, 0.0, weight3, eps, 0.0)
     """
     graph = gm.graph
     notes = []
@@ -61,6 +68,9 @@ def fuse_rms_norm(gm: fx.GraphModule) -> Notes:
         _fuse(graph, norm)
     for node in calls(graph, aten.rms_norm.default):
         _spell(graph, node)
+    remove_dead_code(graph)  # sums that were fused still read the norms before them
+    for node in calls(graph, aten.add.Tensor, add_rms_norm.overload):
+        _take_norm(graph, node)
     return notes
 
 
@@ -162,6 +172,27 @@ def _fuse(graph: fx.Graph, norm: _Norm) -> None:
     with graph.inserting_before(norm.last):
         fused = emit(graph, rms_norm.overload, x, norm.weight, norm.eps, norm.offset)
     replace(norm.last, fused)
+
+
+def _take_norm(graph: fx.Graph, node: fx.Node) -> None:
+    """Fuse a norm into the sum that alone reads it."""
+    both = is_call(node, add_rms_norm.overload)
+    if node.kwargs or (not both and len(node.args) != 2):
+        return
+    for normed, residual in operands(node):
+        if not is_call(normed, rms_norm.overload) or only_user(normed) is not node:
+            continue
+        given = arguments(normed)
+        if not _is_like(residual, normed):
+            continue
+        with graph.inserting_before(node):
+            args = [given.x, residual, given.weight, given.eps, given.offset]
+            if both:
+                after = arguments(node)
+                args += [after.weight, after.eps, after.offset]
+            fused = emit(graph, (norm_add_norm if both else norm_add).overload, *args)
+        replace(node, fused)
+        return
 
 
 def _is_like(node: Any, total: fx.Node) -> bool:

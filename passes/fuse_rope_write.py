@@ -105,7 +105,9 @@ def _fuse(
         return reason
     with graph.inserting_before(write):
         ropes = (query_rope, val(arguments(attend).query).dtype), (key_rope, val(given.key).dtype)
-        q, k = (_source(graph, rope, dtype) for rope, dtype in ropes)
+        norm_last = query_rope.norm is not None
+        source = _rotated_first if norm_last else _source
+        q, k = (source(graph, rope, dtype) for rope, dtype in ropes)
         if (q.weight is None) != (k.weight is None) or (q.eps, q.offset) != (k.eps, k.offset):
             q, k = (_Source(_flatten(graph, rope, dtype)) for rope, dtype in ropes)
         cos, sin = tables_of(graph, key_rope, tables)
@@ -126,6 +128,7 @@ def _fuse(
             key_cache=given.key_cache,
             value_cache=given.value_cache,
             slot_mapping=given.slot_mapping,
+            norm_last=norm_last,
         )
     set_arguments(attend, query=fused)
     graph.erase_node(write)
@@ -140,6 +143,15 @@ def _why_different(query: Rotary, key: Rotary, readers: list[fx.Node]) -> str | 
         return "query and key rotate differently"
     if key.moved and len(readers) > 1:
         return "other layers read keys whose channels the model reorders"
+    norms = [arguments(rope.norm) for rope in (query, key) if rope.norm is not None]
+    if norms:
+        width = val(query.x).shape[-1]
+        alike = len({(norm.eps, norm.offset) for norm in norms}) == 1 and len(norms) == 2
+        whole = all(
+            norm.weight is not None and val(norm.weight).shape[0] == width for norm in norms
+        )
+        if not (alike and whole) or key.moved:
+            return "query and key are normalized after the rotation in no form that is known"
     return None
 
 
@@ -231,16 +243,23 @@ def _flatten(graph: fx.Graph, rope: Rotary, dtype: torch.dtype) -> fx.Node:
     return flat if val(flat).dtype == dtype else emit(graph, aten.to.dtype, flat, dtype)
 
 
+def _rotated_first(graph: fx.Graph, rope: Rotary, dtype: torch.dtype) -> _Source:
+    """The value before the rotation, and the norm after it."""
+    norm = arguments(rope.norm)  # type: ignore[arg-type]
+    return _Source(_flatten(graph, rope, dtype), norm.weight, norm.eps, norm.offset)
+
+
 def _source(graph: fx.Graph, rope: Rotary, dtype: torch.dtype) -> _Source:
     """The value before the per-head norm, if nothing else reads the normalized value."""
     x = rope.x
-    heads_last: Any = arguments(x).self if is_call(x, aten.transpose.int) else None
-    if rope.heads_last:
-        heads_last = x
-    if is_call(heads_last, rms_norm.overload) and (heads_last is x or only_user(heads_last) is x):
-        norm = arguments(heads_last)
+    heads_last = rope.heads_last
+    normed: Any = x
+    if not heads_last and is_call(x, aten.transpose.int):
+        normed, heads_last = arguments(x).self, True
+    if is_call(normed, rms_norm.overload) and (normed is x or only_user(normed) is x):
+        norm = arguments(normed)
         is_whole = norm.weight is not None and val(norm.weight).shape[0] == val(x).shape[-1]
         if is_whole and val(x).dtype == dtype:
-            flat = emit(graph, aten.squeeze.dim, norm.x, 0)
+            flat = _flatten(graph, replace(rope, x=norm.x, heads_last=heads_last), dtype)
             return _Source(flat, norm.weight, norm.eps, norm.offset)
     return _Source(_flatten(graph, rope, dtype))

@@ -36,6 +36,7 @@ _OF_TORCH: dict[Any, Callable[[SimpleNamespace], _Call | None]] = {
     aten.layer_norm.default: _layer_norm,
     aten.gelu.default: _gelu,
     aten.silu.default: lambda given: ("activate", (given.self, "silu")),
+    aten.relu.default: lambda given: ("activate", (given.self, "relu")),
 }
 
 

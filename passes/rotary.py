@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.passes.edit import CASTS, arguments, aten, is_call, operands, through, val
 from llmc.passes.inputs import ConstantInput, StepInput, add_input, input_of
 
@@ -35,6 +36,7 @@ class Rotary:
     moved: bool = False
     angles: bool = False  # both tables are that of the angles, halved
     heads_last: bool = False
+    norm: fx.Node | None = None  # the call of rms_norm or add_rms_norm after the rotation
 
     @property
     def kind(self) -> tuple[bool, ...]:
@@ -43,9 +45,20 @@ class Rotary:
 
 
 def find_rotary(flat: Any) -> Rotary | None:
-    """Match heads of which all or the first channels are rotated."""
+    """Match heads of which all or the first channels are rotated, and perhaps normalized then."""
     node, heads_last = _heads_of(flat)
-    return _found(rotation(node) or _partial(node), heads_last)
+    norm = None
+    if is_call(node, rms_norm.overload):
+        norm, node = node, through(arguments(node).x, *CASTS)
+    elif _is_first_of(node, add_rms_norm.overload):
+        norm = node = node.args[0]  # of the rotation's own sum
+    found = _found(rotation(node) or _partial(node), heads_last)
+    return found and replace(found, norm=norm)
+
+
+def _is_first_of(node: Any, target: Any) -> bool:
+    """Whether a value is the first result of a call of `target`."""
+    return is_call(node, operator.getitem) and node.args[1] == 0 and is_call(node.args[0], target)
 
 
 def find_last_rotary(flat: Any) -> tuple[fx.Node, Rotary] | None:
@@ -75,7 +88,7 @@ def rotation(node: Any) -> Rotary | None:
 
 def _turn(node: Any) -> Rotary | None:
     """Match x * cos + turned * sin, where turned is x rotated by a quarter turn."""
-    if not is_call(node, aten.add.Tensor):
+    if not is_call(node, aten.add.Tensor, add_rms_norm.overload):
         return None
     for straight, turned in operands(node):
         if not (is_call(straight, aten.mul.Tensor) and is_call(turned, aten.mul.Tensor)):

@@ -104,7 +104,8 @@ Tensor rope_write(const Tensor& query, const Tensor& key, const Tensor& value,
                   double norm_offset, const Tensor& cos_table, const Tensor& sin_table,
                   const Tensor& positions, bool interleaved, const Tensor& key_cache,
                   const Tensor& value_cache, const Tensor& slot_mapping,
-                  const optional<Tensor>& k_scale, const optional<Tensor>& v_scale) {
+                  const optional<Tensor>& k_scale, const optional<Tensor>& v_scale,
+                  bool norm_last) {
   check(query, "query", key.scalar_type(), 3);
   RopeArgs a{};
   a.write = write_args(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale);
@@ -123,6 +124,7 @@ Tensor rope_write(const Tensor& query, const Tensor& key, const Tensor& value,
   copy_strides(query, a.query_stride, 2);
   a.eps = float(eps);
   a.norm_offset = float(norm_offset);
+  a.norm_last = norm_last;
   kernels->rope_write(a);
   return out;
 }

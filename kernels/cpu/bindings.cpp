@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <tuple>
 #include <vector>
 
 namespace llmc::ops {
@@ -97,18 +98,53 @@ Tensor layer_norm(const Tensor& x, const optional<Tensor>& weight, const optiona
   return out;
 }
 
+// Fills in the rows, the sum and the sizes of `a`; returns the sum.
+Tensor add_and_norm(const Tensor& x, const Tensor& residual, NormArgs a) {
+  TORCH_CHECK(x.sizes() == residual.sizes() && x.scalar_type() == residual.scalar_type(),
+              "x and residual must be alike");
+  Tensor sum = at::empty(x.sizes(), x.scalar_type());
+  if (x.numel() == 0) return sum;
+  Tensor kept_x, kept_residual;
+  std::tie(a.x, a.residual) = alike(x, residual, kept_x, kept_residual);
+  a.dtype = dtype_of(x), a.sum = sum.data_ptr(), a.width = x.size(-1);
+  a.threads = at::num_threads();
+  kernels->rms_norm(a);
+  return sum;
+}
+
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
                                         const optional<Tensor>& weight, double eps,
                                         double offset) {
-  TORCH_CHECK(x.sizes() == residual.sizes() && x.scalar_type() == residual.scalar_type(),
-              "x and residual must be alike");
-  Tensor out = at::empty(x.sizes(), x.scalar_type()), sum = at::empty(x.sizes(), x.scalar_type());
-  if (x.numel() == 0) return {std::move(out), std::move(sum)};
-  Tensor kept_x, kept_residual;
-  const auto [x_rows, res_rows] = alike(x, residual, kept_x, kept_residual);
-  kernels->rms_norm({dtype_of(x), x_rows, res_rows,
-                     vector_or_null(weight, "weight", x, x.size(-1)), out.data_ptr(),
-                     sum.data_ptr(), x.size(-1), float(eps), float(offset), at::num_threads()});
+  Tensor out = at::empty(x.sizes(), x.scalar_type());
+  NormArgs a{};
+  a.weight = vector_or_null(weight, "weight", x, x.size(-1)), a.out = out.data_ptr();
+  a.eps = float(eps), a.offset = float(offset);
+  Tensor sum = add_and_norm(x, residual, a);
+  return {std::move(out), std::move(sum)};
+}
+
+NormArgs norm_of_x(const Tensor& x, const optional<Tensor>& weight, double eps, double offset) {
+  NormArgs a{};
+  a.norms_x = true;
+  a.x_weight = vector_or_null(weight, "weight", x, x.size(-1));
+  a.x_eps = float(eps), a.x_offset = float(offset);
+  return a;
+}
+
+Tensor norm_add(const Tensor& x, const Tensor& residual, const optional<Tensor>& weight, double eps,
+                double offset) {
+  return add_and_norm(x, residual, norm_of_x(x, weight, eps, offset));
+}
+
+std::tuple<Tensor, Tensor> norm_add_norm(const Tensor& x, const Tensor& residual,
+                                         const optional<Tensor>& weight, double eps, double offset,
+                                         const optional<Tensor>& next_weight, double next_eps,
+                                         double next_offset) {
+  Tensor out = at::empty(x.sizes(), x.scalar_type());
+  NormArgs a = norm_of_x(x, weight, eps, offset);
+  a.weight = vector_or_null(next_weight, "next_weight", x, x.size(-1)), a.out = out.data_ptr();
+  a.eps = float(next_eps), a.offset = float(next_offset);
+  Tensor sum = add_and_norm(x, residual, a);
   return {std::move(out), std::move(sum)};
 }
 
@@ -147,12 +183,12 @@ Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const optional<Tensor
 }
 
 Act act_named(const std::string& act) {
-  TORCH_CHECK(act == "silu" || act == "gelu" || act == "gelu_tanh" || act == "quick_gelu",
-              "act must be silu, gelu, gelu_tanh or quick_gelu, got ", act);
-  return act == "silu"        ? Act::silu
-         : act == "gelu"      ? Act::gelu
-         : act == "gelu_tanh" ? Act::gelu_tanh
-                              : Act::quick_gelu;
+  static constexpr std::pair<const char*, Act> kActs[] = {
+      {"silu", Act::silu}, {"gelu", Act::gelu}, {"gelu_tanh", Act::gelu_tanh},
+      {"quick_gelu", Act::quick_gelu}, {"relu", Act::relu}, {"relu2", Act::relu2}};
+  for (const auto& [name, kind] : kActs)
+    if (act == name) return kind;
+  TORCH_CHECK(false, "act must be silu, gelu, gelu_tanh, quick_gelu, relu or relu2, got ", act);
 }
 
 Tensor activate(const Tensor& x, const std::string& act) {
@@ -274,6 +310,8 @@ void add_lora(const Tensor& out, const Tensor& x, const Tensor& a, const Tensor&
 const at::Ops kOps = {
     {"rms_norm", &at::boxed<&rms_norm>},
     {"add_rms_norm", &at::boxed<&add_rms_norm>},
+    {"norm_add", &at::boxed<&norm_add>},
+    {"norm_add_norm", &at::boxed<&norm_add_norm>},
     {"gated_rms_norm", &at::boxed<&gated_rms_norm>},
     {"layer_norm", &at::boxed<&layer_norm>},
     {"act_mul", &at::boxed<&act_mul>},

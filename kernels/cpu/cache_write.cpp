@@ -131,10 +131,11 @@ void write_rows(const WriteArgs& w, const Cache& cache) {
   });
 }
 
-// A row of `dim` values in float, normalized if there is a norm; x has room for kLanes more.
-template <class T>
-void widen_normed(const T* in, int64_t dim, const void* norm, float eps, float offset,
-                  float* __restrict__ x) {
+// A row of `dim` values in float, normalized if there is a norm, whose weight has type T; x has room
+// for kLanes more, and may be `in`.
+template <class T, class Input>
+void widen_normed(const Input* in, int64_t dim, const void* norm, float eps, float offset,
+                  float* x) {
   int64_t i = 0;
   v16f squares = {};
   for (; i + kLanes <= dim; i += kLanes) {
@@ -178,9 +179,10 @@ template <class T>
 [[gnu::noinline]] void turn_head(const RopeArgs& a, int64_t t, const T* in, const void* norm,
                                  float* __restrict__ x, float* __restrict__ y) {
   const int64_t dim = a.write.head_dim;
-  widen_normed(in, dim, norm, a.eps, a.norm_offset, x);
+  widen_normed<T>(in, dim, a.norm_last ? nullptr : norm, a.eps, a.norm_offset, x);
   rotate(a.rotation, t, x, y);
   for (int64_t i = a.rotation.width; i < dim; ++i) y[i] = x[i];
+  if (a.norm_last && norm != nullptr) widen_normed<T>(y, dim, norm, a.eps, a.norm_offset, y);
 }
 
 // Asks for the lines of a token's keys and values, whose addresses no hardware predicts.
@@ -244,15 +246,16 @@ void latent_rows(const LatentWriteArgs& a, const Cache& cache) {
       for (int64_t h = 0; h < a.heads; ++h) {
         const T* head = query + h * a.query_stride[1];
         std::memcpy(out + h * a.dim, head, plain * sizeof(T));
-        widen_normed(head + plain, width, nullptr, 0, 0, x);
+        widen_normed<T>(head + plain, width, nullptr, 0, 0, x);
         rotate(a.rotation, t, x, y);
         PlainCache<T>::copy(y, width, out + h * a.dim + plain);
       }
       const int64_t slot = w.slots[t];
       if (slot < 0) continue;
-      widen_normed(static_cast<const T*>(a.latent) + t * a.latent_stride, rank, a.norm, a.eps,
-                   a.norm_offset, row);
-      widen_normed(static_cast<const T*>(a.shared) + t * a.shared_stride, width, nullptr, 0, 0, x);
+      widen_normed<T>(static_cast<const T*>(a.latent) + t * a.latent_stride, rank, a.norm, a.eps,
+                      a.norm_offset, row);
+      const T* shared = static_cast<const T*>(a.shared) + t * a.shared_stride;
+      widen_normed<T>(shared, width, nullptr, 0, 0, x);
       rotate(a.rotation, t, x, row + rank);
       cache.key(row, w.head_dim, w.scales.key_of(0),
                 slot_of<E>(w.key_cache, w.key_cache_stride, w.block_size, slot, 0));

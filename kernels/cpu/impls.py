@@ -37,7 +37,7 @@ from llmc.kernels.quantized_expert_linear import quantized_expert_linear
 from llmc.kernels.quantized_linear import EXACT_BITS, quantized_linear
 from llmc.kernels.record_tokens import record_tokens
 from llmc.kernels.registry import Fn, Impl, Op
-from llmc.kernels.rms_norm import add_rms_norm, rms_norm
+from llmc.kernels.rms_norm import add_rms_norm, norm_add, norm_add_norm, rms_norm
 from llmc.kernels.rope_write import rope_write
 from llmc.kernels.rope_write_latent import rope_write_latent
 from llmc.kernels.sample import sample
@@ -239,6 +239,8 @@ def _causal_conv(
 _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (rms_norm, _all_of("x", "weight")),
     (add_rms_norm, _all_of("x", "residual", "weight")),
+    (norm_add, _all_of("x", "residual", "weight")),
+    (norm_add_norm, _all_of("x", "residual", "weight", "next_weight")),
     (layer_norm, _all_of("x", "weight", "bias")),
     (act_mul, _all_of("gate_up")),
     (activate, _all_of("x")),

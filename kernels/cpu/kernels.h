@@ -23,10 +23,14 @@ struct NormArgs {
   Dtype dtype;
   Rows x, residual;  // residual.data is null for rms_norm
   const void* weight;  // may be null
-  void *out, *sum;     // dense
+  void *out, *sum;     // dense; out is null for norm_add
   int64_t width;
   float eps, offset;
   int threads;
+  // whether x is normalized before it is added to the residual, and by what
+  bool norms_x = false;
+  const void* x_weight = nullptr;  // may be null
+  float x_eps = 0, x_offset = 0;
 };
 
 struct LayerNormArgs {
@@ -50,7 +54,7 @@ struct GatedNormArgs {
   int threads;
 };
 
-enum class Act { silu, gelu, gelu_tanh, quick_gelu };
+enum class Act { silu, gelu, gelu_tanh, quick_gelu, relu, relu2 };
 
 struct ActArgs {
   Dtype dtype;
@@ -125,6 +129,7 @@ struct RopeArgs {
   int64_t heads;
   int64_t query_stride[2];
   float eps, norm_offset;
+  bool norm_last;  // heads are normalized after their rotation, not before it
 };
 
 struct LatentWriteArgs {

@@ -29,40 +29,58 @@ int64_t count(const Rows& rows) {
 }
 
 template <class T>
-void norm_row(const NormArgs& a, const T* x, const T* residual, T* out, T* sum) {
-  const int64_t n = a.width;
-  const T* weight = static_cast<const T*>(a.weight);
+v16f squares_of(const T* x, int64_t n) {
   v16f squares0 = {}, squares1 = {};
-  if (residual != nullptr) {
-    each_vector(n, [&](int64_t i, int64_t count) LLMC_LAMBDA {
-      store_up_to(sum + i, load_up_to(x + i, count) + load_up_to(residual + i, count), count);
-      const v16f y = load_up_to(sum + i, count);  // rounded, as in the unfused graph
-      squares0 += y * y;
-    });
-    x = sum;
-  } else {
-    int64_t pairs = 0;
-    for (; pairs + 2 * kLanes <= n; pairs += 2 * kLanes) {
-      const v16f y0 = load(x + pairs), y1 = load(x + pairs + kLanes);
-      squares0 += y0 * y0;
-      squares1 += y1 * y1;
-    }
-    each_vector(n - pairs, [&](int64_t i, int64_t count) LLMC_LAMBDA {
-      const v16f y = load_up_to(x + pairs + i, count);
-      squares0 += y * y;
-    });
+  int64_t pairs = 0;
+  for (; pairs + 2 * kLanes <= n; pairs += 2 * kLanes) {
+    const v16f y0 = load(x + pairs), y1 = load(x + pairs + kLanes);
+    squares0 += y0 * y0;
+    squares1 += y1 * y1;
   }
-  const float mean = sum_lanes(squares0 + squares1) / static_cast<float>(n);
-  const float factor = 1.0f / std::sqrt(mean + a.eps);
+  each_vector(n - pairs, [&](int64_t i, int64_t count) LLMC_LAMBDA {
+    const v16f y = load_up_to(x + pairs + i, count);
+    squares0 += y * y;
+  });
+  return squares0 + squares1;
+}
+
+// out = x / sqrt(mean of the squares + eps) * (weight + offset), where `squares` are those of x.
+template <class T>
+void scale_row(const T* x, v16f squares, const T* weight, float eps, float offset, int64_t n,
+               T* out) {
+  const float mean = sum_lanes(squares) / static_cast<float>(n);
+  const float factor = 1.0f / std::sqrt(mean + eps);
   if (weight == nullptr)
     each_vector(n, [&](int64_t i, int64_t count) LLMC_LAMBDA {
       store_up_to(out + i, load_up_to(x + i, count) * factor, count);
     });
   else
     each_vector(n, [&](int64_t i, int64_t count) LLMC_LAMBDA {
-      const v16f scale = load_up_to(weight + i, count) + a.offset;
+      const v16f scale = load_up_to(weight + i, count) + offset;
       store_up_to(out + i, load_up_to(x + i, count) * factor * scale, count);
     });
+}
+
+template <class T>
+void norm_row(const NormArgs& a, const T* x, const T* residual, T* out, T* sum) {
+  const int64_t n = a.width;
+  v16f squares = {};
+  if (a.norms_x) {
+    scale_row(x, squares_of(x, n), static_cast<const T*>(a.x_weight), a.x_eps, a.x_offset, n, sum);
+    x = sum;
+  }
+  if (residual != nullptr) {
+    each_vector(n, [&](int64_t i, int64_t count) LLMC_LAMBDA {
+      store_up_to(sum + i, load_up_to(x + i, count) + load_up_to(residual + i, count), count);
+      const v16f y = load_up_to(sum + i, count);  // rounded, as in the unfused graph
+      squares += y * y;
+    });
+    x = sum;
+  } else {
+    squares = squares_of(x, n);
+  }
+  if (out != nullptr)
+    scale_row(x, squares, static_cast<const T*>(a.weight), a.eps, a.offset, n, out);
 }
 
 template <class T>
@@ -71,7 +89,8 @@ void norm_rows(const NormArgs& a) {
     for (int64_t i = begin; i < end; ++i) {
       const T* residual = a.residual.data ? row_pointer<T>(a.residual, i) : nullptr;
       T* sum = a.sum ? static_cast<T*>(a.sum) + i * a.width : nullptr;
-      norm_row<T>(a, row_pointer<T>(a.x, i), residual, static_cast<T*>(a.out) + i * a.width, sum);
+      T* out = a.out ? static_cast<T*>(a.out) + i * a.width : nullptr;
+      norm_row<T>(a, row_pointer<T>(a.x, i), residual, out, sum);
     }
   });
 }
@@ -160,6 +179,10 @@ LLMC_INLINE v16f activate(Act act, v16f x) {
   if (act == Act::silu) return x / (1.0f + exp_lanes(-x));
   if (act == Act::gelu) return 0.5f * x * (1.0f + erf_lanes(x * 0.70710678118654752f));
   if (act == Act::quick_gelu) return x / (1.0f + exp_lanes(-1.702f * x));
+  if (act == Act::relu || act == Act::relu2) {
+    x = select(x < 0.0f, v16f{}, x);  // NaN stays
+    return act == Act::relu ? x : x * x;
+  }
   return 0.5f * x * (1.0f + tanh_lanes(0.79788456080286536f * (x + 0.044715f * x * x * x)));
 }
 
@@ -247,6 +270,7 @@ void act_typed(const ActArgs& a) {
     case Act::gelu: return act_halves<T, Act::gelu>(a);
     case Act::gelu_tanh: return act_halves<T, Act::gelu_tanh>(a);
     case Act::quick_gelu: return act_halves<T, Act::quick_gelu>(a);
+    default: return act_rows<T, Halves<T>>(a, a.act);  // rare with a gate
   }
 }
 

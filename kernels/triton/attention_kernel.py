@@ -168,7 +168,7 @@ def attention_kernel(
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
     COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr,
     ROPE: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
-    QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr, PDL: tl.constexpr,
+    QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr, NORM_LAST: tl.constexpr, PDL: tl.constexpr,
     DESCRIPTORS: tl.constexpr, SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
@@ -223,7 +223,8 @@ def attention_kernel(
         at_position = tl.load(positions + token, mask=valid, other=0)[:, None]
         q = turn(of_row, query_norm, cos_table + at_position * cos_row,
                  sin_table + at_position * sin_row, valid[:, None], eps, norm_offset, QUERY_NORM,
-                 DIM, DIM_PAD, WIDTH, INTERLEAVED).to(query.dtype.element_ty)  # fmt: skip
+                 DIM, DIM_PAD, WIDTH, INTERLEAVED, NORM_LAST)  # fmt: skip
+        q = q.to(query.dtype.element_ty)
     else:
         q = tl.load(of_row + OWN + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
     if FORMAT == INT8:  # as the keys are
@@ -261,7 +262,7 @@ def attention_kernel(
                   kv_head, tl.num_programs(1) // GROUP_TILES, first_new, hi, offset,
                   key_token, key_head, value_token, value_head, cos_row, sin_row, eps, norm_offset,
                   kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot, BLOCK_SIZE, DIM, DIM_PAD,
-                  V_DIM, V_DIM_PAD, WIDTH, INTERLEAVED, KEY_NORM, FORMAT,
+                  V_DIM, V_DIM_PAD, WIDTH, INTERLEAVED, KEY_NORM, NORM_LAST, FORMAT,
                   K_SCALE_STRIDE, V_SCALE_STRIDE)  # fmt: skip
 
     m = tl.full([BLOCK_M], MINUS_INF, tl.float32)

@@ -46,6 +46,7 @@ class Rope:
     positions: Tensor
     interleaved: bool
     slot_mapping: Tensor
+    norm_last: bool
 
 
 @triton.jit
@@ -55,7 +56,8 @@ def write_new(key, value, key_norm, cos_table, sin_table, positions, slots,
               kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot,
               BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
               V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr, WIDTH: tl.constexpr,
-              INTERLEAVED: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr,
+              INTERLEAVED: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr,
+              FORMAT: tl.constexpr,
               K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr):  # fmt: skip
     """Write the keys and values of one head at positions [first, stop), then wait for all threads.
 
@@ -72,7 +74,7 @@ def write_new(key, value, key_norm, cos_table, sin_table, positions, slots,
         position = tl.load(positions + token).to(tl.int64)
         x = turn(key + token * key_token + (head + one) * key_head, key_norm,
                  cos_table + position * cos_row, sin_table + position * sin_row, one == 0, eps,
-                 norm_offset, NORM, DIM, DIM_PAD, WIDTH, INTERLEAVED)  # fmt: skip
+                 norm_offset, NORM, DIM, DIM_PAD, WIDTH, INTERLEAVED, NORM_LAST)  # fmt: skip
         kept = tl.where(is_kept, heads, 0)
         store_heads(
             key_cache + block * kc_block + inside * kc_slot + (head + one) * kc_head + d,
@@ -123,4 +125,5 @@ def rope_constants(rope: Rope | None) -> dict[str, Any]:
         "INTERLEAVED": rope is not None and rope.interleaved,
         "QUERY_NORM": rope is not None and rope.query_norm is not None,
         "KEY_NORM": rope is not None and rope.key_norm is not None,
+        "NORM_LAST": rope is not None and rope.norm_last,
     }

@@ -24,7 +24,7 @@ from torch import Tensor
 from llmc.kernels.fused_linear import add_linear, fused_linear
 from llmc.kernels.linear import linear
 from llmc.kernels.triton import act_mul, dependent_launch, gated_rms_norm, norm
-from llmc.kernels.triton.act_mul import activate
+from llmc.kernels.triton.act_mul import activated
 from llmc.kernels.triton.counters import counters, is_last, sum_of_parts
 from llmc.kernels.triton.define import (
     define,
@@ -188,7 +188,7 @@ def linear_tile(
             if GATED:
                 up += tl.load(bias + N + n, mask=inside, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            y = activate(y, ACT) * up
+            y = activated(y, ACT) * up
         if ADD:
             more = tl.load(residual + row * residual_row + n[None, :], mask=stored, other=0.0)
             y += more.to(tl.float32)

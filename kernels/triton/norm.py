@@ -1,4 +1,4 @@
-"""`rms_norm` and `add_rms_norm` in Triton: one program per row.
+"""The ops of rms_norm.py in Triton: one program per row.
 
 Inductor fuses norms better than this; these are for graphs that run uncompiled on a GPU.
 """
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.rms_norm import add_rms_norm, rms_norm
+from llmc.kernels.rms_norm import add_rms_norm, norm_add, norm_add_norm, rms_norm
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.configs import row_warps
 from llmc.kernels.triton.define import define, same_dtype, supports_tensors
@@ -20,48 +20,65 @@ _MAX_WIDTH = 65536
 
 
 @triton.jit
+def normalized(y, weight, i, eps, offset, WIDTH: tl.constexpr):
+    """rms_norm of a row y [BLOCK], which is zero beyond WIDTH, in float32."""
+    y *= 1 / tl.sqrt_rn(tl.sum(y * y, axis=0) / WIDTH + eps)
+    if weight is not None:
+        y *= tl.load(weight + i, mask=i < WIDTH, other=0.0).to(tl.float32) + offset
+    return y
+
+
+@triton.jit
 def norm_kernel(
-    x, residual, weight, out, total, x_row, residual_row, eps, offset,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr,
+    x, residual, x_weight, weight, out, total, x_row, residual_row, x_eps, x_offset, eps, offset,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, NORM_X: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """NORM_X: x is normalized before it is added. out None: the sum is all that is stored."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < WIDTH
     if PDL:
         wait_for_previous()
     y = tl.load(x + row * x_row + i, mask=inside, other=0.0).to(tl.float32)
+    if NORM_X:
+        y = normalized(y, x_weight, i, x_eps, x_offset, WIDTH)
+        y = y.to(x.dtype.element_ty).to(tl.float32)
     if ADD:
         y += tl.load(residual + row * residual_row + i, mask=inside, other=0.0).to(tl.float32)
         rounded = y.to(total.dtype.element_ty)
         tl.store(total + row * WIDTH + i, rounded, mask=inside)
         y = rounded.to(tl.float32)
-    y *= 1 / tl.sqrt_rn(tl.sum(y * y, axis=0) / WIDTH + eps)
-    if WEIGHTED:
-        y *= tl.load(weight + i, mask=inside, other=0.0).to(tl.float32) + offset
-    tl.store(out + row * WIDTH + i, y.to(out.dtype.element_ty), mask=inside)
+    if out is not None:
+        y = normalized(y, weight, i, eps, offset, WIDTH)
+        tl.store(out + row * WIDTH + i, y.to(out.dtype.element_ty), mask=inside)
+
+
+_Norm = tuple[Tensor | None, float, float]  # weight, eps and offset
+_NONE: _Norm = (None, 0.0, 0.0)
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float,
-    out: Tensor, total: Tensor | None,
+    x: Tensor, residual: Tensor | None, of_x: _Norm | None, norm: _Norm,
+    out: Tensor | None, total: Tensor | None,
 ) -> Launch:  # fmt: skip
     width = x.shape[-1]
     flat = x.reshape(-1, width)
     other = flat if residual is None else residual.reshape(-1, width)
     block = power_of_2(width)
     pdl = dependent_launch.applies_to(x.device)
+    (weight, eps, offset), (x_weight, x_eps, x_offset) = norm, of_x or _NONE
     return Launch(
         kernel=norm_kernel,
         grid=(flat.shape[0],),
         args={
-            "x": flat, "residual": other, "weight": weight, "out": out, "total": total,
-            "x_row": flat.stride(0), "residual_row": other.stride(0),
-            "eps": eps, "offset": offset,
+            "x": flat, "residual": other, "x_weight": x_weight, "weight": weight, "out": out,
+            "total": total, "x_row": flat.stride(0), "residual_row": other.stride(0),
+            "x_eps": x_eps, "x_offset": x_offset, "eps": eps, "offset": offset,
         },
         constants={
             "WIDTH": width, "BLOCK": block,
-            "ADD": residual is not None, "WEIGHTED": weight is not None, "PDL": pdl,
+            "ADD": residual is not None, "NORM_X": of_x is not None, "PDL": pdl,
         },
         num_warps=row_warps(block),
         pdl=pdl,
@@ -70,14 +87,32 @@ def _launch(
 
 def plan(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Plan[Tensor]:
     out = x.new_empty(x.shape)
-    return Plan(out=out, launches=(_launch(x, None, weight, eps, offset, out, None),))
+    return Plan(out=out, launches=(_launch(x, None, None, (weight, eps, offset), out, None),))
 
 
 def add_plan(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float
 ) -> Plan[tuple[Tensor, Tensor]]:
     out, total = x.new_empty(x.shape), x.new_empty(x.shape)
-    launch = _launch(x, residual, weight, eps, offset, out, total)
+    launch = _launch(x, residual, None, (weight, eps, offset), out, total)
+    return Plan(out=(out, total), launches=(launch,))
+
+
+def norm_add_plan(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float
+) -> Plan[Tensor]:
+    total = x.new_empty(x.shape)
+    launch = _launch(x, residual, (weight, eps, offset), _NONE, None, total)
+    return Plan(out=total, launches=(launch,))
+
+
+def norm_add_norm_plan(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float,
+    next_weight: Tensor | None, next_eps: float, next_offset: float,
+) -> Plan[tuple[Tensor, Tensor]]:  # fmt: skip
+    out, total = x.new_empty(x.shape), x.new_empty(x.shape)
+    of_x, of_sum = (weight, eps, offset), (next_weight, next_eps, next_offset)
+    launch = _launch(x, residual, of_x, of_sum, out, total)
     return Plan(out=(out, total), launches=(launch,))
 
 
@@ -85,10 +120,15 @@ def supports(*, x: Tensor, weight: Tensor | None, **others: object) -> bool:
     return supports_tensors(x, weight) and x.shape[-1] <= _MAX_WIDTH
 
 
-def _add_supports(*, x: Tensor, residual: Tensor, weight: Tensor | None, **others: object) -> bool:
+def _add_supports(
+    *, x: Tensor, residual: Tensor, weight: Tensor | None, next_weight: Tensor | None = None,
+    **others: object,
+) -> bool:  # fmt: skip
     fits = x.shape == residual.shape and same_dtype(x, residual)
-    return fits and supports_tensors(residual) and supports(x=x, weight=weight)
+    return fits and supports_tensors(residual, next_weight) and supports(x=x, weight=weight)
 
 
 define(rms_norm, plan=plan, supports=supports)
 define(add_rms_norm, plan=add_plan, supports=_add_supports)
+define(norm_add, plan=norm_add_plan, supports=_add_supports)
+define(norm_add_norm, plan=norm_add_norm_plan, supports=_add_supports)

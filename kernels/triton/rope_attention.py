@@ -25,9 +25,9 @@ from llmc.kernels.triton.launch import Plan
 _ROPE = tuple(field.name for field in fields(Rope))
 
 
-def plan(*args: Any) -> Plan[Tensor]:
+def plan(*args: Any, **named: Any) -> Plan[Tensor]:
     """One launch, for up to one token per request."""
-    given = rope_attention.bind(args)
+    given = rope_attention.bind(args, named)
     del given["prompts"]
     parts = Rope(**{name: given.pop(name) for name in _ROPE})
     return attention.plan(**given, rope=parts)

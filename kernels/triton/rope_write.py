@@ -31,11 +31,11 @@ from llmc.kernels.triton.write_kv import cache_strides, copy_heads
 @triton.jit
 def turn(src, weight, cos, sin, live, eps, offset, NORM: tl.constexpr,
          DIM: tl.constexpr, DIM_PAD: tl.constexpr, WIDTH: tl.constexpr,
-         INTERLEAVED: tl.constexpr):  # fmt: skip
+         INTERLEAVED: tl.constexpr, NORM_LAST: tl.constexpr = False):  # fmt: skip
     """Normalized and rotated heads [HEADS, DIM_PAD] in float32.
 
-    src [HEADS, 1]: pointers to them; live [HEADS, 1]: whether to read them. cos, sin: pointers to
-    the row for all heads, or [HEADS, 1].
+    NORM_LAST: normalized after the rotation. src [HEADS, 1]: pointers to them; live [HEADS, 1]:
+    whether to read them. cos, sin: pointers to the row for all heads, or [HEADS, 1].
     """
     d = tl.arange(0, DIM_PAD)
     if INTERLEAVED:
@@ -48,14 +48,18 @@ def turn(src, weight, cos, sin, live, eps, offset, NORM: tl.constexpr,
     x = tl.load(src + d[None, :], mask=live & (d < DIM)[None, :], other=0.0).to(tl.float32)
     y = tl.load(src + partner[None, :], mask=live & turned[None, :], other=0.0).to(tl.float32)
     if NORM:
-        inverse = 1 / tl.sqrt_rn(tl.sum(x * x, axis=1) / DIM + eps)
         w = tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32) + offset
+    if NORM and not NORM_LAST:
+        inverse = 1 / tl.sqrt_rn(tl.sum(x * x, axis=1) / DIM + eps)
         w_partner = tl.load(weight + partner, mask=turned, other=0.0).to(tl.float32) + offset
         x = x * inverse[:, None] * w[None, :]
         y = y * inverse[:, None] * w_partner[None, :]
     c = tl.load(cos + d[None, :], mask=turned[None, :], other=1.0)
     s = tl.load(sin + d[None, :], mask=turned[None, :], other=0.0) * sign[None, :]
-    return x * c + y * s
+    x = x * c + y * s
+    if NORM and NORM_LAST:
+        x *= 1 / tl.sqrt_rn(tl.sum(x * x, axis=1) / DIM + eps)[:, None] * w[None, :]
+    return x
 
 
 @triton.jit
@@ -68,7 +72,7 @@ def rope_write_kernel(
     QUERY_BLOCKS: tl.constexpr, KV_BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
     WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
-    QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,
+    QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr, NORM_LAST: tl.constexpr,
     FORMAT: tl.constexpr, K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +88,7 @@ def rope_write_kernel(
         head = part * HEADS + tl.arange(0, HEADS)
         x = turn(query + token * query_token + head[:, None] * query_head, query_norm, cos, sin,
                  (head < QUERY_HEADS)[:, None], eps, offset, QUERY_NORM, DIM, DIM_PAD, WIDTH,
-                 INTERLEAVED)  # fmt: skip
+                 INTERLEAVED, NORM_LAST)  # fmt: skip
         tl.store(
             out + (token * QUERY_HEADS + head[:, None]) * DIM + d[None, :],
             x.to(out.dtype.element_ty),
@@ -99,7 +103,7 @@ def rope_write_kernel(
                 head = (part - QUERY_BLOCKS) * HEADS + tl.arange(0, HEADS)
                 x = turn(key + token * key_token + head[:, None] * key_head, key_norm, cos, sin,
                          (head < KV_HEADS)[:, None], eps, offset, KEY_NORM, DIM, DIM_PAD, WIDTH,
-                         INTERLEAVED)  # fmt: skip
+                         INTERLEAVED, NORM_LAST)  # fmt: skip
                 place = key_cache + block * kc_block + inside * kc_slot
                 head = head[:, None]
                 store_heads(
@@ -143,6 +147,7 @@ def plan(
     slot_mapping: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    norm_last: bool = False,
 ) -> Plan[Tensor]:
     tokens, query_heads, dim = query.shape
     kv_heads, v_dim = value.shape[1:]
@@ -174,7 +179,7 @@ def plan(
             "DIM": dim, "DIM_PAD": power_of_2(dim), "V_DIM": v_dim, "V_DIM_PAD": power_of_2(v_dim),
             "WIDTH": cos_table.shape[-1], "INTERLEAVED": interleaved,
             "QUERY_NORM": query_norm is not None, "KEY_NORM": key_norm is not None,
-            **format_constants(key_cache, k_scale, v_scale), "PDL": pdl,
+            "NORM_LAST": norm_last, **format_constants(key_cache, k_scale, v_scale), "PDL": pdl,
         },
         pdl=pdl,
     )  # fmt: skip

@@ -49,6 +49,8 @@ _WORDS: dict[str, Words] = {
     "gated_rms_norm": ("norm", "scale every head or group to unit size, and apply a gate"),
     "rms_norm": ("norm", "scale every token to unit size (RMSNorm)"),
     "add_rms_norm": ("norm", "add to the residual stream, then RMSNorm"),
+    "norm_add": ("norm", "RMSNorm, then add to the residual stream"),
+    "norm_add_norm": ("norm", "RMSNorm, add to the residual stream, then RMSNorm"),
     "layer_norm": ("norm", "center and scale every token (LayerNorm)"),
     "rsqrt": ("math", "one over the square root"),
     "mean": ("math", "average over a dimension"),

@@ -58,6 +58,9 @@ FEW, FUSED, MANY = 3, 9, 17  # up to FEW_ROWS, up to FUSED_ROWS, and more
 SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {"intermediate_size": DEEP, **SIZES}),
+    "dense, normed twice": ("gemma3_text", {"intermediate_size": DEEP, **SIZES}),
+    "dense, rotated first": ("hunyuan_v1_dense", {"intermediate_size": DEEP, **SIZES}),
+    "dense, ungated": ("arcee", {"intermediate_size": DEEP, **SIZES}),
     "routed": ("qwen3_moe", {**SIZES}),
     "routed, clamped": ("gpt_oss", {}),
     "routed, corrected": ("glm4_moe", {"n_group": 4, "topk_group": 2, "n_routed_experts": 8}),
@@ -67,6 +70,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LAYERS = {
     "dense": "full_attention",
+    "dense, normed twice": "full_attention",
     "routed, clamped": "full_attention",
     "hybrid": "linear_attention",
 }
@@ -77,6 +81,24 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         "5: attention_kernel, 4 few_rows_kernel",
         "5: attention_kernel, 4 few_rows_kernel",
         "5: attention_kernel, 4 few_rows_kernel",
+        ("8: act_mul_kernel, 2 aten.addmm_, 2 aten.linear, attention_kernel, 2 norm_kernel"),
+    ),
+    "dense, normed twice": (
+        "7: attention_kernel, 4 few_rows_kernel, 2 norm_kernel",
+        "7: attention_kernel, 4 few_rows_kernel, 2 norm_kernel",
+        "7: attention_kernel, 4 few_rows_kernel, 2 norm_kernel",
+        "8: act_mul_kernel, 4 aten.linear, attention_kernel, 2 norm_kernel",
+    ),
+    "dense, rotated first": (
+        "5: attention_kernel, 4 few_rows_kernel",
+        "5: attention_kernel, 4 few_rows_kernel",
+        "5: attention_kernel, 4 few_rows_kernel",
+        ("8: act_mul_kernel, 2 aten.addmm_, 2 aten.linear, attention_kernel, 2 norm_kernel"),
+    ),
+    "dense, ungated": (
+        "6: act_mul_kernel, attention_kernel, 4 few_rows_kernel",
+        "6: act_mul_kernel, attention_kernel, 4 few_rows_kernel",
+        "6: act_mul_kernel, attention_kernel, 4 few_rows_kernel",
         ("8: act_mul_kernel, 2 aten.addmm_, 2 aten.linear, attention_kernel, 2 norm_kernel"),
     ),
     "step": (

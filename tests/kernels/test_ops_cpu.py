@@ -461,6 +461,6 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(RuntimeError, match="context_len must be Int, got Long"):
         torch.ops.llmc_cpu.paged_attention(*case)
     with pytest.raises(
-        RuntimeError, match="act must be silu, gelu, gelu_tanh or quick_gelu, got relu"
+        RuntimeError, match="act must be silu, gelu, gelu_tanh, quick_gelu, relu or relu2, got elu"
     ):
-        torch.ops.llmc_cpu.act_mul(torch.ones(2, 4), "relu")
+        torch.ops.llmc_cpu.act_mul(torch.ones(2, 4), "elu")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,16 @@ def split(x: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize(
-    "act", [F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh")], ids=["silu", "gelu", "tanh"]
+    "act",
+    [
+        F.silu,
+        F.gelu,
+        lambda x: F.gelu(x, approximate="tanh"),
+        F.relu,
+        lambda x: F.relu(x).square(),
+        lambda x: F.relu(x) ** 2,
+    ],
+    ids=["silu", "gelu", "tanh", "relu", "relu2", "relu2 as a power"],
 )
 @pytest.mark.parametrize("halves", [split, lambda x: x.chunk(2, dim=-1)], ids=["split", "chunk"])
 @pytest.mark.parametrize("swapped", [False, True])
@@ -134,3 +145,18 @@ def test_leaves_alone_other_slices(kind: str) -> None:
     square = step(torch.randn(1, 16, 16), dynamic=None)
     _, (report,) = apply(trace(gated, x=square), fuse_act_mul())
     assert not report.added and not report.removed
+
+
+@pytest.mark.parametrize(
+    "square", [torch.square, lambda x: x * x, lambda x: x**2], ids=["square", "product", "power"]
+)
+def test_rewrites_a_squared_relu(square: Callable[[Tensor], Tensor]) -> None:
+    gm = trace(lambda x: square(F.relu(x)), x=GATE_UP)
+    fused, (report,) = apply(gm, fuse_act_mul())
+    assert report.added == {"llmc.activate.default": 1}
+    assert_same(fused, gm, Values.of(x=GATE_UP), 1e-6)
+
+
+def test_leaves_alone_another_power_of_a_relu() -> None:
+    _, (report,) = apply(trace(lambda x: F.relu(x) ** 3, x=GATE_UP), fuse_act_mul())
+    assert not report.added

@@ -79,6 +79,34 @@ def test_rewrites_a_norm_with_the_sum_before_it() -> None:
     check(block, {"llmc.add_rms_norm.default": 1}, x=X, r=R, w=W)
 
 
+def test_rewrites_a_norm_with_the_sum_after_it() -> None:
+    """As in models that normalize what a layer adds."""
+    check(lambda x, r, w: (r + norm(x, w),), {"llmc.norm_add.default": 1}, x=X, r=R, w=W)
+
+
+def test_rewrites_a_sum_between_two_norms() -> None:
+    def block(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        h = norm(x, w) + r
+        return norm(h, w), h
+
+    check(block, {"llmc.norm_add_norm.default": 1}, x=X, r=R, w=W)
+
+
+def test_leaves_alone_a_norm_that_is_read_beside_the_sum() -> None:
+    def block(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = norm(x, w)
+        return r + y, y
+
+    check(block, {"llmc.rms_norm.default": 1}, x=X, r=R, w=W)
+
+
+def test_leaves_alone_a_scaled_sum_after_a_norm() -> None:
+    def block(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor]:
+        return (torch.add(r, norm(x, w), alpha=2),)
+
+    check(block, {"llmc.rms_norm.default": 1}, x=X, r=R, w=W)
+
+
 def test_rewrites_in_bfloat16() -> None:
     inputs = {
         "x": step(X.tensor.bfloat16(), dynamic=1),

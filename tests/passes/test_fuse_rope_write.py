@@ -21,6 +21,7 @@ from tiny_layer import (
 )
 from torch import Tensor, fx
 
+from llmc.kernels.rope_write import rope_write
 from llmc.passes.edit import arguments, aten, calls, emit, set_arguments
 from llmc.passes.fuse_rms_norm import fuse_rms_norm
 from llmc.passes.fuse_rope_write import fuse_rope_write
@@ -65,6 +66,27 @@ def test_rewrites(rotary: object, normed: bool) -> None:
     want = run(plain, Values.of(**INPUTS))
     torch.testing.assert_close(run(fused, paged_values()), want, rtol=1e-5, atol=1e-5)
     assert_idempotent(gm, fuse_rope_write())
+
+
+@pytest.mark.parametrize("at", ["transposed", "rotated"])
+@pytest.mark.parametrize("rotary", [half_turn, partial, two_halves, neighbours, complex_product])
+def test_takes_a_norm_elsewhere(rotary: object, at: str) -> None:
+    plain = layer(rotary, normed=True, width=4 if rotary is partial else 8, at=at)
+    fused, _ = apply(before(plain), fuse_rope_write())
+    (call,) = calls(fused.graph, rope_write.overload)
+    assert arguments(call).norm_last == (at == "rotated")
+    assert arguments(call).query_norm is not None
+    assert not {name for name in ops(fused) if "rms_norm" in name}
+    want = run(plain, Values.of(**INPUTS))
+    torch.testing.assert_close(run(fused, paged_values()), want, rtol=1e-5, atol=1e-5)
+
+
+def test_leaves_alone_a_norm_of_channels_that_were_moved() -> None:
+    """Its weights would belong to other channels of what the op rotates."""
+    gm = before(layer(moved_neighbours, normed=True, at="rotated"))
+    _, (report,) = apply(gm, fuse_rope_write())
+    assert not report.added
+    assert "normalized after the rotation" in report.notes[0]
 
 
 def test_the_cache_holds_the_same_as_without_the_pass() -> None:

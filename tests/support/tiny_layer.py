@@ -92,8 +92,13 @@ def norm(x: Tensor, w: Tensor) -> Tensor:
     return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
 
 
-def layer(rotary: object = half_turn, *, normed: bool = False, width: int = DIM) -> fx.GraphModule:
-    """positions, tokens -> [1, T, H * D], with `width` channels of q and k rotated by `rotary`."""
+def layer(
+    rotary: object = half_turn, *, normed: bool = False, width: int = DIM, at: str = "projected"
+) -> fx.GraphModule:
+    """positions, tokens -> [1, T, H * D], with `width` channels of q and k rotated by `rotary`.
+
+    at: where heads are normalized, if they are: "projected", "transposed" or "rotated".
+    """
 
     def forward(
         token_ids: Tensor,
@@ -112,11 +117,15 @@ def layer(rotary: object = half_turn, *, normed: bool = False, width: int = DIM)
         q = F.linear(x, wq).view(1, -1, HEADS, DIM)
         k = F.linear(x, wk).view(1, -1, KV_HEADS, DIM)
         v = F.linear(x, wv).view(1, -1, KV_HEADS, DIM).transpose(1, 2)
-        if normed:
+        if normed and at == "projected":
             q, k = norm(q, q_norm), norm(k, k_norm)
         q, k = q.transpose(1, 2), k.transpose(1, 2)
+        if normed and at == "transposed":
+            q, k = norm(q, q_norm), norm(k, k_norm)
         cos, sin = rows_of(positions, inv_freq[: width // 2], rotary)
         q, k = rotary(q, cos, sin), rotary(k, cos, sin)  # type: ignore[operator]
+        if normed and at == "rotated":
+            q, k = norm(q, q_norm), norm(k, k_norm)
         out = attention.overload(q, k, v, key_cache, value_cache, DIM**-0.5, 3, 0, 0.0, None, None)
         return out.flatten(2)
 

@@ -166,7 +166,9 @@ def caches(tokens: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tens
     return blocks(8, 16, 128, dtype), blocks(8, 16, 128, dtype), longs(tokens)
 
 
-def rope(*, interleaved: bool, normed: bool, cache: torch.dtype = BF16) -> Plan[Tensor]:
+def rope(
+    *, interleaved: bool, normed: bool, cache: torch.dtype = BF16, norm_last: bool = False
+) -> Plan[Tensor]:
     weight = meta(128) if normed else None
     key = meta(64, 8, 128)
     tables = floats(4096, 128), floats(4096, 128), longs(64)
@@ -181,6 +183,7 @@ def rope(*, interleaved: bool, normed: bool, cache: torch.dtype = BF16) -> Plan[
         *tables,
         interleaved,
         *caches(64, cache),
+        norm_last=norm_last,
     )
 
 
@@ -194,8 +197,9 @@ def latent_rope(tokens: int, *, interleaved: bool, cache: torch.dtype = BF16) ->
 
 
 def rope_decode(
-    heads: int, dim: int, *, window: int = 0, cache: torch.dtype = BF16, normed: bool = True
-) -> Plan[Tensor]:
+    heads: int, dim: int, *, window: int = 0, cache: torch.dtype = BF16, normed: bool = True,
+    norm_last: bool = False,
+) -> Plan[Tensor]:  # fmt: skip
     """A decode step of 64 requests; keys and values are views of one projection."""
     q, k, v = meta(64, (heads + 16) * dim).split([heads * dim, 8 * dim, 8 * dim], dim=-1)
     weight = meta(dim) if normed else None
@@ -204,7 +208,7 @@ def rope_decode(
         weight, weight, 1e-6, 0.0, floats(4096, dim), floats(4096, dim), longs(64), False,
         *(blocks(8, 16, dim, cache) for _ in "kv"), longs(64),
         ints(65), ints(64), ints(64, 2048), dim**-0.5, window, 0, 0.0,
-        meta(heads) if window else None, None,
+        meta(heads) if window else None, None, norm_last=norm_last,
     )  # fmt: skip
 
 
@@ -547,6 +551,8 @@ def encoder(tokens: int, texts: int, window: int = 0) -> Plan[Tensor]:
 BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "write_kv": lambda: write_kv.plan(meta(64, 8, 128), meta(64, 8, 128), *caches(64)),
     "rope_write": lambda: rope(interleaved=False, normed=True),
+    "rope_write norm last": lambda: rope(interleaved=False, normed=True, norm_last=True),
+    "rope_attention norm last": lambda: rope_decode(32, 128, norm_last=True),
     "rope_write interleaved": lambda: rope(interleaved=True, normed=False),
     "attention decode": lambda: attention(64, 64, 32, 8, 128),
     "rope_attention": lambda: rope_decode(32, 128),
@@ -645,9 +651,15 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "gated_rms_norm of groups": lambda: grouped_norm(64, 8192),
     "rms_norm": lambda: norm.plan(meta(64, 4096), meta(4096), 1e-6, 0.0),
     "add_rms_norm": lambda: norm.add_plan(meta(64, 4096), meta(64, 4096), meta(4096), 1e-6, 1.0),
+    "norm_add": lambda: norm.norm_add_plan(meta(64, 4096), meta(64, 4096), meta(4096), 1e-6, 0.0),
+    "norm_add_norm": lambda: norm.norm_add_norm_plan(
+        meta(64, 4096), meta(64, 4096), meta(4096), 1e-6, 1.0, meta(4096), 1e-6, 1.0
+    ),
     "act_mul silu": lambda: act_mul.plan(meta(64, 24576), "silu"),
     "act_mul gelu": lambda: act_mul.plan(meta(64, 24576), "gelu"),
     "act_mul gelu_tanh": lambda: act_mul.plan(meta(64, 24576), "gelu_tanh"),
+    "act_mul relu2": lambda: act_mul.plan(meta(64, 24576), "relu2"),
+    "activate": lambda: act_mul.plan_ungated(meta(64, 12288), "relu2"),
     "act_mul clamped": lambda: act_mul.plan(meta(64, 24576), *CLAMPED),
     "write_segments": lambda: step_rows.plan_write(ints(1 << 24), ints(4096)),
     "prepare_step": step_inputs,
