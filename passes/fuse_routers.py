@@ -130,7 +130,9 @@ def _find(topk: fx.Node) -> _Router | None:
     if scored is None or after is None:
         return None
     softmax = scored["score"] == "softmax"  # of the chosen alone
-    return _Router(weight=after, **{**scored, "logits": _narrow(given.self)}, normalized=softmax)
+    return _Router(
+        weight=after, **{**scored, "logits": _before_casts(given.self)}, normalized=softmax
+    )
 
 
 def _scored(node: Any) -> dict[str, Any] | None:
@@ -147,12 +149,12 @@ def _scored(node: Any) -> dict[str, Any] | None:
         if not _is_last(node, arguments(node).dim):
             return None
         kind = "softmax"
-    logits = _narrow(source)
+    logits = _before_casts(source)
     return {"logits": logits, "score": kind} if val(logits).dim() == 2 else None
 
 
-def _narrow(logits: fx.Node) -> fx.Node:
-    """The logits before the model widens them: the op itself computes in float32."""
+def _before_casts(logits: fx.Node) -> fx.Node:
+    """The logits before the model's casts: the op itself computes in float32."""
     source: fx.Node = through(logits, *CASTS)
     return source if val(source).dtype.is_floating_point else logits
 
