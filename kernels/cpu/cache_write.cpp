@@ -132,10 +132,10 @@ void write_rows(const WriteArgs& w, const Cache& cache) {
 }
 
 // A row of `dim` values in float, normalized if there is a norm, whose weight has type T; x has room
-// for kLanes more, and may be `in`.
+// for kLanes more.
 template <class T, class Input>
 void widen_normed(const Input* in, int64_t dim, const void* norm, float eps, float offset,
-                  float* x) {
+                  float* __restrict__ x) {
   int64_t i = 0;
   v16f squares = {};
   for (; i + kLanes <= dim; i += kLanes) {
@@ -179,10 +179,11 @@ template <class T>
 [[gnu::noinline]] void turn_head(const RopeArgs& a, int64_t t, const T* in, const void* norm,
                                  float* __restrict__ x, float* __restrict__ y) {
   const int64_t dim = a.write.head_dim;
-  widen_normed<T>(in, dim, a.norm_last ? nullptr : norm, a.eps, a.norm_offset, x);
-  rotate(a.rotation, t, x, y);
-  for (int64_t i = a.rotation.width; i < dim; ++i) y[i] = x[i];
-  if (a.norm_last && norm != nullptr) widen_normed<T>(y, dim, norm, a.eps, a.norm_offset, y);
+  float *plain = a.norm_last ? y : x, *turned = a.norm_last ? x : y;
+  widen_normed<T>(in, dim, a.norm_last ? nullptr : norm, a.eps, a.norm_offset, plain);
+  rotate(a.rotation, t, plain, turned);
+  for (int64_t i = a.rotation.width; i < dim; ++i) turned[i] = plain[i];
+  if (a.norm_last) widen_normed<T>(turned, dim, norm, a.eps, a.norm_offset, y);
 }
 
 // Asks for the lines of a token's keys and values, whose addresses no hardware predicts.
