@@ -59,7 +59,7 @@ def _activate_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
     for act in ACTIVATIONS:
         for shape in ((1, 1, 16), (3, 65), (1, 5, 1040)):
-            yield (torch.randn(*shape, generator=gen) * 2).to(device, dtype), act
+            yield (torch.randn(*shape, generator=gen) * 3).to(device, dtype), act
 
 
 @act_mul.cases

@@ -79,11 +79,17 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
     shapes = ((1, 2, 1, 16, 16, 16), (7, 4, 2, 64, 64, 32), (19, 6, 3, 80, 48, 80))
     for tokens, heads, kv_heads, dim, v_dim, width in shapes:
-        for interleaved, norm, offset, cache in (
-            (False, True, 0.0, dtype),
-            (True, False, 0.0, dtype),
-            (False, True, 1.0, dtype),
-            *((cache == FP8[1], cache != FP8[1], 0.0, cache) for cache in cache_dtypes(dtype)[1:]),
+        of_caches = (
+            (cache == FP8[1], cache != FP8[1], 0.0, False, cache)
+            for cache in cache_dtypes(dtype)[1:]
+        )
+        for interleaved, norm, offset, norm_last, cache in (
+            (False, True, 0.0, False, dtype),
+            (True, False, 0.0, False, dtype),
+            (False, True, 1.0, False, dtype),
+            (False, True, 0.5, True, dtype),
+            (True, True, 0.0, True, dtype),
+            *of_caches,
         ):
             num_blocks, block_size = tokens // 16 + 2, 16
             angle = torch.rand(64, width // 2, generator=gen) * 6
@@ -111,5 +117,5 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
                 zero_blocks(num_blocks, kv_heads, block_size, v_dim, cache).to(device),
                 slots.to(device),
                 *(s.to(device) if cache in FP8 else None for s in scales),
-                offset > 0,  # norm_last
+                norm_last,
             )

@@ -351,6 +351,9 @@ def test_norm_and_activation_take_strided_rows(dtype: torch.dtype) -> None:
         ("rms_norm", (x.transpose(0, 1), weight, 1e-6, 1.0)),
         ("rms_norm", (x[:0], weight, 1e-6, 0.0)),
         ("add_rms_norm", (x, residual.contiguous(), weight, 1e-6, 0.0)),
+        ("norm_add", (x, residual, weight, 1e-6, 1.0)),
+        ("norm_add", (x[:0], residual[:0], weight, 1e-6, 1.0)),
+        ("norm_add_norm", (x, residual, weight, 1e-6, 0.0, None, 1e-6, 0.0)),
         ("act_mul", (x, "silu")),
     ):
         got = op_cases.outputs(cpu_impl(name).op()(*case))
