@@ -35,19 +35,23 @@ def route(
     dtype: torch.dtype,
     correction: Tensor | None = None,
     score: str = "softmax",
+    groups: int = 1,
+    kept_groups: int = 1,
     sum_eps: float = 0.0,
     factor: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, K], router [E, K], bias [E] -> (y [T, K], weight [T, count], expert [T, count]).
 
     y = rms_norm(x), and the weights (in dtype) and experts (int64) are `choose_experts` of the
-    logits y router^T + bias, which are rounded to x's dtype, in one group.
+    logits y router^T + bias. Router and bias have x's dtype or are float32, and the logits are
+    rounded to theirs.
     """
     y = rms_norm.reference(x, norm_weight, eps, offset)
-    logits = linear.reference(y, router, bias)
+    logits = linear.reference(y.to(router.dtype), router, bias)
     chosen = choose_experts.reference(
-        logits, slot_mapping, count, normalized, dtype, correction, score, 1, 1, sum_eps, factor
-    )
+        logits, slot_mapping, count, normalized, dtype, correction, score, groups, kept_groups,
+        sum_eps, factor,
+    )  # fmt: skip
     return (y, *chosen)
 
 
@@ -77,5 +81,11 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         correction = (torch.randperm(experts, generator=gen) / 61).to(device)
         yield (
             x, gain, 1e-6, 1.0, router, bias if biased else None, slots, count, not padded, dtype,
-            correction if padded else None, "sigmoid", 1e-3, 2.5,
+            correction if padded else None, "sigmoid", 1, 1, 1e-3, 2.5,
+        )  # fmt: skip
+        wide = router.float(), bias.float() if biased else None
+        groups = (4, 2) if experts == 8 else (1, 1)
+        yield (
+            x, gain, 1e-6, 1.0, *wide, slots, count, padded, torch.float32, correction, "sigmoid",
+            *groups, 1e-3, 2.5,
         )  # fmt: skip

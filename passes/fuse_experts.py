@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch import fx
 
 from llmc.kernels.act_mul import act_mul
@@ -15,6 +16,7 @@ from llmc.kernels.route import route
 from llmc.kernels.sum_expert_linear import sum_expert_linear, sum_quantized_expert_linear
 from llmc.passes.base import Notes, graph_pass, writes
 from llmc.passes.edit import (
+    CASTS,
     arguments,
     aten,
     calls,
@@ -55,7 +57,8 @@ def fuse_experts(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
                              dtype)
         a = llmc.expert_linear(y, u, b, aten.reshape(i, [-1]), False, None, None, "silu")
         z = llmc.sum_expert_linear(a, d, c, aten.reshape(i, [-1]), False, w, dtype, x)
-    and in the same way with llmc.quantized_expert_linear.
+    and in the same way with llmc.quantized_expert_linear. The router can be in float32 where the
+    norm is not.
     """
     if unwanted is not None:
         return [unwanted]
@@ -102,18 +105,14 @@ def _take_router(graph: fx.Graph, node: fx.Node) -> None:
     given = arguments(node)
     if not is_call(given.logits, aten.linear.default) or only_user(given.logits) is not node:
         return
-    if given.kept_groups < given.groups:
-        return
     linear = arguments(given.logits)
-    normed = through_reshapes(linear.input, aten.flatten.using_ints)
-    early = (
-        linear.weight,
-        linear.bias,
-        given.slot_mapping,
-        given.correction,
-    )  # are there before the norm
+    normed = through_reshapes(linear.input, aten.flatten.using_ints, *CASTS)
     if not is_call(normed, rms_norm.overload):
         return
+    if val(linear.input).dtype not in (val(normed).dtype, torch.float32):
+        return
+    # what is there before the norm
+    early = (linear.weight, linear.bias, given.slot_mapping, given.correction)
     if any(isinstance(source, fx.Node) and source.op != "placeholder" for source in early):
         return
     norm = arguments(normed)
@@ -133,6 +132,8 @@ def _take_router(graph: fx.Graph, node: fx.Node) -> None:
             dtype=given.dtype,
             correction=given.correction,
             score=given.score,
+            groups=given.groups,
+            kept_groups=given.kept_groups,
             sum_eps=given.sum_eps,
             factor=given.factor,
         )

@@ -208,14 +208,21 @@ def plan_sum(
     return Plan(out=out, launches=(launch,))
 
 
-def supports(
-    *, logits: Tensor, slot_mapping: Tensor | None, count: int, correction: Tensor | None,
-    groups: int = 1, **others: object,
-) -> bool:  # fmt: skip
+def supports_choice(
+    experts: int, count: int, groups: int, slot_mapping: Tensor | None, correction: Tensor | None
+) -> bool:
+    """Whether `store_choices` chooses `count` of so many experts."""
     slots = slot_mapping is None or (on_device(slot_mapping) and slot_mapping.is_contiguous())
-    sizes = logits.shape[1], groups
-    whole = groups == 1 or all(n == power_of_2(n) for n in sizes)
-    return supports_tensors(logits, correction) and slots and count <= _MAX_COUNT and whole
+    whole = groups == 1 or all(n == power_of_2(n) for n in (experts, groups))
+    return supports_tensors(correction) and slots and count <= _MAX_COUNT and whole
+
+
+def _supports(
+    *, logits: Tensor, slot_mapping: Tensor | None, count: int, correction: Tensor | None,
+    groups: int, **others: object,
+) -> bool:  # fmt: skip
+    choice = supports_choice(logits.shape[1], count, groups, slot_mapping, correction)
+    return supports_tensors(logits) and choice
 
 
 def supports_sum(weight: Tensor, *others: Tensor | None) -> bool:
@@ -229,5 +236,5 @@ def _supports_sum(
     return supports_sum(weight, rows, residual)
 
 
-define(choose_experts, plan=plan, supports=supports)
+define(choose_experts, plan=plan, supports=_supports)
 define(sum_experts, plan=plan_sum, supports=_supports_sum)

@@ -61,7 +61,8 @@ def route_kernel(
     WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS_PAD: tl.constexpr, COUNT: tl.constexpr,
-    COUNT_PAD: tl.constexpr, NORMALIZED: tl.constexpr, SCORE: tl.constexpr, PDL: tl.constexpr,
+    COUNT_PAD: tl.constexpr, NORMALIZED: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The arguments are those of `linear_tile` for the logits [rows, N], and of `store_choices`.
     counter: one for each tile of experts and one more. normed [rows, K]: each tile writes CHANNELS
@@ -94,15 +95,15 @@ def route_kernel(
             logits = tl.where(known[:, None], logits.to(tl.float32), 0.0)
             store_choices(
                 logits, token, known, slots, share, expert, correction, sum_eps, factor,
-                N, COUNT, COUNT_PAD, NORMALIZED, SCORE, 1, 1,
+                N, COUNT, COUNT_PAD, NORMALIZED, SCORE, GROUPS, KEPT_GROUPS,
             )  # fmt: skip
 
 
 def plan(
     x: Tensor, norm_weight: Tensor | None, eps: float, offset: float, router: Tensor,
     bias: Tensor | None, slot_mapping: Tensor | None, count: int, normalized: bool,
-    dtype: torch.dtype, correction: Tensor | None = None, score: str = "softmax",
-    sum_eps: float = 0.0, factor: float = 1.0,
+    dtype: torch.dtype, correction: Tensor | None = None, score: str = "softmax", groups: int = 1,
+    kept_groups: int = 1, sum_eps: float = 0.0, factor: float = 1.0,
 ) -> Plan[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """For up to FEW_ROWS rows."""
     rows, depth = x.shape
@@ -126,7 +127,7 @@ def plan(
             "BLOCK": min(power_of_2(channels), _BLOCK_VALUES // at_once),
             "EXPERTS_PAD": power_of_2(router.shape[0]), "COUNT": count,
             "COUNT_PAD": power_of_2(count), "NORMALIZED": normalized,
-            "SCORE": score,
+            "SCORE": score, "GROUPS": groups, "KEPT_GROUPS": kept_groups,
         },
     )  # fmt: skip
     return Plan(out=(normed, weight, expert), launches=(launch,))
@@ -147,30 +148,33 @@ def takes(x: Tensor, router: Tensor, eps: float) -> bool:
 def run(
     x: Tensor, norm_weight: Tensor | None, eps: float, offset: float, router: Tensor,
     bias: Tensor | None, slot_mapping: Tensor | None, count: int, normalized: bool,
-    dtype: torch.dtype, correction: Tensor | None = None, score: str = "softmax",
-    sum_eps: float = 0.0, factor: float = 1.0,
+    dtype: torch.dtype, correction: Tensor | None = None, score: str = "softmax", groups: int = 1,
+    kept_groups: int = 1, sum_eps: float = 0.0, factor: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if takes(x, router, eps):
         return plan(
             x, norm_weight, eps, offset, router, bias, slot_mapping, count, normalized, dtype,
-            correction, score, sum_eps, factor,
+            correction, score, groups, kept_groups, sum_eps, factor,
         ).run()  # fmt: skip
     y = norm.plan(x, norm_weight, eps, offset).run()
-    logits = fused_linear.run(y, router, bias, None, None, 0.0, None, None)
+    logits = fused_linear.run(y.to(router.dtype), router, bias, None, None, 0.0, None, None)
     chosen = choose_experts.plan(
-        logits, slot_mapping, count, normalized, dtype, correction, score, 1, 1, sum_eps, factor
-    )
+        logits, slot_mapping, count, normalized, dtype, correction, score, groups, kept_groups,
+        sum_eps, factor,
+    )  # fmt: skip
     return (y, *chosen.run())
 
 
 def _supports(
     *, x: Tensor, norm_weight: Tensor | None, router: Tensor, bias: Tensor | None,
-    slot_mapping: Tensor | None, count: int, correction: Tensor | None, **others: object,
+    slot_mapping: Tensor | None, count: int, correction: Tensor | None, groups: int,
+    **others: object,
 ) -> bool:  # fmt: skip
-    fits = norm.supports(x=x, weight=norm_weight) and choose_experts.supports(
-        logits=x, slot_mapping=slot_mapping, count=count, correction=correction
+    chosen = choose_experts.supports_choice(
+        router.shape[0], count, groups, slot_mapping, correction
     )
-    return fits and supports_tensors(router, bias) and same_dtype(x, router, bias)
+    fits = norm.supports(x=x, weight=norm_weight) and supports_tensors(router, bias)
+    return fits and chosen and same_dtype(router, bias)
 
 
 define(route, run=run, supports=_supports)

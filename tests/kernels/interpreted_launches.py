@@ -144,14 +144,8 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         ),
     ),
     "routed, corrected": (
-        (
-            "10: attention_kernel, choose_experts_kernel, 2 expert_kernel, 5 few_rows_kernel, "
-            "norm_kernel"
-        ),
-        (
-            "10: attention_kernel, choose_experts_kernel, 2 expert_kernel, 5 few_rows_kernel, "
-            "norm_kernel"
-        ),
+        "8: attention_kernel, 2 expert_kernel, 4 few_rows_kernel, route_kernel",
+        "8: attention_kernel, 2 expert_kernel, 4 few_rows_kernel, route_kernel",
         (
             "11: attention_kernel, choose_experts_kernel, 2 expert_kernel, 5 few_rows_kernel, "
             "norm_kernel, sum_experts_kernel"
@@ -163,12 +157,12 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
     ),
     "latent": (
         (
-            "15: 2 aten.bmm, aten.copy_, attention_kernel, choose_experts_kernel, 2 expert_kernel, "
-            "6 few_rows_kernel, norm_kernel, rope_write_latent_kernel"
+            "13: 2 aten.bmm, aten.copy_, attention_kernel, 2 expert_kernel, "
+            "5 few_rows_kernel, rope_write_latent_kernel, route_kernel"
         ),
         (
-            "15: 2 aten.bmm, aten.copy_, attention_kernel, choose_experts_kernel, 2 expert_kernel, "
-            "6 few_rows_kernel, norm_kernel, rope_write_latent_kernel"
+            "13: 2 aten.bmm, aten.copy_, attention_kernel, 2 expert_kernel, "
+            "5 few_rows_kernel, rope_write_latent_kernel, route_kernel"
         ),
         (
             "16: 2 aten.bmm, aten.copy_, attention_kernel, choose_experts_kernel, 2 expert_kernel, "
@@ -322,6 +316,16 @@ def test_launches_of_a_further_layer(kind: str, started: Callable[[str, int], Mo
     assert tuple(made) == LAUNCHES[kind]
     if kind == "dense":
         assert tuple(besides) == LAUNCHES["step"]
+
+
+def test_a_router_in_float32_takes_no_launch_for_a_cast(tmp_path: Path) -> None:
+    kind = "routed, corrected"
+    less, more = (
+        start(save(kind, layers, tmp_path / str(layers)), dtype="bfloat16") for layers in (2, 3)
+    )
+    for rows in (1, FEW):
+        made = described(launches(more, rows) - launches(less, rows))
+        assert made == LAUNCHES[kind][ROWS.index(rows)]
 
 
 @pytest.mark.parametrize("kind", tiered(MODELS, "dense", "routed", "hybrid"))

@@ -208,12 +208,13 @@ def corrected(logits: Tensor, slots: Tensor, correction: Tensor, *groups: int) -
     return list(choose_experts.overload(*given, 1e-3, 2.5))
 
 
-def test_a_router_takes_a_corrected_choice() -> None:
+@pytest.mark.parametrize("kept", [1, 2])
+def test_a_router_takes_a_corrected_choice(kept: int) -> None:
     def run(
         x: Tensor, slot_mapping: Tensor, gain: Tensor, router: Tensor, bias: Tensor
     ) -> list[Tensor]:
         normed = rms_norm.overload(x, gain, 1e-6, 1.0).view(-1, WIDTH)
-        return corrected(F.linear(normed, router), slot_mapping, bias, 1, 1)
+        return corrected(F.linear(normed, router), slot_mapping, bias, 2, kept)
 
     given = {name: arg for name, arg in ROUTED.items() if name != "shared"}
     gm = trace(run, **given)
@@ -222,17 +223,33 @@ def test_a_router_takes_a_corrected_choice() -> None:
     assert_same(fused, gm, Values.of(**given))
 
 
+def test_a_router_in_float32_takes_a_narrower_norm() -> None:
+    """As the model casts it, and nothing is left of the cast."""
+
+    def run(
+        x: Tensor, slot_mapping: Tensor, gain: Tensor, router: Tensor, bias: Tensor
+    ) -> list[Tensor]:
+        normed = rms_norm.overload(x, gain, 1e-6, 1.0)
+        logits = F.linear(normed.view(-1, WIDTH).float(), router)
+        return [*corrected(logits, slot_mapping, bias, 1, 1), normed]
+
+    given = {name: arg for name, arg in ROUTED.items() if name != "shared"}
+    given |= {"x": step(rand(1, TOKENS, WIDTH).bfloat16(), dynamic=1)}
+    given |= {"gain": weight("gain", rand(WIDTH).bfloat16())}
+    gm = trace(run, **given)
+    fused, _ = apply(gm, fuse_experts())
+    assert ops(fused)[ROUTE] == 1
+    assert not {"aten.linear.default", "aten.to.dtype", "aten._to_copy.default"} & ops(fused).keys()
+    assert_same(fused, gm, Values.of(**given))
+
+
 OTHERS: dict[str, Callable[..., list[Tensor]]] = {
     "logits that are read elsewhere": lambda x, slots, gain, router: [
         logits := F.linear(rms_norm.overload(x, gain, 1e-6, 0.0).view(-1, WIDTH), router),
         *choose(logits, slots),
     ],
-    "experts in groups": lambda x, slots, gain, router: corrected(
-        F.linear(rms_norm.overload(x, gain, 1e-6, 0.0).view(-1, WIDTH), router),
-        slots,
-        router[:, 0],
-        2,
-        1,
+    "a narrower router": lambda x, slots, gain, router: list(
+        choose(F.linear(rms_norm.overload(x, gain, 1e-6, 0.0)[0].bfloat16(), router), slots)
     ),
     "a correction computed after the norm": lambda x, slots, gain, router: [
         normed := rms_norm.overload(x, gain, 1e-6, 0.0).view(-1, WIDTH),
@@ -251,8 +268,10 @@ def test_other_routers_are_left_alone(kind: str) -> None:
     def run(x: Tensor, slot_mapping: Tensor, gain: Tensor, router: Tensor) -> list[Tensor]:
         return OTHERS[kind](x, slot_mapping, gain, router)
 
-    names = ("x", "slot_mapping", "gain", "router")
-    gm = trace(run, **{name: ROUTED[name] for name in names})
+    given = {name: ROUTED[name] for name in ("x", "slot_mapping", "gain", "router")}
+    if kind == "a narrower router":
+        given["router"] = weight("router", rand(EXPERTS, WIDTH).bfloat16())
+    gm = trace(run, **given)
     same, (report,) = apply(gm, fuse_experts())
     assert not report.changed and ops(same) == ops(gm)
 

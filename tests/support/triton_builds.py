@@ -439,6 +439,14 @@ def router(
     )  # fmt: skip
 
 
+def wide_router(rows: int) -> Plan[Any]:
+    """In float32 in a layer in bfloat16, with experts in groups."""
+    return route.plan(
+        meta(rows, 7168), meta(7168), 1e-6, 0.0, floats(256, 7168), None, longs(rows), 8, True,
+        torch.float32, floats(256), "sigmoid", 8, 4, 1e-20, 2.5,
+    )  # fmt: skip
+
+
 def slots(requests: int, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
     state = meta(257, *shape, dtype=dtype)
     return state, ints(requests + 1), ints(requests), longs(requests)
@@ -696,6 +704,8 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "route corrected": lambda: router(8, 256, correction=floats(256)),
     "route row": lambda: router(1, 128),
     "route few": lambda: router(8, 128),
+    "route wide row": lambda: wide_router(1),
+    "route wide few": lambda: wide_router(8),
     "route few of many experts": lambda: router(8, 512, bias=True),
     "sum_experts": lambda: choose_experts.plan_sum(meta(512, 2048), meta(64, 8), BF16),
     "add_lora few": lambda: lora(64, 16, parts=3),
