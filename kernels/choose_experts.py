@@ -18,9 +18,9 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _shape(
-    *, logits: Tensor, count: int, dtype: torch.dtype, **others: object
+    *, logits: Tensor, count: int, dtype: torch.dtype, shared: int, **others: object
 ) -> tuple[Tensor, Tensor]:
-    shape = logits.shape[0], count
+    shape = logits.shape[0], count + shared
     return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
 
 
@@ -37,15 +37,18 @@ def choose_experts(
     kept_groups: int = 1,
     sum_eps: float = 0.0,
     factor: float = 1.0,
+    shared: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """logits [T, E] -> (weight [T, count] in dtype, expert [T, count] int64), highest first.
+    """logits [T, E] -> (weight [T, C] in dtype, expert [T, C] int64), highest first; C is count.
 
     The experts are those with the `count` highest values of score(logits) + correction [E], where
     score is one of SCORES. Only experts of the kept_groups best of `groups` groups of
     neighbours are chosen; a group's rank is the sum of its two highest values
     (arXiv:2412.19437, section 2.1.2). The weights are the scores without correction, divided by
-    their sum + sum_eps if normalized, times factor. All is computed in float32. Padding tokens,
-    whose slot_mapping [T] is negative, get the expert E, which `expert_linear` does not read.
+    their sum + sum_eps if normalized, times factor. All is computed in float32. With `shared`
+    experts, which every token has, C is count + shared: they come last, with the numbers from E on
+    and the weight 1. Padding tokens, whose slot_mapping [T] is negative, get the expert
+    E + shared, which `expert_linear` does not read.
     """
     scores = SCORES[score](logits.float())
     ranked = scores if correction is None else scores + correction.float()
@@ -58,9 +61,15 @@ def choose_experts(
     shares = scores.gather(-1, expert)
     if normalized:
         shares = shares / (shares.sum(-1, keepdim=True) + sum_eps)
+    shares *= factor
+    tokens, experts = logits.shape
+    if shared:
+        last = torch.arange(experts, experts + shared, device=expert.device)
+        expert = torch.cat((expert, last.expand(tokens, -1)), -1)
+        shares = torch.cat((shares, shares.new_ones(tokens, shared)), -1)
     if slot_mapping is not None:
-        expert = expert.masked_fill((slot_mapping < 0)[:, None], logits.shape[1])
-    return (shares * factor).to(dtype), expert
+        expert = expert.masked_fill((slot_mapping < 0)[:, None], experts + shared)
+    return shares.to(dtype), expert
 
 
 @choose_experts.cases
@@ -75,20 +84,22 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         logits = torch.stack([torch.randperm(experts, generator=gen) for _ in range(tokens)]) / 16
         slots = torch.randint(-1, 2, (tokens,), generator=gen).to(device) if padded else None
         yield logits.to(device, dtype), slots, count, normalized, dtype
-    for tokens, experts, count, score, groups, kept, normalized in (
-        (3, 60, 4, "sigmoid", 1, 1, False),
-        (4, 128, 8, "softmax", 1, 1, True),
-        (3, 60, 5, "sqrt_softplus", 1, 1, False),
-        (3, 64, 6, "sqrt_softplus", 1, 1, True),
-        (5, 64, 6, "sigmoid", 8, 4, True),
-        (2, 8, 2, "sigmoid", 4, 1, True),
-        (2, 32, 3, "sigmoid", 2, 1, False),
+    for tokens, experts, count, score, groups, kept, normalized, shared in (
+        (3, 60, 4, "sigmoid", 1, 1, False, 0),
+        (4, 128, 8, "softmax", 1, 1, True, 1),
+        (3, 60, 5, "sqrt_softplus", 1, 1, False, 2),
+        (3, 64, 6, "sqrt_softplus", 1, 1, True, 0),
+        (5, 64, 6, "sigmoid", 8, 4, True, 1),
+        (2, 8, 2, "sigmoid", 4, 1, True, 0),
+        (2, 32, 3, "sigmoid", 2, 1, False, 0),
     ):
         order = torch.stack([torch.randperm(experts, generator=gen) for _ in range(tokens)])
         correction = torch.randperm(experts, generator=gen) / 61  # no sum is that of others
+        slots = torch.randint(-1, 2, (tokens,), generator=gen).to(device) if shared else None
         yield (
-            (order / 16).to(device, dtype), None, count, normalized, dtype,
+            (order / 16).to(device, dtype), slots, count, normalized, dtype,
             None if not normalized else correction.to(device), score, groups, kept, 1e-3, 2.5,
+            shared,
         )  # fmt: skip
 
 

@@ -14,9 +14,9 @@ from llmc.kernels.rms_norm import rms_norm
 
 
 def _shape(
-    *, x: Tensor, count: int, dtype: torch.dtype, **others: object
+    *, x: Tensor, count: int, dtype: torch.dtype, shared: int, **others: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shape = x.shape[0], count
+    shape = x.shape[0], count + shared
     weight, expert = x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=torch.int64)
     return x.new_empty(x.shape), weight, expert
 
@@ -39,8 +39,9 @@ def route(
     kept_groups: int = 1,
     sum_eps: float = 0.0,
     factor: float = 1.0,
+    shared: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [T, K], router [E, K], bias [E] -> (y [T, K], weight [T, count], expert [T, count]).
+    """x [T, K], router [E, K], bias [E] -> (y [T, K], weight [T, C], expert [T, C]).
 
     y = rms_norm(x), and the weights (in dtype) and experts (int64) are `choose_experts` of the
     logits y router^T + bias. Router and bias have x's dtype or are float32, and the logits are
@@ -50,7 +51,7 @@ def route(
     logits = linear.reference(y.to(router.dtype), router, bias)
     chosen = choose_experts.reference(
         logits, slot_mapping, count, normalized, dtype, correction, score, groups, kept_groups,
-        sum_eps, factor,
+        sum_eps, factor, shared,
     )  # fmt: skip
     return (y, *chosen)
 
@@ -87,5 +88,5 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         groups = (4, 2) if experts == 8 else (1, 1)
         yield (
             x, gain, 1e-6, 1.0, *wide, slots, count, padded, torch.float32, correction, "sigmoid",
-            *groups, 1e-3, 2.5,
+            *groups, 1e-3, 2.5, 2 if padded else 0,
         )  # fmt: skip

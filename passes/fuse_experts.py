@@ -136,6 +136,7 @@ def _take_router(graph: fx.Graph, node: fx.Node) -> None:
             kept_groups=given.kept_groups,
             sum_eps=given.sum_eps,
             factor=given.factor,
+            shared=given.shared,
         )
         y, weight, expert = (emit(graph, operator.getitem, made, i) for i in range(3))
         replace_by = reshaped(graph, y, val(normed).shape)

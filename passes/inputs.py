@@ -73,11 +73,13 @@ class Shard:
 
     `sections` are (length, parts), end to end; a section with one part is replicated on all ranks.
     If it has fewer parts than there are ranks (`size`), neighboring ranks hold the same part.
+    `rank`: every rank holds the part of this one.
     """
 
     dim: int
     sections: tuple[tuple[int, int], ...]
     size: int
+    rank: int | None = None
 
     @property
     def length(self) -> int:
@@ -92,6 +94,7 @@ class Shard:
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """The (start, length) ranges of the whole dimension that this rank holds, in order."""
         found, start = [], 0
+        rank = rank if self.rank is None else self.rank
         for length, parts in self.sections:
             part = rank * parts // self.size
             found.append((start + part * (length // parts), length // parts))

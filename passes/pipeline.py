@@ -35,6 +35,7 @@ from llmc.passes.fuse_routers import fuse_routers
 from llmc.passes.fuse_sampler import fuse_sampler
 from llmc.passes.group_caches import group_caches
 from llmc.passes.insert_image_rows import insert_image_rows
+from llmc.passes.join_shared_experts import join_shared_experts
 from llmc.passes.last_token_logits import last_token_logits
 from llmc.passes.logits_processors import LogitsProcessor, processor_passes
 from llmc.passes.merge_linears import merge_linears
@@ -141,6 +142,9 @@ def pipeline(
         order_channels(),  # after quantize_linears: it orders the rows of plain weights
         fuse_routers(  # after the passes that match or replace the experts' linears
             absorbs_norms=options.device_type == "cuda"
+        ),
+        join_shared_experts(  # after fuse_routers: it changes the choice
+            unwanted=_unless_gpu(options, "this fusion")
         ),
         share_routing(  # after the passes that match or replace the experts' linears
             sorts=options.device_type == "cuda"

@@ -35,7 +35,7 @@ def share_routing(gm: fx.GraphModule, *, sorts: bool = True) -> Notes:
     linears: dict[tuple[fx.Node, int], list[fx.Node]] = {}
     for node in calls(gm.graph, expert_linear.overload, quantized_expert_linear.overload):
         given = arguments(node)
-        source = _repeated(given.x)
+        source = repeated(given.x)
         if source is not None:
             set_arguments(node, x=source)
         if sorts and given.order is None:
@@ -50,7 +50,7 @@ def share_routing(gm: fx.GraphModule, *, sorts: bool = True) -> Notes:
     return []
 
 
-def _repeated(rows: Any) -> fx.Node | None:
+def repeated(rows: Any) -> fx.Node | None:
     """x [T, K] if `rows` [C T, K] are its rows, each C times in a row."""
     if not is_call(rows, *_RESHAPES):
         return None

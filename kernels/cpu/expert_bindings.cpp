@@ -81,7 +81,9 @@ std::tuple<Tensor, Tensor> choose_experts(const Tensor& given, const optional<Te
                                           int64_t count, bool normalized, int32_t dtype,
                                           const optional<Tensor>& correction,
                                           const std::string& score, int64_t groups,
-                                          int64_t kept_groups, double sum_eps, double factor) {
+                                          int64_t kept_groups, double sum_eps, double factor,
+                                          int64_t shared) {
+  TORCH_CHECK(shared >= 0, shared, " shared experts");
   TORCH_CHECK(given.dim() == 2 && count > 0 && count <= given.size(1), "logits ", given.sizes(),
               " do not have ", count, " experts to choose");
   Tensor kept;
@@ -98,15 +100,15 @@ std::tuple<Tensor, Tensor> choose_experts(const Tensor& given, const optional<Te
                   count <= kept_groups * (experts / groups),
               count, " of ", experts, " experts cannot be chosen from ", kept_groups, " of ",
               groups, " groups");
-  Tensor weight = at::empty({tokens, count}, at::scalar_type_of(dtype));
-  Tensor expert = at::empty({tokens, count}, at::kLong);
+  Tensor weight = at::empty({tokens, count + shared}, at::scalar_type_of(dtype));
+  Tensor expert = at::empty({tokens, count + shared}, at::kLong);
   kernels->choose_experts({dtype_of(logits), dtype_of(weight, "the result"), logits.data_ptr(),
                            slots ? slots->data_ptr<int64_t>() : nullptr, weight.data_ptr(),
                            expert.data_ptr<int64_t>(), tokens, experts, logits.stride(0), count,
                            normalized, score_named(score),
                            correction ? dtype_of(*correction) : Dtype::f32,
                            correction ? correction->data_ptr() : nullptr, groups, kept_groups,
-                           float(sum_eps), float(factor), at::num_threads()});
+                           float(sum_eps), float(factor), shared, at::num_threads()});
   return {std::move(weight), std::move(expert)};
 }
 

@@ -73,7 +73,8 @@ void keep_groups(const ChooseExpertsArgs& a, float* ranked) {
 void choose_for(const ChooseExpertsArgs& a, int64_t token, const float* correction, float* scores,
                 float* ranked) {
   widen_row(a.dtype, a.logits, token * a.stride, a.experts, scores);
-  int64_t* const chosen = a.expert + token * a.count;
+  const int64_t all = a.count + a.shared;
+  int64_t* const chosen = a.expert + token * all;
   // without a correction, logits have the order of their scores, and differ where these are rounded
   std::copy_n(scores, a.experts, ranked);
   const float divisor = to_scores(scores, a.experts, a.score);
@@ -87,10 +88,12 @@ void choose_for(const ChooseExpertsArgs& a, int64_t token, const float* correcti
   if (a.normalized)
     for (int64_t c = 0; c < a.count; ++c) total += scores[chosen[c]];
   with_type(a.weight_dtype, [&](auto t) {
-    auto* const weight = static_cast<decltype(t)*>(a.weight) + token * a.count;
+    auto* const weight = static_cast<decltype(t)*>(a.weight) + token * all;
     for (int64_t c = 0; c < a.count; ++c) assign(weight[c], scores[chosen[c]] / total * a.factor);
+    for (int64_t c = a.count; c < all; ++c) assign(weight[c], 1.f);
   });
-  if (a.slots && a.slots[token] < 0) std::fill_n(chosen, a.count, a.experts);
+  for (int64_t i = 0; i < a.shared; ++i) chosen[a.count + i] = a.experts + i;
+  if (a.slots && a.slots[token] < 0) std::fill_n(chosen, all, a.experts + a.shared);
 }
 
 template <class T, class Out>

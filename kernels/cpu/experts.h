@@ -11,8 +11,8 @@ struct ChooseExpertsArgs {
   Dtype dtype, weight_dtype;  // of logits and of weight
   const void* logits;         // [tokens, experts], rows `stride` apart
   const int64_t* slots;       // [tokens]: negative for padding; may be null
-  void* weight;               // [tokens, count] dense
-  int64_t* expert;            // [tokens, count] dense
+  void* weight;               // [tokens, count + shared] dense
+  int64_t* expert;            // [tokens, count + shared] dense
   int64_t tokens, experts, stride, count;
   bool normalized;
   Score score;
@@ -20,6 +20,7 @@ struct ChooseExpertsArgs {
   const void* correction;  // [experts]; may be null
   int64_t groups, kept_groups;
   float sum_eps, factor;
+  int64_t shared;
   int threads;
 };
 

@@ -54,11 +54,11 @@ def score_of(x, highest, SCORE: tl.constexpr):
 def store_choices(
     x, token, known, slots, weight, expert, correction, sum_eps, factor,
     EXPERTS: tl.constexpr, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, NORMALIZED: tl.constexpr,
-    SCORE: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr,
+    SCORE: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Choose for each known token [ROWS] by its logits x [ROWS, EXPERTS_PAD], float32, which are
     -inf beyond EXPERTS; those of other tokens are any numbers. Of equal values the first is
-    chosen. If there are GROUPS, they and EXPERTS are powers of two."""
+    chosen. If there are GROUPS, they and EXPERTS are powers of two. SHARED experts come last."""
     minus_inf = float("-inf")
     e = tl.arange(0, x.shape[1])[None, :]
     c = tl.arange(0, COUNT_PAD)[None, :]
@@ -90,11 +90,14 @@ def store_choices(
     if NORMALIZED:
         total = tl.sum(best, axis=1)[:, None] + total * 0 + sum_eps * total
     share = best / total * factor
+    if SHARED > 0:
+        share = tl.where(c < COUNT, share, 1.0)
+        chosen = tl.where(c < COUNT, chosen, EXPERTS + c - COUNT)
     if slots is not None:
         is_padding = tl.load(slots + token, mask=known, other=-1) < 0
-        chosen = tl.where(is_padding[:, None], EXPERTS, chosen)
-    at = token[:, None] * COUNT + c
-    stored = known[:, None] & (c < COUNT)
+        chosen = tl.where(is_padding[:, None], EXPERTS + SHARED, chosen)
+    at = token[:, None] * (COUNT + SHARED) + c
+    stored = known[:, None] & (c < COUNT + SHARED)
     tl.store(weight + at, share.to(weight.dtype.element_ty), mask=stored)
     tl.store(expert + at, chosen.to(tl.int64), mask=stored)
 
@@ -104,7 +107,7 @@ def choose_experts_kernel(
     logits, slots, weight, expert, correction, logits_row, sum_eps, factor,
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr,
     NORMALIZED: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT_GROUPS: tl.constexpr, PDL: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
     if PDL:
@@ -115,7 +118,7 @@ def choose_experts_kernel(
     x = tl.load(at, mask=e < EXPERTS, other=float("-inf")).to(tl.float32)
     store_choices(
         x, token, token >= 0, slots, weight, expert, correction, sum_eps, factor,
-        EXPERTS, COUNT, COUNT_PAD, NORMALIZED, SCORE, GROUPS, KEPT_GROUPS,
+        EXPERTS, COUNT, COUNT_PAD, NORMALIZED, SCORE, GROUPS, KEPT_GROUPS, SHARED,
     )  # fmt: skip
 
 
@@ -161,11 +164,11 @@ def sum_experts_kernel(
 def plan(
     logits: Tensor, slot_mapping: Tensor | None, count: int, normalized: bool, dtype: torch.dtype,
     correction: Tensor | None = None, score: str = "softmax", groups: int = 1,
-    kept_groups: int = 1, sum_eps: float = 0.0, factor: float = 1.0,
+    kept_groups: int = 1, sum_eps: float = 0.0, factor: float = 1.0, shared: int = 0,
 ) -> Plan[tuple[Tensor, Tensor]]:  # fmt: skip
     tokens, experts = logits.shape
-    weight = logits.new_empty(tokens, count, dtype=dtype)
-    expert = logits.new_empty(tokens, count, dtype=torch.int64)
+    weight = logits.new_empty(tokens, count + shared, dtype=dtype)
+    expert = logits.new_empty(tokens, count + shared, dtype=torch.int64)
     pdl = dependent_launch.applies_to(logits.device)
     launch = Launch(
         kernel=choose_experts_kernel,
@@ -177,8 +180,9 @@ def plan(
         },
         constants={
             "EXPERTS": experts, "EXPERTS_PAD": power_of_2(experts), "COUNT": count,
-            "COUNT_PAD": power_of_2(count), "NORMALIZED": normalized,
-            "SCORE": score, "GROUPS": groups, "KEPT_GROUPS": kept_groups, "PDL": pdl,
+            "COUNT_PAD": power_of_2(count + shared), "NORMALIZED": normalized,
+            "SCORE": score, "GROUPS": groups, "KEPT_GROUPS": kept_groups, "SHARED": shared,
+            "PDL": pdl,
         },
         num_warps=row_warps(power_of_2(experts)),
         pdl=pdl,
@@ -219,9 +223,9 @@ def supports_choice(
 
 def _supports(
     *, logits: Tensor, slot_mapping: Tensor | None, count: int, correction: Tensor | None,
-    groups: int, **others: object,
+    groups: int, shared: int, **others: object,
 ) -> bool:  # fmt: skip
-    choice = supports_choice(logits.shape[1], count, groups, slot_mapping, correction)
+    choice = supports_choice(logits.shape[1], count + shared, groups, slot_mapping, correction)
     return supports_tensors(logits) and choice
 
 

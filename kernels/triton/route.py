@@ -62,7 +62,7 @@ def route_kernel(
     DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS_PAD: tl.constexpr, COUNT: tl.constexpr,
     COUNT_PAD: tl.constexpr, NORMALIZED: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT_GROUPS: tl.constexpr, PDL: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The arguments are those of `linear_tile` for the logits [rows, N], and of `store_choices`.
     counter: one for each tile of experts and one more. normed [rows, K]: each tile writes CHANNELS
@@ -95,7 +95,7 @@ def route_kernel(
             logits = tl.where(known[:, None], logits.to(tl.float32), 0.0)
             store_choices(
                 logits, token, known, slots, share, expert, correction, sum_eps, factor,
-                N, COUNT, COUNT_PAD, NORMALIZED, SCORE, GROUPS, KEPT_GROUPS,
+                N, COUNT, COUNT_PAD, NORMALIZED, SCORE, GROUPS, KEPT_GROUPS, SHARED,
             )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def plan(
     x: Tensor, norm_weight: Tensor | None, eps: float, offset: float, router: Tensor,
     bias: Tensor | None, slot_mapping: Tensor | None, count: int, normalized: bool,
     dtype: torch.dtype, correction: Tensor | None = None, score: str = "softmax", groups: int = 1,
-    kept_groups: int = 1, sum_eps: float = 0.0, factor: float = 1.0,
+    kept_groups: int = 1, sum_eps: float = 0.0, factor: float = 1.0, shared: int = 0,
 ) -> Plan[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """For up to FEW_ROWS rows."""
     rows, depth = x.shape
@@ -111,8 +111,8 @@ def plan(
         route_kernel, x, router, bias, norm_weight, eps, offset, None, None
     ).launches
     normed = x.new_empty(rows, depth)
-    weight = x.new_empty(rows, count, dtype=dtype)
-    expert = x.new_empty(rows, count, dtype=torch.int64)
+    weight = x.new_empty(rows, count + shared, dtype=dtype)
+    expert = x.new_empty(rows, count + shared, dtype=torch.int64)
     tiles = linear.grid[0]
     channels, at_once = cdiv(depth, tiles), 1 if rows == 1 else FEW_ROWS
     launch = replace(
@@ -126,8 +126,8 @@ def plan(
             **linear.constants, "ROWS": at_once, "CHANNELS": channels,
             "BLOCK": min(power_of_2(channels), _BLOCK_VALUES // at_once),
             "EXPERTS_PAD": power_of_2(router.shape[0]), "COUNT": count,
-            "COUNT_PAD": power_of_2(count), "NORMALIZED": normalized,
-            "SCORE": score, "GROUPS": groups, "KEPT_GROUPS": kept_groups,
+            "COUNT_PAD": power_of_2(count + shared), "NORMALIZED": normalized,
+            "SCORE": score, "GROUPS": groups, "KEPT_GROUPS": kept_groups, "SHARED": shared,
         },
     )  # fmt: skip
     return Plan(out=(normed, weight, expert), launches=(launch,))
@@ -149,18 +149,18 @@ def run(
     x: Tensor, norm_weight: Tensor | None, eps: float, offset: float, router: Tensor,
     bias: Tensor | None, slot_mapping: Tensor | None, count: int, normalized: bool,
     dtype: torch.dtype, correction: Tensor | None = None, score: str = "softmax", groups: int = 1,
-    kept_groups: int = 1, sum_eps: float = 0.0, factor: float = 1.0,
+    kept_groups: int = 1, sum_eps: float = 0.0, factor: float = 1.0, shared: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if takes(x, router, eps):
         return plan(
             x, norm_weight, eps, offset, router, bias, slot_mapping, count, normalized, dtype,
-            correction, score, groups, kept_groups, sum_eps, factor,
+            correction, score, groups, kept_groups, sum_eps, factor, shared,
         ).run()  # fmt: skip
     y = norm.plan(x, norm_weight, eps, offset).run()
     logits = fused_linear.run(y.to(router.dtype), router, bias, None, None, 0.0, None, None)
     chosen = choose_experts.plan(
         logits, slot_mapping, count, normalized, dtype, correction, score, groups, kept_groups,
-        sum_eps, factor,
+        sum_eps, factor, shared,
     )  # fmt: skip
     return (y, *chosen.run())
 
@@ -168,10 +168,10 @@ def run(
 def _supports(
     *, x: Tensor, norm_weight: Tensor | None, router: Tensor, bias: Tensor | None,
     slot_mapping: Tensor | None, count: int, correction: Tensor | None, groups: int,
-    **others: object,
+    shared: int, **others: object,
 ) -> bool:  # fmt: skip
     chosen = choose_experts.supports_choice(
-        router.shape[0], count, groups, slot_mapping, correction
+        router.shape[0], count + shared, groups, slot_mapping, correction
     )
     fits = norm.supports(x=x, weight=norm_weight) and supports_tensors(router, bias)
     return fits and chosen and same_dtype(router, bias)

@@ -235,7 +235,8 @@ def _load_shard(shard: Json) -> Shard | None:
     if shard is None:
         return None
     sections = tuple((int(length), int(parts)) for length, parts in shard["sections"])
-    return Shard(dim=int(shard["dim"]), sections=sections, size=int(shard["size"]))
+    rank = None if shard["rank"] is None else int(shard["rank"])
+    return Shard(dim=int(shard["dim"]), sections=sections, size=int(shard["size"]), rank=rank)
 
 
 # Python's own functions in a graph: indexing, and arithmetic on sizes.

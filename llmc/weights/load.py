@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -403,9 +404,14 @@ def _of_inputs(
 
 
 def _shape(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape of a plain recipe's weight."""
+    """The shape of a plain recipe's weight. A stack of experts [E, N, K] goes on with the rows
+    [n, K] of more of them."""
     sizes = _sizes(role, shapes)
-    return (sum(s[0] for s in sizes), *sizes[0][1:]) if sizes[0] else ()
+    if not sizes[0]:
+        return ()
+    count = sum(size[0] for size in sizes if len(size) == len(sizes[0]))
+    rows = sum(size[0] for size in sizes if len(size) < len(sizes[0]))
+    return (count + (rows // sizes[0][1] if rows else 0), *sizes[0][1:])
 
 
 def _sizes(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -462,16 +468,13 @@ def make_weight(
     sizes = _sizes(role, shapes)
     shape = _shape(role, shapes)
     out = staging(shape, dtype) if memory is None else memory.empty(shape, dtype)
-    start = 0
-    for (part, shard), size in zip(role.pieces, sizes, strict=True):
+    places = out.view(-1).split([math.prod(size) for size in sizes])
+    for (part, shard), size, place in zip(role.pieces, sizes, places, strict=True):
         some = _some_of(shard, shapes[part], role.transposed, rank)
         if role.transposed:
             plain = staging(size[::-1], dtype)
             source.fill(part, plain, some)
-            out[start : start + size[0]].copy_(plain.T)
-        elif size:
-            source.fill(part, out[start : start + size[0]], some)
+            place.view(size).copy_(plain.T)
         else:
-            source.fill(part, out)
-        start += size[0] if size else 0
+            source.fill(part, place.view(size), some)
     return out

@@ -14,7 +14,7 @@ import fast_interpreter  # noqa: F401 - the tests take a fraction of the time
 import pytest
 import tiny_engine
 import tiny_models
-from packed_checkpoints import write_mxfp4
+from packed_checkpoints import PACKINGS, write_mxfp4, write_packed
 from tiers import tiered
 from tiny_configs import save_random, tiny_config
 
@@ -35,6 +35,9 @@ LAUNCHED = {
     "qwen3": ALWAYS | {"norm_kernel", "act_mul_kernel"},
     "mixtral": ALWAYS
     | {"expert_kernel", "route_kernel", "choose_experts_kernel", "sum_experts_kernel"},
+    "glm4_moe": ALWAYS | {"expert_kernel", "route_kernel", "sum_experts_kernel"},
+    "glm4_moe in pack-quantized int4 group": ALWAYS
+    | {"low_bit_expert_kernel", "choose_experts_kernel"},
     "gpt_oss": ALWAYS | {"expert_kernel", "route_kernel"},
     "gpt_oss in mxfp4": ALWAYS | {"low_bit_expert_kernel", "route_kernel"},
     "qwen3_next": ALWAYS | {"delta_rule_kernel", "delta_chunks_kernel", "gated_norm_kernel"},
@@ -65,9 +68,12 @@ def test_greedy_tokens_with_every_op_in_triton(
     if name in tiny_models.FAMILIES:
         path = wide = tiny_models.save_checkpoint(name, tmp_path, **(SIZES if form else {}))
     else:
-        path = wide = save_random(tiny_config(name), tmp_path)
+        sizes = {**SIZES, "moe_intermediate_size": 64} if form else {}
+        path = wide = save_random(tiny_config(name, **sizes), tmp_path)
     if form == "mxfp4":
         path, wide = write_mxfp4(path, tmp_path)
+    elif form:
+        path, wide = write_packed(path, tmp_path, PACKINGS[form]())
     running = tiny_engine.start(path, activation_bits=32)  # on GPUs, no inputs are rounded to 16
     # chunks of prompts, with more rows than are multiplied together with their activation
     engine = running.engine(max_num_batched_tokens=FUSED_ROWS + 4)

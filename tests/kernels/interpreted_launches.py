@@ -144,34 +144,34 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         ),
     ),
     "routed, corrected": (
-        "8: attention_kernel, 2 expert_kernel, 4 few_rows_kernel, route_kernel",
-        "8: attention_kernel, 2 expert_kernel, 4 few_rows_kernel, route_kernel",
+        "6: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel",
+        "6: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel",
         (
-            "11: attention_kernel, choose_experts_kernel, 2 expert_kernel, 5 few_rows_kernel, "
+            "9: attention_kernel, choose_experts_kernel, 2 expert_kernel, 3 few_rows_kernel, "
             "norm_kernel, sum_experts_kernel"
         ),
         (
-            "13: act_mul_kernel, 2 aten.addmm_, 3 aten.linear, attention_kernel, "
-            "choose_experts_kernel, 2 expert_kernel, 2 norm_kernel, sum_experts_kernel"
+            "10: aten.addmm_, 2 aten.linear, attention_kernel, choose_experts_kernel, "
+            "2 expert_kernel, 2 norm_kernel, sum_experts_kernel"
         ),
     ),
     "latent": (
         (
-            "13: 2 aten.bmm, aten.copy_, attention_kernel, 2 expert_kernel, "
-            "5 few_rows_kernel, rope_write_latent_kernel, route_kernel"
+            "11: 2 aten.bmm, aten.copy_, attention_kernel, 2 expert_kernel, 3 few_rows_kernel, "
+            "rope_write_latent_kernel, route_kernel"
         ),
         (
-            "13: 2 aten.bmm, aten.copy_, attention_kernel, 2 expert_kernel, "
-            "5 few_rows_kernel, rope_write_latent_kernel, route_kernel"
+            "11: 2 aten.bmm, aten.copy_, attention_kernel, 2 expert_kernel, 3 few_rows_kernel, "
+            "rope_write_latent_kernel, route_kernel"
         ),
         (
-            "16: 2 aten.bmm, aten.copy_, attention_kernel, choose_experts_kernel, 2 expert_kernel, "
-            "6 few_rows_kernel, norm_kernel, rope_write_latent_kernel, sum_experts_kernel"
+            "14: 2 aten.bmm, aten.copy_, attention_kernel, choose_experts_kernel, 2 expert_kernel, "
+            "4 few_rows_kernel, norm_kernel, rope_write_latent_kernel, sum_experts_kernel"
         ),
         (
-            "19: act_mul_kernel, 2 aten.addmm_, 2 aten.bmm, aten.copy_, 4 aten.linear, "
-            "attention_kernel, choose_experts_kernel, 2 expert_kernel, 3 norm_kernel, "
-            "rope_write_latent_kernel, sum_experts_kernel"
+            "16: aten.addmm_, 2 aten.bmm, aten.copy_, 3 aten.linear, attention_kernel, "
+            "choose_experts_kernel, 2 expert_kernel, 3 norm_kernel, rope_write_latent_kernel, "
+            "sum_experts_kernel"
         ),
     ),
     "hybrid": (
