@@ -22,6 +22,12 @@ RESHAPES = (
     aten.view.default, aten.reshape.default, aten.squeeze.dim, aten.unsqueeze.default,
     aten.contiguous.default,
 )  # fmt: skip
+# Between a router and its choice of experts.
+_SCORING = (
+    *CASTS, aten.view.default, aten.reshape.default, aten.split_with_sizes.default,
+    operator.getitem, aten.softmax.int, aten._softmax.default, aten.sigmoid.default,
+    aten.add.Tensor,
+)  # fmt: skip
 
 # Values of calls by op and arguments: layers repeat, and torch takes milliseconds per call.
 _worked_out: ContextVar[dict[Any, Any] | None] = ContextVar("worked_out", default=None)
@@ -225,6 +231,14 @@ def reshaped(graph: fx.Graph, node: fx.Node, shape: Any) -> fx.Node:
         return node
     sizes = [s if isinstance(s, int) else -1 for s in shape]
     return emit(graph, aten.reshape.default, node, sizes)
+
+
+def is_ranked(node: fx.Node) -> bool:
+    """Whether a top-k selects among a value's elements: whether a linear is a router."""
+    return any(
+        is_call(user, aten.topk.default) or (is_call(user, *_SCORING) and is_ranked(user))
+        for user in node.users
+    )
 
 
 def swapped(node: Any, a: int, b: int) -> Any:

@@ -10,7 +10,7 @@ from torch import fx
 
 from llmc.kernels.quantized_linear import Quantization
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import arguments, aten, calls, emit, only_user, replace, val
+from llmc.passes.edit import arguments, aten, calls, emit, is_ranked, only_user, replace, val
 from llmc.passes.inputs import WeightInput, add_input, input_of
 
 
@@ -18,7 +18,8 @@ from llmc.passes.inputs import WeightInput, add_input, input_of
 def merge_linears(gm: fx.GraphModule, *, kept: Sequence[tuple[str, Quantization]] = ()) -> Notes:
     """Run one matrix product where a layer had several (query, key, value; gate, up).
 
-    Weights that are `kept` in their stored format are merged only with others of that format.
+    Weights that are `kept` in their stored format are merged only with others of that format, and
+    routers, which are not quantized, only with linears of one channel: gates of shared experts.
 
     Before:
         a = aten.linear(x, wa, ba);  b = aten.linear(x, wb, bb)
@@ -35,7 +36,7 @@ def merge_linears(gm: fx.GraphModule, *, kept: Sequence[tuple[str, Quantization]
         stored = {formats.get(part) for part in parts}
         groups[given.input, stored.pop() if len(stored) == 1 else None].append(node)
     notes = []
-    for group in groups.values():
+    for group in (part for whole in groups.values() for part in _apart(whole)):
         if len(group) < 2:
             continue
         reason = _why_not(group)
@@ -44,6 +45,14 @@ def merge_linears(gm: fx.GraphModule, *, kept: Sequence[tuple[str, Quantization]
         else:
             _merge(graph, group)
     return notes
+
+
+def _apart(group: list[fx.Node]) -> tuple[list[fx.Node], ...]:
+    """The routers with the linears of one channel, and the other linears."""
+    if not any(map(is_ranked, group)):
+        return (group,)
+    routing = [node for node in group if is_ranked(node) or val(node).shape[-1] == 1]
+    return routing, [node for node in group if node not in routing]
 
 
 def _bias(node: fx.Node) -> fx.Node | None:

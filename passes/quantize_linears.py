@@ -26,21 +26,20 @@ from llmc.kernels.quantized_linear import (
     quantized_linear,
 )
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import arguments, aten, calls, emit, is_call, only_user, replace, val
+from llmc.passes.edit import (
+    arguments,
+    aten,
+    calls,
+    emit,
+    is_call,
+    is_ranked,
+    only_user,
+    replace,
+    val,
+)
 from llmc.passes.inputs import QuantizedPart, StepInput, WeightInput, add_input, input_of
 
 _EMBEDDINGS = (aten.embedding.default, embed_shard.overload)
-# Ops between a router and its choice of experts.
-_ROUTING = (
-    aten.softmax.int,
-    aten._softmax.default,
-    aten.sigmoid.default,
-    aten.to.dtype,
-    aten._to_copy.default,
-    aten.view.default,
-    aten.reshape.default,
-    aten.add.Tensor,
-)
 
 
 @graph_pass(changes_model=True)
@@ -192,7 +191,7 @@ def _new_form(node: fx.Node, weight: Any, format: Format, transposed: bool) -> _
     if to is None:
         reason = f"{channels} channels of {depth} inputs do not divide into blocks of 16 by 32"
         return _Form(reason=reason)
-    if is_linear and _is_router(node):
+    if is_linear and is_ranked(node):
         return _Form(reason="it is a router, whose choices would change with small errors")
     return _Form(to=dataclasses.replace(to, transposed=transposed))
 
@@ -244,13 +243,3 @@ def is_head(x: Any) -> bool:
     if not is_call(x, aten.index_select.default):
         return False
     return input_of(arguments(x).index) == StepInput(name="logits_index")
-
-
-def _is_router(node: fx.Node) -> bool:
-    """Whether a topk selects among a linear's outputs."""
-    for user in node.users:
-        if is_call(user, aten.topk.default):
-            return True
-        if is_call(user, *_ROUTING) and _is_router(user):
-            return True
-    return False

@@ -89,3 +89,19 @@ def test_leaves_alone_a_computed_weight() -> None:
     gm = trace(lambda x, a, b: (F.linear(x, a * 2), F.linear(x, b)), x=X, wa=WA, wb=WB)
     _, (report,) = apply(gm, merge_linears())
     assert report.notes == ("linear, linear_1: a weight is computed",)
+
+
+def test_a_router_is_merged_with_the_gate_of_a_shared_expert_alone() -> None:
+    """Were it part of a large linear, that would not be quantized, or the router would be."""
+    inputs = {"x": X, "wa": WA, "wb": WB, "wc": WC, "gate": weight("g", rand(1, 8))}
+
+    def run(x: Tensor, wa: Tensor, wb: Tensor, wc: Tensor, gate: Tensor) -> list[Tensor]:
+        value, index = F.linear(x, wb).softmax(-1).topk(2)
+        return [F.linear(x, wa), value, index, F.linear(x, gate), F.linear(x, wc)]
+
+    gm = trace(run, **inputs)
+    merged, _ = apply(gm, merge_linears())
+    parts = sorted(role.parts for role in roles(merged, WeightInput))
+    assert parts == [("a", "c"), ("b", "g")]
+    assert_same(merged, gm, Values.of(**inputs))
+    assert_idempotent(gm, merge_linears())
