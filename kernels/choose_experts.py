@@ -38,6 +38,7 @@ def choose_experts(
     sum_eps: float = 0.0,
     factor: float = 1.0,
     shared: int = 0,
+    gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """logits [T, E] -> (weight [T, C] in dtype, expert [T, C] int64), highest first; C is count.
 
@@ -47,10 +48,13 @@ def choose_experts(
     (arXiv:2412.19437, section 2.1.2). The weights are the scores without correction, divided by
     their sum + sum_eps if normalized, times factor. All is computed in float32. With `shared`
     experts, which every token has, C is count + shared: they come last, with the numbers from E on
-    and the weight 1. Padding tokens, whose slot_mapping [T] is negative, get the expert
+    and the weight 1; if gated, logits is [T, E + shared], and their weights are the sigmoid of the
+    last. Padding tokens, whose slot_mapping [T] is negative, get the expert
     E + shared, which `expert_linear` does not read.
     """
-    scores = SCORES[score](logits.float())
+    wide = logits.float()
+    wide, gates = (wide[:, :-shared], wide[:, -shared:]) if gated else (wide, None)
+    scores = SCORES[score](wide)
     ranked = scores if correction is None else scores + correction.float()
     if kept_groups < groups:
         grouped = ranked.unflatten(-1, (groups, -1))
@@ -62,11 +66,12 @@ def choose_experts(
     if normalized:
         shares = shares / (shares.sum(-1, keepdim=True) + sum_eps)
     shares *= factor
-    tokens, experts = logits.shape
+    tokens, experts = wide.shape
     if shared:
         last = torch.arange(experts, experts + shared, device=expert.device)
         expert = torch.cat((expert, last.expand(tokens, -1)), -1)
-        shares = torch.cat((shares, shares.new_ones(tokens, shared)), -1)
+        own = shares.new_ones(tokens, shared) if gates is None else gates.sigmoid()
+        shares = torch.cat((shares, own), -1)
     if slot_mapping is not None:
         expert = expert.masked_fill((slot_mapping < 0)[:, None], experts + shared)
     return shares.to(dtype), expert
@@ -101,6 +106,11 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             None if not normalized else correction.to(device), score, groups, kept, 1e-3, 2.5,
             shared,
         )  # fmt: skip
+    for tokens, experts, shared, score in ((1, 8, 1, "softmax"), (3, 61, 2, "sigmoid")):
+        order = torch.stack([torch.randperm(experts, generator=gen) for _ in range(tokens)]) / 16
+        gates = 20 * torch.randn(tokens, shared, generator=gen)  # some higher than all logits
+        logits = torch.cat((order, gates), -1).to(device, dtype)
+        yield logits, None, 4, True, dtype, None, score, 1, 1, 0.0, 1.0, shared, True
 
 
 def _sum_shape(*, rows: Tensor, weight: Tensor, dtype: torch.dtype, **others: object) -> Tensor:

@@ -40,18 +40,19 @@ def route(
     sum_eps: float = 0.0,
     factor: float = 1.0,
     shared: int = 0,
+    gated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, K], router [E, K], bias [E] -> (y [T, K], weight [T, C], expert [T, C]).
 
     y = rms_norm(x), and the weights (in dtype) and experts (int64) are `choose_experts` of the
-    logits y router^T + bias. Router and bias have x's dtype or are float32, and the logits are
-    rounded to theirs.
+    logits y router^T + bias, of which the last are the gates if gated. Router and bias have x's
+    dtype or are float32, and the logits are rounded to theirs.
     """
     y = rms_norm.reference(x, norm_weight, eps, offset)
     logits = linear.reference(y.to(router.dtype), router, bias)
     chosen = choose_experts.reference(
         logits, slot_mapping, count, normalized, dtype, correction, score, groups, kept_groups,
-        sum_eps, factor, shared,
+        sum_eps, factor, shared, gated,
     )  # fmt: skip
     return (y, *chosen)
 
@@ -89,4 +90,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         yield (
             x, gain, 1e-6, 1.0, *wide, slots, count, padded, torch.float32, correction, "sigmoid",
             *groups, 1e-3, 2.5, 2 if padded else 0,
+        )  # fmt: skip
+        yield (
+            x, gain, 1e-6, 1.0, router, bias if biased else None, slots, 2, padded, dtype,
+            None, "softmax", 1, 1, 0.0, 1.0, 1, True,
         )  # fmt: skip

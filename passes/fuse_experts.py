@@ -137,6 +137,7 @@ def _take_router(graph: fx.Graph, node: fx.Node) -> None:
             sum_eps=given.sum_eps,
             factor=given.factor,
             shared=given.shared,
+            gated=given.gated,
         )
         y, weight, expert = (emit(graph, operator.getitem, made, i) for i in range(3))
         replace_by = reshaped(graph, y, val(normed).shape)

@@ -334,10 +334,10 @@ def _sum(graph: fx.Graph, total: fx.Node, absorbs_norms: bool) -> None:
     with graph.inserting_before(end):
         made = emit(graph, sum_experts.overload, rows=rows, weight=weight, dtype=val(end).dtype)
     replace(end, made)
-    _add_residual(graph, made, absorbs_norms)
+    add_residual(graph, made, absorbs_norms)
 
 
-def _add_residual(graph: fx.Graph, made: fx.Node, absorbs_norms: bool) -> None:
+def add_residual(graph: fx.Graph, made: fx.Node, absorbs_norms: bool) -> None:
     """Leave a plain norm of the sum, for the next linear to absorb (fuse_linears). What shared
     experts add is added to the new sum, perhaps by their last linear."""
     shaped = only_user(made)

@@ -30,6 +30,7 @@ from llmc.passes.edit import (
     update_val,
     val,
 )
+from llmc.passes.fuse_routers import add_residual
 from llmc.passes.inputs import Shard, WeightInput, add_input, input_of
 from llmc.passes.share_routing import repeated
 
@@ -46,6 +47,7 @@ class _Layer:
     down: fx.Node
     act: fx.Node
     x: fx.Node
+    gate: fx.Node | None = None  # logits, of whose sigmoid the result is a multiple
 
     def weights(self) -> list[dict[str, fx.Node]]:
         """The tensors of each linear's weight."""
@@ -74,6 +76,14 @@ def join_shared_experts(gm: fx.GraphModule, *, unwanted: str | None = None) -> N
         z = llmc.sum_experts(
             llmc.expert_linear(a, cat(d, d1), None, aten.reshape(i, [-1]), False), w, dtype)
     and in the same way with llmc.quantized_expert_linear and llmc.quantized_linear.
+
+    Before, if the shared expert has a gate:
+        logits, g = aten.split_with_sizes(aten.linear(y, cat(r, r1)), [E, 1], -1)
+        w, i = llmc.choose_experts(logits, slot_mapping, 8, True, dtype)
+        z = aten.add(z, aten.mul(aten.sigmoid(g), aten.linear(a1, d1)))
+    After:
+        w, i = llmc.choose_experts(aten.linear(y, cat(r, r1)), slot_mapping, 8, True, dtype,
+                                   shared=1, gated=True)
     """
     if unwanted is not None:
         return [unwanted]
@@ -89,6 +99,8 @@ def join_shared_experts(gm: fx.GraphModule, *, unwanted: str | None = None) -> N
         with gm.graph.inserting_before(both):
             total = reshaped(gm.graph, node, val(both).shape)
         replace(both, total)
+        if arguments(node).residual is None:
+            add_residual(gm.graph, node, absorbs_norms=True)
     return [f"{left} shared experts differ from the routed ones"] if left else []
 
 
@@ -100,10 +112,16 @@ def _added(total: fx.Node) -> tuple[fx.Node | None, _Layer | None]:
     if user is None or not is_call(user, aten.add.Tensor) or user.kwargs:
         return None, None
     other: Any = next((other for own, other in operands(user) if own is at), None)
-    down = through_reshapes(other)
+    down, gate = through_reshapes(other), None
+    if is_call(down, aten.mul.Tensor):
+        for factor, rest in operands(down):
+            factor = through_reshapes(factor)
+            if is_call(factor, aten.sigmoid.default) and is_call(rest, *_LINEARS):
+                down, gate = rest, through_reshapes(arguments(factor).self)
+                break
     if not is_call(down, *_LINEARS) or None in (only_user(down), only_user(other)):
         return None, None
-    return user, _layer(down, _LINEARS)
+    return user, _layer(down, _LINEARS, gate)
 
 
 def _routed(total: fx.Node) -> _Layer | None:
@@ -118,7 +136,7 @@ def _routed(total: fx.Node) -> _Layer | None:
     return found if is_plain and not any(getattr(g, "transposed", 0) for g in linears) else None
 
 
-def _layer(down: fx.Node, linears: tuple[Any, ...]) -> _Layer | None:
+def _layer(down: fx.Node, linears: tuple[Any, ...], gate: fx.Node | None = None) -> _Layer | None:
     """Two linears without a bias, with an activation between them."""
     act = through_reshapes(_x(down))
     if not is_call(act, act_mul.overload, activate.overload) or only_user(act) is None:
@@ -128,7 +146,7 @@ def _layer(down: fx.Node, linears: tuple[Any, ...]) -> _Layer | None:
         return None
     if any(arguments(linear).bias is not None for linear in (up, down)):
         return None
-    return _Layer(up=up, down=down, act=act, x=_x(up))
+    return _Layer(up=up, down=down, act=act, x=_x(up), gate=gate)
 
 
 def _x(linear: fx.Node) -> Any:
@@ -148,7 +166,8 @@ def _join(graph: fx.Graph, total: fx.Node, routed: _Layer, shared: _Layer) -> bo
     if [_bits(n) for n in (routed.up, routed.down)] != [_bits(n) for n in (shared.up, shared.down)]:
         return False
     recipes = _recipes(routed, shared)
-    if recipes is None:
+    logits = arguments(chosen).logits if shared.gate is None else _both(chosen, shared.gate)
+    if recipes is None or logits is None or (shared.gate is not None and recipes[0] > 1):
         return False
     count, made = recipes
     for linear, parts in zip((routed.up, routed.down), made, strict=True):
@@ -160,7 +179,7 @@ def _join(graph: fx.Graph, total: fx.Node, routed: _Layer, shared: _Layer) -> bo
             changed[name] = add_input(graph, f"{old.name}_joined", recipe, fake)
         set_arguments(linear, **changed)
     set_arguments(routed.up, x=x)
-    set_arguments(chosen, shared=count)
+    set_arguments(chosen, logits=logits, shared=count, gated=shared.gate is not None)
     update_val(chosen)
     update_below(chosen)
     return True
@@ -168,6 +187,21 @@ def _join(graph: fx.Graph, total: fx.Node, routed: _Layer, shared: _Layer) -> bo
 
 def _bits(linear: fx.Node) -> int | None:
     return getattr(arguments(linear), "x_bits", None)
+
+
+def _both(chosen: fx.Node, gate: fx.Node) -> fx.Node | None:
+    """The logits [T, E + 1] of which the last are the gate and the others those of the choice."""
+    parts = [arguments(chosen).logits, gate]
+    if not all(is_call(part, operator.getitem) for part in parts):
+        return None
+    numbers, sources = zip(*((arguments(p).index, arguments(p).source) for p in parts), strict=True)
+    split = sources[0]
+    if sources[1] is not split or not is_call(split, aten.split_with_sizes.default):
+        return None
+    given = arguments(split)
+    whole: fx.Node = given.self
+    is_whole = numbers == (0, 1) and list(given.split_sizes)[1:] == [1]
+    return whole if is_whole and val(whole).dim() == 2 else None
 
 
 def _choice(total: fx.Node, routed: _Layer) -> fx.Node | None:

@@ -82,16 +82,16 @@ std::tuple<Tensor, Tensor> choose_experts(const Tensor& given, const optional<Te
                                           const optional<Tensor>& correction,
                                           const std::string& score, int64_t groups,
                                           int64_t kept_groups, double sum_eps, double factor,
-                                          int64_t shared) {
-  TORCH_CHECK(shared >= 0, shared, " shared experts");
-  TORCH_CHECK(given.dim() == 2 && count > 0 && count <= given.size(1), "logits ", given.sizes(),
+                                          int64_t shared, bool gated) {
+  TORCH_CHECK(shared >= gated, shared, " shared experts");
+  TORCH_CHECK(given.dim() == 2 && count > 0 && count <= given.size(1) - gated * shared, "logits ", given.sizes(),
               " do not have ", count, " experts to choose");
   Tensor kept;
   const Tensor& logits = at::dense_rows(given, kept);
   const int64_t tokens = logits.size(0);
   TORCH_CHECK(!slots || (slots->dim() == 1 && slots->size(0) == tokens && slots->is_contiguous()),
               "slot_mapping must be dense and have a number for each of ", tokens, " tokens");
-  const int64_t experts = logits.size(1);
+  const int64_t experts = logits.size(1) - gated * shared;
   TORCH_CHECK(!correction || (correction->dim() == 1 && correction->size(0) == experts &&
                               correction->is_contiguous()),
               "correction must be dense and have a number for each of ", experts, " experts");
@@ -108,7 +108,7 @@ std::tuple<Tensor, Tensor> choose_experts(const Tensor& given, const optional<Te
                            normalized, score_named(score),
                            correction ? dtype_of(*correction) : Dtype::f32,
                            correction ? correction->data_ptr() : nullptr, groups, kept_groups,
-                           float(sum_eps), float(factor), shared, at::num_threads()});
+                           float(sum_eps), float(factor), shared, gated, at::num_threads()});
   return {std::move(weight), std::move(expert)};
 }
 

@@ -72,7 +72,8 @@ void keep_groups(const ChooseExpertsArgs& a, float* ranked) {
 // ranked: room for a.experts values; correction: null, or as many in float32.
 void choose_for(const ChooseExpertsArgs& a, int64_t token, const float* correction, float* scores,
                 float* ranked) {
-  widen_row(a.dtype, a.logits, token * a.stride, a.experts, scores);
+  widen_row(a.dtype, a.logits, token * a.stride, a.experts + a.gated * a.shared, scores);
+  const float* const gates = scores + a.experts;
   const int64_t all = a.count + a.shared;
   int64_t* const chosen = a.expert + token * all;
   // without a correction, logits have the order of their scores, and differ where these are rounded
@@ -90,7 +91,8 @@ void choose_for(const ChooseExpertsArgs& a, int64_t token, const float* correcti
   with_type(a.weight_dtype, [&](auto t) {
     auto* const weight = static_cast<decltype(t)*>(a.weight) + token * all;
     for (int64_t c = 0; c < a.count; ++c) assign(weight[c], scores[chosen[c]] / total * a.factor);
-    for (int64_t c = a.count; c < all; ++c) assign(weight[c], 1.f);
+    for (int64_t i = 0; i < a.shared; ++i)
+      assign(weight[a.count + i], a.gated ? 1 / (1 + std::exp(-gates[i])) : 1.f);
   });
   for (int64_t i = 0; i < a.shared; ++i) chosen[a.count + i] = a.experts + i;
   if (a.slots && a.slots[token] < 0) std::fill_n(chosen, all, a.experts + a.shared);
@@ -197,7 +199,7 @@ void choose_experts(const ChooseExpertsArgs& a) {
   parallel_rows(a.tokens, a.experts * 8, a.threads, [&](int64_t begin, int64_t end) {
     thread_local std::vector<float> scores, ranked, correction;
     for (auto* room : {&scores, &ranked, &correction})
-      room->resize(a.experts + kLanes);  // widen_row writes whole vectors
+      room->resize(a.experts + a.shared + kLanes);  // widen_row writes whole vectors
     if (a.correction)
       widen_row(a.correction_dtype, a.correction, 0, a.experts, correction.data());
     for (int64_t token = begin; token < end; ++token)

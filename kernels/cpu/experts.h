@@ -21,6 +21,7 @@ struct ChooseExpertsArgs {
   int64_t groups, kept_groups;
   float sum_eps, factor;
   int64_t shared;
+  bool gated;  // the logits of a token are followed by as many gates
   int threads;
 };
 

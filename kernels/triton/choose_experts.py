@@ -52,13 +52,14 @@ def score_of(x, highest, SCORE: tl.constexpr):
 
 @triton.jit
 def store_choices(
-    x, token, known, slots, weight, expert, correction, sum_eps, factor,
+    x, token, known, slots, weight, expert, correction, gates, sum_eps, factor,
     EXPERTS: tl.constexpr, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, NORMALIZED: tl.constexpr,
     SCORE: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Choose for each known token [ROWS] by its logits x [ROWS, EXPERTS_PAD], float32, which are
     -inf beyond EXPERTS; those of other tokens are any numbers. Of equal values the first is
-    chosen. If there are GROUPS, they and EXPERTS are powers of two. SHARED experts come last."""
+    chosen. If there are GROUPS, they and EXPERTS are powers of two. SHARED experts come last.
+    gates [ROWS]: None, or pointers to the first of their gates."""
     minus_inf = float("-inf")
     e = tl.arange(0, x.shape[1])[None, :]
     c = tl.arange(0, COUNT_PAD)[None, :]
@@ -91,7 +92,14 @@ def store_choices(
         total = tl.sum(best, axis=1)[:, None] + total * 0 + sum_eps * total
     share = best / total * factor
     if SHARED > 0:
-        share = tl.where(c < COUNT, share, 1.0)
+        own = tl.full(share.shape, 1.0, tl.float32)
+        if gates is not None:
+            is_gate = known[:, None] & (c >= COUNT) & (c < COUNT + SHARED)
+            gate = tl.load(
+                gates[:, None] + (c - COUNT), mask=is_gate, other=0.0, cache_modifier=".cg"
+            )
+            own = sigmoid(gate.to(tl.float32))
+        share = tl.where(c < COUNT, share, own)
         chosen = tl.where(c < COUNT, chosen, EXPERTS + c - COUNT)
     if slots is not None:
         is_padding = tl.load(slots + token, mask=known, other=-1) < 0
@@ -107,17 +115,19 @@ def choose_experts_kernel(
     logits, slots, weight, expert, correction, logits_row, sum_eps, factor,
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr,
     NORMALIZED: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT_GROUPS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
     if PDL:
         wait_for_previous()
     token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     e = tl.arange(0, EXPERTS_PAD)[None, :]
-    at = logits + token[:, None] * logits_row + e
-    x = tl.load(at, mask=e < EXPERTS, other=float("-inf")).to(tl.float32)
+    row = logits + token * logits_row
+    x = tl.load(row[:, None] + e, mask=e < EXPERTS, other=float("-inf")).to(tl.float32)
+    gates = row + EXPERTS if GATED else None
     store_choices(
-        x, token, token >= 0, slots, weight, expert, correction, sum_eps, factor,
+        x, token, token >= 0, slots, weight, expert, correction, gates, sum_eps, factor,
         EXPERTS, COUNT, COUNT_PAD, NORMALIZED, SCORE, GROUPS, KEPT_GROUPS, SHARED,
     )  # fmt: skip
 
@@ -165,8 +175,10 @@ def plan(
     logits: Tensor, slot_mapping: Tensor | None, count: int, normalized: bool, dtype: torch.dtype,
     correction: Tensor | None = None, score: str = "softmax", groups: int = 1,
     kept_groups: int = 1, sum_eps: float = 0.0, factor: float = 1.0, shared: int = 0,
+    gated: bool = False,
 ) -> Plan[tuple[Tensor, Tensor]]:  # fmt: skip
-    tokens, experts = logits.shape
+    tokens, columns = logits.shape
+    experts = columns - shared if gated else columns
     weight = logits.new_empty(tokens, count + shared, dtype=dtype)
     expert = logits.new_empty(tokens, count + shared, dtype=torch.int64)
     pdl = dependent_launch.applies_to(logits.device)
@@ -182,7 +194,7 @@ def plan(
             "EXPERTS": experts, "EXPERTS_PAD": power_of_2(experts), "COUNT": count,
             "COUNT_PAD": power_of_2(count + shared), "NORMALIZED": normalized,
             "SCORE": score, "GROUPS": groups, "KEPT_GROUPS": kept_groups, "SHARED": shared,
-            "PDL": pdl,
+            "GATED": gated, "PDL": pdl,
         },
         num_warps=row_warps(power_of_2(experts)),
         pdl=pdl,
@@ -223,9 +235,10 @@ def supports_choice(
 
 def _supports(
     *, logits: Tensor, slot_mapping: Tensor | None, count: int, correction: Tensor | None,
-    groups: int, shared: int, **others: object,
+    groups: int, shared: int, gated: bool, **others: object,
 ) -> bool:  # fmt: skip
-    choice = supports_choice(logits.shape[1], count + shared, groups, slot_mapping, correction)
+    experts = logits.shape[1] - shared * gated
+    choice = supports_choice(experts, count + shared, groups, slot_mapping, correction)
     return supports_tensors(logits) and choice
 
 

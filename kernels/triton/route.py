@@ -62,7 +62,8 @@ def route_kernel(
     DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS_PAD: tl.constexpr, COUNT: tl.constexpr,
     COUNT_PAD: tl.constexpr, NORMALIZED: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT_GROUPS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr, SHARED: tl.constexpr,
+    GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The arguments are those of `linear_tile` for the logits [rows, N], and of `store_choices`.
     counter: one for each tile of experts and one more. normed [rows, K]: each tile writes CHANNELS
@@ -88,14 +89,17 @@ def route_kernel(
         if chooses:
             token, e = tl.arange(0, ROWS), tl.arange(0, EXPERTS_PAD)
             known = token < rows
+            EXPERTS: tl.constexpr = N - SHARED if GATED else N
+            row = out + token * N
             logits = tl.load(
-                out + token[:, None] * N + e[None, :], mask=known[:, None] & (e < N)[None, :],
+                row[:, None] + e[None, :], mask=known[:, None] & (e < EXPERTS)[None, :],
                 other=float("-inf"), cache_modifier=".cg",
             )  # fmt: skip
+            gates = row + EXPERTS if GATED else None
             logits = tl.where(known[:, None], logits.to(tl.float32), 0.0)
             store_choices(
-                logits, token, known, slots, share, expert, correction, sum_eps, factor,
-                N, COUNT, COUNT_PAD, NORMALIZED, SCORE, GROUPS, KEPT_GROUPS, SHARED,
+                logits, token, known, slots, share, expert, correction, gates, sum_eps, factor,
+                EXPERTS, COUNT, COUNT_PAD, NORMALIZED, SCORE, GROUPS, KEPT_GROUPS, SHARED,
             )  # fmt: skip
 
 
@@ -104,6 +108,7 @@ def plan(
     bias: Tensor | None, slot_mapping: Tensor | None, count: int, normalized: bool,
     dtype: torch.dtype, correction: Tensor | None = None, score: str = "softmax", groups: int = 1,
     kept_groups: int = 1, sum_eps: float = 0.0, factor: float = 1.0, shared: int = 0,
+    gated: bool = False,
 ) -> Plan[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """For up to FEW_ROWS rows."""
     rows, depth = x.shape
@@ -125,18 +130,19 @@ def plan(
         constants={
             **linear.constants, "ROWS": at_once, "CHANNELS": channels,
             "BLOCK": min(power_of_2(channels), _BLOCK_VALUES // at_once),
-            "EXPERTS_PAD": power_of_2(router.shape[0]), "COUNT": count,
+            "EXPERTS_PAD": power_of_2(router.shape[0] - shared * gated), "COUNT": count,
             "COUNT_PAD": power_of_2(count + shared), "NORMALIZED": normalized,
             "SCORE": score, "GROUPS": groups, "KEPT_GROUPS": kept_groups, "SHARED": shared,
+            "GATED": gated,
         },
     )  # fmt: skip
     return Plan(out=(normed, weight, expert), launches=(launch,))
 
 
-def takes(x: Tensor, router: Tensor, eps: float) -> bool:
-    """Whether one kernel computes these rows."""
+def takes(x: Tensor, router: Tensor, eps: float, gates: int = 0) -> bool:
+    """Whether one kernel computes these rows. gates: rows of the router that are no expert's."""
     rows, depth = x.shape
-    if rows > FEW_ROWS or router.shape[0] > _MAX_EXPERTS:
+    if rows > FEW_ROWS or router.shape[0] - gates > _MAX_EXPERTS:
         return False
     if not fused_linear.takes(x, router, eps):
         return False
@@ -150,17 +156,18 @@ def run(
     bias: Tensor | None, slot_mapping: Tensor | None, count: int, normalized: bool,
     dtype: torch.dtype, correction: Tensor | None = None, score: str = "softmax", groups: int = 1,
     kept_groups: int = 1, sum_eps: float = 0.0, factor: float = 1.0, shared: int = 0,
+    gated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if takes(x, router, eps):
+    if takes(x, router, eps, shared * gated):
         return plan(
             x, norm_weight, eps, offset, router, bias, slot_mapping, count, normalized, dtype,
-            correction, score, groups, kept_groups, sum_eps, factor, shared,
+            correction, score, groups, kept_groups, sum_eps, factor, shared, gated,
         ).run()  # fmt: skip
     y = norm.plan(x, norm_weight, eps, offset).run()
     logits = fused_linear.run(y.to(router.dtype), router, bias, None, None, 0.0, None, None)
     chosen = choose_experts.plan(
         logits, slot_mapping, count, normalized, dtype, correction, score, groups, kept_groups,
-        sum_eps, factor, shared,
+        sum_eps, factor, shared, gated,
     )  # fmt: skip
     return (y, *chosen.run())
 
@@ -168,10 +175,10 @@ def run(
 def _supports(
     *, x: Tensor, norm_weight: Tensor | None, router: Tensor, bias: Tensor | None,
     slot_mapping: Tensor | None, count: int, correction: Tensor | None, groups: int,
-    shared: int, **others: object,
+    shared: int, gated: bool, **others: object,
 ) -> bool:  # fmt: skip
     chosen = choose_experts.supports_choice(
-        router.shape[0], count + shared, groups, slot_mapping, correction
+        router.shape[0] - shared * gated, count + shared, groups, slot_mapping, correction
     )
     fits = norm.supports(x=x, weight=norm_weight) and supports_tensors(router, bias)
     return fits and chosen and same_dtype(router, bias)

@@ -38,6 +38,7 @@ LAUNCHED = {
     "glm4_moe": ALWAYS | {"expert_kernel", "route_kernel", "sum_experts_kernel"},
     "glm4_moe in pack-quantized int4 group": ALWAYS
     | {"low_bit_expert_kernel", "choose_experts_kernel"},
+    "qwen2_moe": ALWAYS | {"expert_kernel", "route_kernel", "sum_experts_kernel"},
     "gpt_oss": ALWAYS | {"expert_kernel", "route_kernel"},
     "gpt_oss in mxfp4": ALWAYS | {"low_bit_expert_kernel", "route_kernel"},
     "qwen3_next": ALWAYS | {"delta_rule_kernel", "delta_chunks_kernel", "gated_norm_kernel"},

@@ -66,6 +66,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "routed, corrected": ("glm4_moe", {"n_group": 4, "topk_group": 2, "n_routed_experts": 8}),
     "latent": ("deepseek_v3", {}),
     "hybrid": ("qwen3_next", {"mlp_only_layers": [0, 1, 2], **SIZES}),
+    "hybrid, routed": ("qwen3_next", {**SIZES}),
     "recurrent": ("mamba2", {}),
 }
 LAYERS = {
@@ -73,6 +74,7 @@ LAYERS = {
     "dense, normed twice": "full_attention",
     "routed, clamped": "full_attention",
     "hybrid": "linear_attention",
+    "hybrid, routed": "linear_attention",
 }
 ROWS = (1, FEW, FUSED, MANY)
 # what a further layer launches for each number of rows; "step": what every step launches besides
@@ -181,6 +183,18 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         (
             "9: act_mul_kernel, 2 aten.addmm_, 2 aten.linear, "
             "delta_rule_kernel, gated_norm_kernel, 2 norm_kernel"
+        ),
+    ),
+    "hybrid, routed": (
+        "6: delta_rule_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel",
+        "6: delta_rule_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel",
+        (
+            "9: choose_experts_kernel, delta_rule_kernel, 2 expert_kernel, 3 few_rows_kernel, "
+            "norm_kernel, sum_experts_kernel"
+        ),
+        (
+            "11: aten.addmm_, 2 aten.linear, choose_experts_kernel, delta_rule_kernel, "
+            "2 expert_kernel, gated_norm_kernel, 2 norm_kernel, sum_experts_kernel"
         ),
     ),
     "recurrent": (

@@ -121,6 +121,28 @@ def test_a_quantized_one_too(format: Any) -> None:
     assert_same(fused, gm, values(given))
 
 
+def gated(
+    x: Tensor, slot_mapping: Tensor, up: Tensor, down: Tensor, one_up: Tensor, one_down: Tensor,
+    router: Tensor,
+) -> Tensor:  # fmt: skip
+    logits, gate = F.linear(x.view(-1, WIDTH), router).split([EXPERTS, 1], -1)
+    routed = experts(x, logits, slot_mapping, up, down)
+    shared = gate.sigmoid() * F.linear(silu(F.linear(x[0], one_up)), one_down)
+    return (routed.view(-1, WIDTH) + shared) * (slot_mapping >= 0)[:, None]
+
+
+def test_a_gate_is_the_last_logit() -> None:
+    given = {**inputs(), "router": weight("router", rand(EXPERTS + 1, WIDTH))}
+    del given["logits"]
+    gm = trace(gated, **given)
+    fused, _ = apply(gm, join_shared_experts())
+    made = ops(fused)
+    assert made["aten.linear.default"] == 1 and "aten.sigmoid.default" not in made
+    assert "aten.add.Tensor" not in made and "aten.split_with_sizes.default" not in made
+    assert_same(fused, gm, values(given))
+    assert_idempotent(gm, join_shared_experts())
+
+
 def test_each_rank_has_its_part() -> None:
     given = inputs()
     whole = values(given)
@@ -184,7 +206,10 @@ OTHERS: dict[str, tuple[Callable[..., Any], dict[str, Arg]]] = {
         {},
     ),
     "another input": (beside(lambda x, up, down: plain(x + 1, up, down)), {}),
-    "a gate": (beside(lambda x, up, down: plain(x, up, down) * x[..., :1].sigmoid()), {}),
+    "a gate that the router does not compute": (
+        beside(lambda x, up, down: plain(x, up, down) * x[..., :1].sigmoid()),
+        {},
+    ),
     "a bias": (beside(lambda x, up, down: F.linear(silu(F.linear(x, up)), down, up[0])), {}),
     "a result that is read elsewhere": (beside(plain, read=True), {}),
     "rows in another order": (
