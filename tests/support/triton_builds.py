@@ -443,7 +443,15 @@ def wide_router(rows: int) -> Plan[Any]:
     """In float32 in a layer in bfloat16, with experts in groups."""
     return route.plan(
         meta(rows, 7168), meta(7168), 1e-6, 0.0, floats(256, 7168), None, longs(rows), 8, True,
-        torch.float32, floats(256), "sigmoid", 8, 4, 1e-20, 2.5,
+        torch.float32, floats(256), "sigmoid", 8, 4, 1e-20, 2.5, 1,
+    )  # fmt: skip
+
+
+def gated_router(rows: int) -> Plan[Any]:
+    """Its last output is the gate of a shared expert."""
+    return route.plan(
+        meta(rows, 2048), meta(2048), 1e-6, 1.0, meta(513, 2048), None, longs(rows), 10, True,
+        BF16, None, "softmax", 1, 1, 0.0, 1.0, 1, True,
     )  # fmt: skip
 
 
@@ -706,6 +714,7 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "route few": lambda: router(8, 128),
     "route wide row": lambda: wide_router(1),
     "route wide few": lambda: wide_router(8),
+    "route gated": lambda: gated_router(8),
     "route few of many experts": lambda: router(8, 512, bias=True),
     "sum_experts": lambda: choose_experts.plan_sum(meta(512, 2048), meta(64, 8), BF16),
     "add_lora few": lambda: lora(64, 16, parts=3),
