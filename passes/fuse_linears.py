@@ -11,7 +11,9 @@ from torch import Tensor, fx
 
 from llmc.kernels.act_mul import act_mul
 from llmc.kernels.fused_linear import add_linear, fused_linear
+from llmc.kernels.fused_quantized_linear import fused_quantized_linear
 from llmc.kernels.gated_rms_norm import gated_rms_norm
+from llmc.kernels.quantized_linear import EXACT_BITS, quantized_linear
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import (
@@ -38,6 +40,10 @@ _RESHAPES = (
     aten.unsqueeze.default,
     aten.flatten.using_ints,
 )
+_FUSED = {
+    aten.linear.default: fused_linear.overload,
+    quantized_linear.overload: fused_quantized_linear.overload,
+}
 
 
 @graph_pass()
@@ -57,6 +63,8 @@ def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
     and where x is an input of the graph, or is also read later, instead of add_linear:
         h = llmc.fused_linear(a, v, None, None, None, 0.0, None, x)
 
+    and llmc.quantized_linear becomes llmc.fused_quantized_linear in the same way, never in place.
+
     Before:
         o = aten.linear(llmc.gated_rms_norm(x, z, g, eps, 0.0, "silu", False, group, dtype), w)
     After:
@@ -73,9 +81,9 @@ def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
         given = arguments(node)
         linear = given.gate_up
         plain = given.limit is None and given.shift == 0 and not given.interleaved
-        if plain and is_call(linear, aten.linear.default) and only_user(linear) is node:
+        if plain and _is_linear(linear) and only_user(linear) is node and _halves(linear):
             _fuse(graph, node, linear, act=given.act)
-    for node in calls(graph, aten.linear.default, fused_linear.overload):
+    for node in calls(graph, *_FUSED, *_FUSED.values()):
         _take_norm(graph, node)
     for node in calls(graph, aten.linear.default, fused_linear.overload):
         _take_gated_norm(graph, node)
@@ -87,14 +95,11 @@ def _fuse(
     graph: fx.Graph, at: fx.Node, linear: Any, *, act: Any = None, residual: Any = None
 ) -> None:
     """Replace `at`, a function of the linear's result, with the fused op."""
-    given = arguments(linear)
     with graph.inserting_before(at):
         fused = emit(
             graph,
-            fused_linear.overload,
-            x=given.input,
-            weight=given.weight,
-            bias=given.bias,
+            _FUSED[linear.target],
+            **_product(linear),
             norm_weight=None,
             eps=None,
             offset=0.0,
@@ -105,11 +110,32 @@ def _fuse(
     graph.erase_node(linear)
 
 
+def _is_linear(node: Any) -> bool:
+    """Whether it is a linear whose op has a fused form: fp8 inputs are rounded apart."""
+    exact = getattr(node, "target", None) is not quantized_linear.overload or (
+        arguments(node).x_bits == EXACT_BITS
+    )
+    return is_call(node, *_FUSED) and exact
+
+
+def _product(linear: fx.Node) -> dict[str, Any]:
+    """x and the tensors of the weight, as the fused op names them."""
+    given = vars(arguments(linear))
+    names = {"input": "x"}
+    return {names.get(name, name): value for name, value in given.items() if name != "x_bits"}
+
+
+def _halves(linear: fx.Node) -> bool:
+    """Whether gates, and the channels that they multiply, are whole blocks of a weight."""
+    is_quantized = is_call(linear, quantized_linear.overload)
+    return not is_quantized or int(val(arguments(linear).weight).shape[0]) % 2 == 0
+
+
 def _addends(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """(linear, residual) of a sum, if nothing else reads the linear."""
     for linear, residual in operands(node):
         if (
-            is_call(linear, aten.linear.default)
+            _is_linear(linear)
             and only_user(linear) is node
             and isinstance(residual, fx.Node)
             and same_shape(linear, residual)
@@ -142,26 +168,22 @@ def _take_sum_of_norm(graph: fx.Graph, both: fx.Node) -> None:
 
 
 def _take_norm(graph: fx.Graph, node: fx.Node) -> None:
-    given = arguments(node)
-    is_fused = node.target is fused_linear.overload
-    source = given.x if is_fused else given.input
+    is_fused = node.target in _FUSED.values()
+    if not is_fused and not _is_linear(node):
+        return
+    given = vars(arguments(node)) if is_fused else _product(node)
+    source = given["x"]
     if not is_call(source, rms_norm.overload) or only_user(source) is not node:
         return
-    if is_fused and given.eps is not None:
+    if given.get("eps") is not None:
         return
     norm = arguments(source)
+    around = {"norm_weight": norm.weight, "eps": norm.eps, "offset": norm.offset}
     with graph.inserting_before(node):
         fused = emit(
             graph,
-            fused_linear.overload,
-            x=norm.x,
-            weight=given.weight,
-            bias=given.bias,
-            norm_weight=norm.weight,
-            eps=norm.eps,
-            offset=norm.offset,
-            act=given.act if is_fused else None,
-            residual=given.residual if is_fused else None,
+            node.target if is_fused else _FUSED[node.target],
+            **{"act": None, "residual": None, **given, "x": norm.x, **around},
         )
     replace(node, fused)
     graph.erase_node(source)

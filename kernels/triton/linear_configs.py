@@ -140,23 +140,26 @@ def low_bit_config(
     per_word: int,
     multiprocessors: int,
     itemsize: int,
+    gated: bool = False,
 ) -> LinearConfig:
     """The same for quantized weights. block_k is in inputs; a word holds `per_word` of them."""
-    tiles = low_bit_tiles(rows, channels, depth, per_word, itemsize)
+    tiles = low_bit_tiles(rows, channels, depth, per_word, itemsize, gated)
     return _divided(tiles, channels, depth, multiprocessors)
 
 
 @tuned(least={"block_k": 32})  # what some formats pack together
 def low_bit_tiles(
-    rows: int, channels: int, depth: int, per_word: int, itemsize: int
+    rows: int, channels: int, depth: int, per_word: int, itemsize: int, gated: bool
 ) -> LinearTiles:
     wide = itemsize == 4
-    if rows == 1:
-        return LinearTiles(block_m=1, block_n=16, block_k=128 * per_word, num_warps=4, num_stages=2)
-    if rows <= 16:
+    if rows == 1:  # a program holds the words of both weights in registers
+        words = 64 if gated else 128
         return LinearTiles(
-            block_m=16, block_n=32, block_k=64 if wide else 128, num_warps=4, num_stages=3
+            block_m=1, block_n=16, block_k=words * per_word, num_warps=4, num_stages=2
         )
+    if rows <= 16:
+        block_k = 64 if wide or gated else 128
+        return LinearTiles(block_m=16, block_n=32, block_k=block_k, num_warps=4, num_stages=3)
     if rows <= 64 or wide:
         return LinearTiles(
             block_m=32, block_n=64, block_k=32 if wide else 64, num_warps=4,

@@ -25,6 +25,7 @@ from llmc.kernels.quantized_linear import (
     packed_format,
 )
 from llmc.kernels.triton import dependent_launch
+from llmc.kernels.triton.act_mul import activated
 from llmc.kernels.triton.counters import counters, is_last, sum_of_parts
 from llmc.kernels.triton.define import (
     dot_precision,
@@ -241,17 +242,59 @@ def weight_constants(
     }  # fmt: skip
 
 
+@triton.jit
+def load_factors(
+    scale, zero, minimum, block, group, lane, known,
+    K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, PARTS: tl.constexpr,
+    MIDDLE: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr,
+):  # fmt: skip
+    """The scales, zero points and minimums of words [BLOCK_W, N], in float32."""
+    factor = load_scale(scale, block, group, lane, known, K, GROUP, FORMAT, PARTS)
+    if ZERO:
+        at = zero + block * (K // GROUP * 16) + group * 16 + lane
+        offset = tl.load(at, mask=known, other=0).to(tl.float32)
+    else:
+        offset = tl.full(known.shape, MIDDLE, tl.float32)
+    if MINIMUM:
+        least = load_minimum(scale, minimum, block, group, lane, known, K, GROUP, PARTS)
+    else:
+        least = tl.zeros(known.shape, tl.float32)
+    return factor, offset, least
+
+
+@triton.jit
+def multiplied(
+    acc, a, q, factor, offset, least,
+    BLOCK_K: tl.constexpr, PER: tl.constexpr, FORMAT: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """acc + a [BLOCK_M, BLOCK_K] times the values of words q [BLOCK_W, N], by tensor cores."""
+    shift = tl.arange(0, PER)[None, :, None] * (32 // PER)
+    values = widen(q[:, None, :], shift, FORMAT)
+    values -= offset[:, None, :]
+    values = values * factor[:, None, :] + least[:, None, :]
+    b = tl.reshape(values, [BLOCK_K, q.shape[1]]).to(a.dtype)
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def low_bit_kernel(
-    x, words, scale, zero, minimum, bias, out, partial, counter, rows, x_row,
+    x, words, scale, zero, minimum, bias, norm_weight, residual, out, partial, squares, counter,
+    rows, x_row, residual_row, eps, norm_offset,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
     SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr, PER: tl.constexpr, WORDS: tl.constexpr, MIDDLE: tl.constexpr,
     ZERO: tl.constexpr, MINIMUM: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, WEIGHTED: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """words [N / 16, WORDS] int32; scale, zero, minimum [N / 16, K / GROUP, 16]. PARTS: as in
-    `load_scale`."""
+    `load_scale`. With an ACT, gates [N] come first, and as many channels that they multiply.
+    partial [SPLITS, rows, N or 2 N]; squares [SPLITS, tiles, rows], with a NORM, for which there
+    is one tile of rows."""
     BITS: tl.constexpr = 32 // PER
     BLOCK_W: tl.constexpr = BLOCK_K // PER
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -267,30 +310,31 @@ def low_bit_kernel(
         blocks = tl.minimum(blocks, N // 16 - 1).to(tl.int64) * WORDS
         prefetch(words + blocks[None, :] + tl.minimum(ahead, WORDS - 1)[:, None])
         wait_for_previous()
-    j = tl.arange(0, PER)
+    GATED: tl.constexpr = ACT is not None
+    up_block = block + N // 16
+    up_word = words + up_block * WORDS + lane
     if DOT:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
         acc = tl.zeros([BLOCK_W, BLOCK_N], tl.float32)
+        up_acc = tl.zeros([BLOCK_W, BLOCK_N], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     for k0 in tl.range(first, min(first + SPLIT_K, K), BLOCK_K):
         w = k0 // PER + tl.arange(0, BLOCK_W)
         known = (w < K // PER)[:, None] & inside[None, :]
-        q = load_block(word[None, :], k0 // PER, inside[None, :], K, BLOCK_W, FORMAT, PER)
         group = (w * PER // GROUP)[:, None]
-        factor = load_scale(
-            scale, block[None, :], group, lane[None, :], known, K, GROUP, FORMAT, PARTS
-        )
-        if ZERO:
-            at = zero + block[None, :] * (K // GROUP * 16) + group * 16 + lane[None, :]
-            offset = tl.load(at, mask=known, other=0).to(tl.float32)
-        else:
-            offset = tl.full([BLOCK_W, BLOCK_N], MIDDLE, tl.float32)
-        if MINIMUM:
-            least = load_minimum(
-                scale, minimum, block[None, :], group, lane[None, :], known, K, GROUP, PARTS
-            )
-        else:
-            least = tl.zeros([BLOCK_W, BLOCK_N], tl.float32)
+        q = load_block(word[None, :], k0 // PER, inside[None, :], K, BLOCK_W, FORMAT, PER)
+        factor, offset, least = load_factors(
+            scale, zero, minimum, block[None, :], group, lane[None, :], known,
+            K, GROUP, FORMAT, PARTS, MIDDLE, ZERO, MINIMUM,
+        )  # fmt: skip
+        if GATED:
+            up = load_block(up_word[None, :], k0 // PER, inside[None, :], K, BLOCK_W, FORMAT, PER)
+            up_factor, up_offset, up_least = load_factors(
+                scale, zero, minimum, up_block[None, :], group, lane[None, :], known,
+                K, GROUP, FORMAT, PARTS, MIDDLE, ZERO, MINIMUM,
+            )  # fmt: skip
         if DOT:
             k = k0 + tl.arange(0, BLOCK_K)
             a = tl.load(
@@ -298,34 +342,81 @@ def low_bit_kernel(
                 mask=(m < rows)[:, None] & (k < K)[None, :],
                 other=0.0,
             )
-            values = widen(q[:, None, :], j[None, :, None] * BITS, FORMAT)
-            values -= offset[:, None, :]
-            values = values * factor[:, None, :] + least[:, None, :]
-            b = tl.reshape(values, [BLOCK_K, BLOCK_N]).to(a.dtype)
-            if UPCAST:
-                a = a.to(tl.float32)
-                b = b.to(tl.float32)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            if NORM:
+                wide = a.to(tl.float32)
+                total += tl.sum(wide * wide, axis=1)
+                if WEIGHTED:
+                    gain = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
+                    wide *= (gain + norm_offset)[None, :]
+                a = wide.to(a.dtype)
+            acc = multiplied(
+                acc, a, q, factor, offset, least, BLOCK_K, PER, FORMAT, PRECISION, UPCAST
+            )
+            if GATED:
+                up_acc = multiplied(
+                    up_acc, a, up, up_factor, up_offset, up_least,
+                    BLOCK_K, PER, FORMAT, PRECISION, UPCAST,
+                )  # fmt: skip
         else:
             sums = tl.zeros([BLOCK_W, BLOCK_N], tl.float32)
+            up_sums = tl.zeros([BLOCK_W, BLOCK_N], tl.float32)
             inputs = tl.zeros([BLOCK_W], tl.float32)
+            square = tl.zeros([BLOCK_W], tl.float32)
             for i in tl.static_range(PER):
-                one = tl.load(x + w * PER + i, mask=w < K // PER, other=0.0).to(tl.float32)
+                reached = w < K // PER
+                one = tl.load(x + w * PER + i, mask=reached, other=0.0).to(tl.float32)
+                if NORM:
+                    square += one * one
+                    if WEIGHTED:
+                        gain = tl.load(norm_weight + w * PER + i, mask=reached, other=0.0)
+                        one *= gain.to(tl.float32) + norm_offset
                 sums += widen(q, i * BITS, FORMAT) * one[:, None]
+                if GATED:
+                    up_sums += widen(up, i * BITS, FORMAT) * one[:, None]
                 inputs += one
             acc += (sums - offset * inputs[:, None]) * factor + least * inputs[:, None]
+            if GATED:
+                up_acc += (up_sums - up_offset * inputs[:, None]) * up_factor
+                up_acc += up_least * inputs[:, None]
+            if NORM:
+                total += tl.sum(square, axis=0)
     y = acc if DOT else tl.sum(acc, axis=0)[None, :]
+    gated = up_acc if DOT else tl.sum(up_acc, axis=0)[None, :]
     known = (m < rows)[:, None] & inside[None, :]
     row = m.to(tl.int64)[:, None]
     if SPLITS > 1:
-        at = partial + row * N + n[None, :]
-        tl.store(at + tl.program_id(2) * rows * N, y, mask=known)
-        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        WIDTH: tl.constexpr = 2 * N if GATED else N
+        at = partial + row * WIDTH + n[None, :]
+        own = tl.program_id(2) * rows * WIDTH
+        tl.store(at + own, y, mask=known)
+        if GATED:
+            tl.store(at + N + own, gated, mask=known)
+        tiles = tl.num_programs(1)
+        squares_at = squares
+        if NORM:
+            squares_at = squares + tl.program_id(1) * rows + m
+            tl.store(squares_at + tl.program_id(2) * tiles * rows, total, mask=m < rows)
+        tile = tl.program_id(0) * tiles + tl.program_id(1)
         if not is_last(counter + tile, SPLITS):
             return
-        y = sum_of_parts(at, rows * N, known, SPLITS)
+        y = sum_of_parts(at, rows * WIDTH, known, SPLITS)
+        if GATED:
+            gated = sum_of_parts(at + N, rows * WIDTH, known, SPLITS)
+        if NORM:
+            total = sum_of_parts(squares_at, tiles * rows, m < rows, SPLITS)
+    if NORM:
+        normed = (1 / tl.sqrt_rn(total / K + eps))[:, None]
+        y *= normed
+        gated *= normed
     if BIAS:
         y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            gated += tl.load(bias + N + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        y = activated(y, ACT) * gated
+    if ADD:
+        more = tl.load(residual + row * residual_row + n[None, :], mask=known, other=0.0)
+        y += more.to(tl.float32)
     tl.store(out + row * N + n[None, :], y.to(out.dtype.element_ty), mask=known)
 
 
@@ -336,34 +427,47 @@ def plan(
     zero: Tensor | None,
     bias: Tensor | None,
     minimum: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float | None = None,
+    offset: float = 0.0,
+    act: str | None = None,
+    residual: Tensor | None = None,
 ) -> Plan[Tensor]:
-    depth, channels = inputs_of(weight), weight.shape[0] * CHANNELS
+    """With a norm, for up to FUSED_ROWS rows."""
+    depth, channels = inputs_of(weight), weight.shape[0] * CHANNELS // (1 if act is None else 2)
     flat = x.reshape(-1, depth)
     rows = flat.shape[0]
+    more = None if residual is None else residual.reshape(rows, channels)
     processors = multiprocessors(x.device)
     config = low_bit_config(
-        rows, channels, depth, per_word(format_of(weight, scale)), processors, x.element_size()
-    )
+        rows, channels, depth, per_word(format_of(weight, scale)), processors, x.element_size(),
+        act is not None,
+    )  # fmt: skip
     tiles = config.tiles
     out = x.new_empty(*x.shape[:-1], channels)
     pdl = dependent_launch.applies_to(x.device)
-    partial = None
-    if config.splits > 1:  # of an output head, for many rows, it would be hundreds of megabytes
-        partial = x.new_empty(config.splits, rows, channels, dtype=torch.float32)
+    partial = squares = None
     grid = (cdiv(rows, tiles.block_m), cdiv(channels, tiles.block_n), config.splits)
+    if config.splits > 1:  # of an output head, for many rows, it would be hundreds of megabytes
+        partial = x.new_empty(config.splits, rows, weight.shape[0] * CHANNELS, dtype=torch.float32)
+        if eps is not None:
+            squares = x.new_empty(config.splits, grid[1], rows, dtype=torch.float32)
     launch = Launch(
         kernel=low_bit_kernel,
         grid=grid,
         args={
             "x": flat, "words": weight.view(torch.int32), "scale": scale, "zero": zero,
-            "minimum": minimum, "bias": bias, "out": out, "partial": partial,
+            "minimum": minimum, "bias": bias, "norm_weight": norm_weight, "residual": more,
+            "out": out, "partial": partial, "squares": squares,
             "counter": counters(x.device, grid[0] * grid[1]), "rows": rows,
-            "x_row": flat.stride(0),
+            "x_row": flat.stride(0), "residual_row": 0 if more is None else more.stride(0),
+            "eps": eps or 0.0, "norm_offset": offset,
         },
         constants={
             "N": channels, "K": depth, **weight_constants(weight, scale, minimum, depth),
             **_tiles(config), "ZERO": zero is not None, "BIAS": bias is not None,
-            "DOT": rows > 1, "PRECISION": dot_precision(x.dtype),
+            "NORM": eps is not None, "WEIGHTED": norm_weight is not None, "ACT": act,
+            "ADD": more is not None, "DOT": rows > 1, "PRECISION": dot_precision(x.dtype),
             "UPCAST": needs_upcast(x.dtype), "PDL": pdl,
         },
         num_warps=tiles.num_warps,

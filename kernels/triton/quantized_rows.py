@@ -1,14 +1,22 @@
-"""`quantized_linear` on GPUs: the kernels for the number of rows."""
+"""`quantized_linear` and `fused_quantized_linear` on GPUs: the kernels for the number of rows.
+
+Few rows are one kernel, with the norm, the activation and the sum. For more, each tile of channels
+would take longer for the norm than a kernel of its own does.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
+from llmc.kernels.fused_quantized_linear import fused_quantized_linear
 from llmc.kernels.quantized_linear import EXACT_BITS, quantized_linear
-from llmc.kernels.triton import linear_configs
-from llmc.kernels.triton.define import define
+from llmc.kernels.triton import act_mul, linear_configs, norm
+from llmc.kernels.triton.define import define, same_dtype, supports_tensors
 from llmc.kernels.triton.dequantize import wide_linear
-from llmc.kernels.triton.linear_configs import wide_config
+from llmc.kernels.triton.linear_configs import FUSED_ROWS, wide_config
 from llmc.kernels.triton.quantized_linear import format_of, per_word, plan, supports
 from llmc.kernels.triton.scaled_linear import multiplies_codes, plan_rounded, scaled_linear
 
@@ -32,6 +40,42 @@ def run(
     return plan(x, weight, scale, zero, bias, minimum).run()
 
 
+def run_fused(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    minimum: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float | None,
+    offset: float,
+    act: str | None,
+    residual: Tensor | None,
+) -> Tensor:
+    rows = x.numel() // x.shape[-1]
+    if takes(x, eps):
+        return plan(
+            x, weight, scale, zero, bias, minimum, norm_weight, eps, offset, act, residual
+        ).run()
+    if eps is not None:
+        x = norm.plan(x, norm_weight, eps, offset).run()
+    linear = (x, weight, scale, zero, bias, minimum)
+    if act is None and not _is_wide(rows, x, weight, scale, codes=False):
+        return plan(*linear, residual=residual).run()
+    y = run(*linear)
+    if act is not None:
+        y = act_mul.plan(y, act).run()
+    return y if residual is None else y.add_(residual)
+
+
+def takes(x: Tensor, eps: float | None) -> bool:
+    """Whether one kernel computes these rows."""
+    rows = x.numel() // x.shape[-1]
+    # a float16 row before normalization times the norm's weight can overflow float16
+    return 0 < rows <= FUSED_ROWS and (x.dtype != torch.float16 or eps is None)
+
+
 def _is_wide(rows: int, x: Tensor, weight: Tensor, scale: Tensor, *, codes: bool) -> bool:
     """Whether the weight is not dequantized in each tile of rows, which is best for few."""
     usual = linear_configs.SCALED_ROWS if codes else linear_configs.WIDE_ROWS
@@ -41,4 +85,13 @@ def _is_wide(rows: int, x: Tensor, weight: Tensor, scale: Tensor, *, codes: bool
     return rows >= config.min_rows
 
 
+def _supports_fused(
+    *, norm_weight: Tensor | None, residual: Tensor | None, act: str | None, **product: Any
+) -> bool:
+    whole = act is None or product["weight"].shape[0] % 2 == 0
+    fits = supports_tensors(norm_weight, residual) and same_dtype(product["x"], residual)
+    return fits and whole and supports(**product, x_bits=EXACT_BITS)
+
+
 define(quantized_linear, run=run, supports=supports)
+define(fused_quantized_linear, run=run_fused, supports=_supports_fused)

@@ -150,7 +150,7 @@ def _operations(call: Call) -> int:
         return int(2 * x.numel() * weight.shape[0])
     if name == "route":
         return int(2 * given["x"].numel() * given["router"].shape[0])
-    if name == "quantized_linear":
+    if name in ("quantized_linear", "fused_quantized_linear"):
         return int(2 * given["x"].numel() * given["weight"].shape[0] * CHANNELS)
     if name.endswith("expert_linear"):
         sums = call.result.shape[-1] * (1 if given.get("act") is None else 2)

@@ -76,6 +76,8 @@ LAYERS = {
     "hybrid": "linear_attention",
     "hybrid, routed": "linear_attention",
 }
+QUANTIZED = ("dense in int4", "routed, corrected in int4")
+EXACT = {"dtype": "bfloat16", "activation_bits": 32}  # inputs are not rounded, as on GPUs
 ROWS = (1, FEW, FUSED, MANY)
 # what a further layer launches for each number of rows; "step": what every step launches besides
 LAUNCHES: dict[str, tuple[str, ...]] = {
@@ -197,6 +199,24 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
             "2 expert_kernel, gated_norm_kernel, 2 norm_kernel, sum_experts_kernel"
         ),
     ),
+    "dense in int4": (
+        "5: attention_kernel, 4 low_bit_kernel",
+        "5: attention_kernel, 4 low_bit_kernel",
+        "5: attention_kernel, 4 low_bit_kernel",
+        "8: act_mul_kernel, attention_kernel, 4 low_bit_kernel, 2 norm_kernel",
+    ),
+    "routed, corrected in int4": (
+        "6: attention_kernel, 2 low_bit_expert_kernel, 2 low_bit_kernel, route_kernel",
+        "6: attention_kernel, 2 low_bit_expert_kernel, 2 low_bit_kernel, route_kernel",
+        (
+            "10: aten.to, attention_kernel, choose_experts_kernel, few_rows_kernel, "
+            "2 low_bit_expert_kernel, 2 low_bit_kernel, norm_kernel, sum_experts_kernel"
+        ),
+        (
+            "11: aten.linear, aten.to, attention_kernel, choose_experts_kernel, "
+            "2 low_bit_expert_kernel, 2 low_bit_kernel, 2 norm_kernel, sum_experts_kernel"
+        ),
+    ),
     "recurrent": (
         "3: 2 few_rows_kernel, selective_scan_kernel",
         "3: 2 few_rows_kernel, selective_scan_kernel",
@@ -271,7 +291,10 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Mo
 
     @cache
     def once(kind: str, layers: int) -> ModelRunner:
-        return start(save(kind, layers, tmp_path_factory.mktemp("model")))
+        name, _, format = kind.partition(" in ")
+        sizes = DIVISIBLE if format else {}
+        path = save(name, layers, tmp_path_factory.mktemp("model"), **sizes)
+        return start(path, **({**EXACT, "quantization": format} if format else {}))
 
     return once
 
@@ -318,7 +341,9 @@ def described(names: Counter[str]) -> str:
     )
 
 
-@pytest.mark.parametrize("kind", tiered(MODELS, "dense", "routed", "hybrid"))
+@pytest.mark.parametrize(
+    "kind", tiered((*MODELS, *QUANTIZED), "dense", "routed", "hybrid", "dense in int4")
+)
 def test_launches_of_a_further_layer(kind: str, started: Callable[[str, int], ModelRunner]) -> None:
     less, more = (started(kind, layers) for layers in (2, 3))
     made, besides = [], []
@@ -373,7 +398,7 @@ def test_the_options_that_a_model_asks_for_are_measured(
     path = save(kind, 2, tmp_path, **DIVISIBLE)
     formats = [format] if format in FORMATS else []
     options = {"quantization": format} if formats else {}
-    runner = start(path, dtype="bfloat16", activation_bits=32, **options)  # not rounded, as on GPUs
+    runner = start(path, **EXACT, **options)
     asked = tune.Asked()
     shapes = [StepShape.decode(rows) for rows in ROWS]
     shapes += [StepShape(tokens, rows, rows) for tokens, rows in ((24, 1), (24, 2), (150, 2))]

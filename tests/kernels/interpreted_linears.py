@@ -194,6 +194,67 @@ def test_a_deep_low_bit_weight_is_divided(format: Format, rows: int) -> None:
     assert not counters(CPU, 1).any()
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("act", [None, "silu"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_last_part_of_a_low_bit_weight_sees_the_whole_norm(
+    format: Format, rows: int, act: str | None, backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever that is: it adds the parts of both halves and of the squares."""
+    if backward:
+        run_backward(monkeypatch)
+    to = quantization_of(format, 64, 2176)
+    assert to is not None
+    drawn = quantize(rand(64, 2176) * 0.02, to)
+    around = (rand(2176, seed=3), 1e-5, 1.0, act, rand(rows, 64 if act is None else 32, seed=1))
+    case = (rand(rows, 2176), *drawn, None, rand(64, seed=2), None, *around)
+    plan = quantized_linear.plan(*case)
+    assert plan.launches[0].grid[-1] > 1
+    assert_equals_reference("fused_quantized_linear", plan, case)
+    first = plan.out.clone()
+    assert torch.equal(plan.run(), first)
+    assert not counters(CPU, 1).any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "act", "launched"),
+    [
+        (FUSED_ROWS, torch.bfloat16, "silu", ["low_bit_kernel"]),
+        (
+            FUSED_ROWS + 1, torch.bfloat16, "silu",
+            ["norm_kernel", "low_bit_kernel", "act_mul_kernel"],
+        ),
+        (FUSED_ROWS + 1, torch.bfloat16, None, ["norm_kernel", "low_bit_kernel"]),
+        # times the norm's weight, a row can overflow
+        (3, torch.float16, None, ["norm_kernel", "low_bit_kernel"]),
+        (300, torch.bfloat16, None, ["norm_kernel", "dequantize_kernel"]),
+    ],
+)  # fmt: skip
+def test_a_low_bit_linear_is_one_kernel_for_few_rows(
+    rows: int, dtype: torch.dtype, act: str | None, launched: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    made: list[str] = []
+    run = Launch.run
+
+    def recorded(launch: Launch) -> None:
+        made.append(launch.kernel.__name__)
+        run(launch)
+
+    monkeypatch.setattr(Launch, "run", recorded)
+    to = quantization_of("int4", 64, 96)
+    assert to is not None
+    drawn = quantize(rand(64, 96) * 0.1, to)
+    x, gain = rand(rows, 96).to(dtype), rand(96, seed=1).to(dtype)
+    residual = rand(rows, 64 if act is None else 32, seed=2).to(dtype)
+    case = (x, *drawn, None, None, None, gain, 1e-5, 0.0, act, residual)
+    got = torch.ops.llmc_triton.fused_quantized_linear(*case)
+    assert made == launched
+    want = OPS["fused_quantized_linear"].reference(*case)
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("format,group", [("int4", 16), ("int4", 128), ("int8", 16), ("int8", 32)])
 def test_weights_far_from_zero_lose_what_bfloat16_weights_do(

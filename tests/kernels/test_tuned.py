@@ -107,7 +107,7 @@ def test_each_function_reads_its_lines(use: Any) -> None:
     }
     lines = [line(function, *args, num_stages=6) for function, args in experts.items()]
     lines += [
-        line(low_bit_tiles, 8, 14336, 4096, 8, 2, num_stages=6),
+        line(low_bit_tiles, 8, 14336, 4096, 8, 2, False, num_stages=6),
         line(prompt_config, 128, min_tokens=1000),
         line(wide_config, 8, 2, False, min_rows=512),
     ]
@@ -168,7 +168,7 @@ BROKEN: dict[str, Any] = {
     "warps that are no power of two": table(line(configs.attention_config, *DECODE, num_warps=3)),
     "zero": table(line(configs.attention_config, *DECODE, block_m=0)),
     "rows left out": table(line(few_rows_tiles, 4, 64, 64, 2, False, block_m=4)),
-    "units cut": table(line(low_bit_tiles, 4, 64, 64, 4, 2, block_k=16)),
+    "units cut": table(line(low_bit_tiles, 4, 64, 64, 4, 2, False, block_k=16)),
     "units of experts cut": table(line(configs.low_bit_expert_config, 8, 8, 2, block_k=16)),
     "groups joined": table(
         line(configs.scaled_expert_config, 8, 8, 64, 128, block_k=128)
@@ -196,7 +196,7 @@ def test_a_table_that_does_not_fit_is_reported_once_and_the_code_chooses(
 
 def test_what_the_code_itself_chooses_can_stay(use: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Zero means something to some options: many rows are not split."""
-    use(table(line(low_bit_tiles, 100, 4096, 4096, 8, 2, num_warps=4)))
+    use(table(line(low_bit_tiles, 100, 4096, 4096, 8, 2, False, num_warps=4)))
     found = low_bit_config(100, 4096, 4096, 8, 132, 2).tiles
     assert (found.waves, found.num_warps) == (0, 4) and not caplog.records
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from llmc.kernels.gated_rms_norm import gated_rms_norm
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.passes.edit import arguments, aten, calls, is_call, val
 from llmc.passes.fuse_linears import fuse_linears
+from llmc.passes.quantize_linears import quantize_linears
+from llmc.passes.round_activations import round_activations
 
 GEN = torch.Generator().manual_seed(0)
 FUSED = "llmc.fused_linear.default"
+FUSED_LOW = "llmc.fused_quantized_linear.default"
 ADDED = "llmc.add_linear.default"
 
 
@@ -39,10 +43,16 @@ SQUARE = weight("square", rand(16, 16))
 
 def block(x: Tensor, wide: Tensor, back: Tensor, gain: Tensor, bias: Tensor) -> list[Tensor]:
     """Norm, gated linears, residual sum, and the norm of the next block."""
+    return between(x, wide, back, gain, bias, wide)
+
+
+def between(
+    x: Tensor, wide: Tensor, back: Tensor, gain: Tensor, bias: Tensor, last: Tensor
+) -> list[Tensor]:
     y = F.linear(rms_norm.overload(x, gain, 1e-6, 0.0), wide, bias)
     y = F.linear(act_mul.overload(y, "silu"), back)
     normed, total = add_rms_norm.overload(y, x, gain, 1e-5, 1.0)
-    return [F.linear(normed, wide), total]
+    return [F.linear(normed, last), total]
 
 
 def test_rewrites_a_block() -> None:
@@ -52,6 +62,42 @@ def test_rewrites_a_block() -> None:
     assert report.removed["aten.linear.default"] == 3 and report.added == {FUSED: 3}
     assert_same(fused, gm, VALUES)
     assert_idempotent(gm, fuse_linears())
+
+
+QUANTIZED: dict[str, Arg] = {
+    "x": step(rand(1, 5, 64), dynamic=1),
+    "wide": weight("wide", rand(64, 64) / 8),
+    "back": weight("back", rand(64, 32) / 8),
+    "gain": weight("gain", rand(64)),
+    "bias": weight("bias", rand(64)),
+    "last": weight("last", rand(32, 64) / 8),
+}
+
+
+@pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
+def test_rewrites_a_quantized_block(format: Any) -> None:
+    gm, _ = apply(trace(between, **QUANTIZED), quantize_linears(format=format))
+    fused, (report,) = apply(gm, fuse_linears())
+    assert ops(fused) == {FUSED_LOW: 3} == report.added
+    assert_same(fused, gm, Values.of(**QUANTIZED))
+    assert_idempotent(gm, fuse_linears())
+
+
+def test_inputs_that_are_rounded_are_rounded_apart() -> None:
+    gm, _ = apply(trace(between, **QUANTIZED), quantize_linears(format="fp8"))
+    gm, _ = apply(gm, round_activations(bits=None, float8=True))
+    fused, (report,) = apply(gm, fuse_linears())
+    assert not report.changed and ops(fused) == ops(gm)
+
+
+def test_gates_that_share_blocks_with_others_are_multiplied_apart() -> None:
+    """Here, half of the channels are one and a half blocks of 16."""
+    given = {**QUANTIZED, "wide": weight("wide", rand(48, 64)), "bias": weight("bias", rand(48))}
+    given["back"] = weight("back", rand(64, 24))
+    gm, _ = apply(trace(between, **given), quantize_linears(format="int8"))
+    fused, _ = apply(gm, fuse_linears())
+    assert ops(fused)["llmc.act_mul.default"] == 1 and ops(fused)[FUSED_LOW] == 2
+    assert_same(fused, gm, Values.of(**given))
 
 
 GATED: dict[str, Arg] = {

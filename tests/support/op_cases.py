@@ -28,6 +28,7 @@ from llmc.kernels import (  # noqa: F401
     encoder_attention,
     entries,
     fused_linear,
+    fused_quantized_linear,
     gated_rms_norm,
     image_attention,
     latent_attention,
@@ -70,6 +71,7 @@ WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", "running_max", *CO
 # passes for GPUs alone insert them
 FOR_GPUS = {
     *("route", "sort_experts"),
+    "fused_quantized_linear",
     *("sum_expert_linear", "sum_quantized_expert_linear"),
     *("sample_rows", "rope_attention", "add_linear", "conv_delta_rule", "conv_scan"),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -321,6 +322,14 @@ Q5_K = Quantization(format="int5", group=32, scale="superblock", minimum=True)
 Q6_K = Quantization(format="int6", group=16, scale="superblock")
 IQ4_XS = Quantization(format="iq4", group=32, scale="superblock")
 IQ2_XS = Quantization(format="iq2", group=16, scale="superblock")
+FUSED_FORMATS = {
+    "int4": Quantization(format="int4", group=128, scale="float16", zero=True),
+    "int8": Quantization(format="int8"),
+    "fp8": Quantization(format="fp8", group=128),
+    "mxfp4": Quantization(format="mxfp4", group=32, scale="exponent"),
+    "Q4_K": Q4_K,
+    "Q6_K": Q6_K,
+}
 
 
 def low_bit(
@@ -335,6 +344,18 @@ def low_bit(
     scale = meta(*to.shape("scale", 4096, 14336), dtype=to.scale_dtype)
     zeros = meta(*scale.shape, dtype=torch.uint8) if to.zero else None
     return quantized_linear.plan(meta(rows, 14336), weight, scale, zeros, meta(4096))
+
+
+def low_bit_layer(rows: int, to: Quantization, act: str | None = None) -> Plan[Tensor]:
+    """With a norm if it is gated, otherwise with a residual, as in a decoder layer."""
+    size = (4096, 14336) if act is None else (28672, 4096)
+    parts = {part: meta(*to.shape(part, *size), dtype=dtype) for part, dtype in to.dtypes.items()}
+    normed, out = act is not None, size[0] // (1 if act is None else 2)
+    return quantized_linear.plan(
+        meta(rows, size[1]), parts["weight"], parts["scale"], parts.get("zero"), None,
+        parts.get("minimum"), meta(size[1]) if normed else None, 1e-6 if normed else None, 0.0,
+        act, None if normed else meta(rows, out),
+    )  # fmt: skip
 
 
 def dequantized(
@@ -738,6 +759,12 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_linear fp8 many": lambda: low_bit(255, "fp8"),
     "quantized_linear Q4_K row": lambda: low_bit(1, "int4", stored=Q4_K),
     "quantized_linear Q4_K few": lambda: low_bit(8, "int4", stored=Q4_K),
+    **{
+        f"fused_quantized_linear {name} {of} {kind}": partial(low_bit_layer, rows, to, act)
+        for name, to in FUSED_FORMATS.items()
+        for of, rows in (("row", 1), ("few", 8))
+        for kind, act in (("gated", "silu"), ("added", None))
+    },
     "quantized_linear Q5_K row": lambda: low_bit(1, "int5", stored=Q5_K),
     "quantized_linear Q5_K many": lambda: low_bit(255, "int5", stored=Q5_K),
     "quantized_linear Q6_K row": lambda: low_bit(1, "int6", stored=Q6_K),

@@ -1,0 +1,70 @@
+"""`fused_quantized_linear`: `quantized_linear` with the norm before it and the activation or
+residual sum after it, as `fused_linear`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmc.kernels.act_mul import ACTIVATIONS
+from llmc.kernels.quantized_linear import CHANNELS, quantized_linear
+from llmc.kernels.registry import Case, op
+from llmc.kernels.rms_norm import rms_norm
+
+
+def _shape(*, x: Tensor, weight: Tensor, act: str | None, **others: object) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] * CHANNELS // (1 if act is None else 2))
+
+
+@op(shape=_shape)
+def fused_quantized_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    minimum: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float | None,
+    offset: float,
+    act: str | None,
+    residual: Tensor | None,
+) -> Tensor:
+    """act_mul(rms_norm(x) w^T + bias) + residual in x's dtype; each part is optional.
+
+    x [..., K]; weight, scale, zero, bias [N] and minimum as in `quantized_linear`, with its exact
+    inputs. eps None: no norm; otherwise norm_weight [K] and offset as in `rms_norm`. act as in
+    `act_mul`: the result has N / 2 columns, and N is a multiple of 32. residual: same shape as the
+    result.
+    """
+    if eps is not None:
+        x = rms_norm.reference(x, norm_weight, eps, offset)
+    wide = None if bias is None else bias.float()
+    y = quantized_linear.reference(x.float(), weight, scale, zero, wide, minimum)
+    if act is not None:
+        gate, up = y.chunk(2, dim=-1)
+        y = ACTIVATIONS[act](gate) * up
+    return (y if residual is None else y + residual.float()).to(x.dtype)
+
+
+@fused_quantized_linear.cases
+def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """Every way in which `quantized_linear` is called, with other parts around it in turn."""
+    gen = torch.Generator(device="cpu").manual_seed(0)
+    cases = (case for make in quantized_linear.case_makers for case in make(device, dtype))
+    for i, (x, weight, scale, zero, bias, *rest) in enumerate(cases):
+        minimum, bits = (*rest, None, None)[:2]
+        channels = weight.shape[0] * CHANNELS
+        act = ("silu", None, "gelu_tanh")[i % 3] if channels % (2 * CHANNELS) == 0 else None
+        size = *x.shape[:-1], channels // (1 if act is None else 2)
+        if not isinstance(bits, int) and bool(x.isfinite().all()):
+            # mxfp4's weights are so large that sums, which residuals reduce, would be above 10
+            gain = torch.randn(x.shape[-1], generator=gen).to(device, dtype) / 4
+            residual = torch.randn(size, generator=gen).to(device, dtype)
+            eps, offset = (1e-5, float(i % 2)) if i % 4 else (None, 0.0)
+            yield (
+                x, weight, scale, zero, bias, minimum, gain if i % 4 > 1 else None, eps, offset,
+                act, residual if i % 5 else None,
+            )  # fmt: skip
