@@ -46,7 +46,8 @@ def fused_quantized_linear(
     if act is not None:
         gate, up = y.chunk(2, dim=-1)
         y = ACTIVATIONS[act](gate) * up
-    return (y if residual is None else y + residual.float()).to(x.dtype)
+    out: Tensor = (y if residual is None else y + residual.float()).to(x.dtype)
+    return out
 
 
 @fused_quantized_linear.cases
