@@ -84,8 +84,8 @@ std::tuple<Tensor, Tensor> choose_experts(const Tensor& given, const optional<Te
                                           int64_t kept_groups, double sum_eps, double factor,
                                           int64_t shared, bool gated) {
   TORCH_CHECK(shared >= gated, shared, " shared experts");
-  TORCH_CHECK(given.dim() == 2 && count > 0 && count <= given.size(1) - gated * shared, "logits ", given.sizes(),
-              " do not have ", count, " experts to choose");
+  TORCH_CHECK(given.dim() == 2 && count > 0 && count <= given.size(1) - gated * shared, "logits ",
+              given.sizes(), " do not have ", count, " experts to choose");
   Tensor kept;
   const Tensor& logits = at::dense_rows(given, kept);
   const int64_t tokens = logits.size(0);

@@ -243,12 +243,20 @@ def weight_constants(
 
 
 @triton.jit
-def load_factors(
-    scale, zero, minimum, block, group, lane, known,
-    K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, PARTS: tl.constexpr,
-    MIDDLE: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr,
+def load_weights(
+    words, scale, zero, minimum, block, lane, first, inside,
+    K: tl.constexpr, GROUP: tl.constexpr, BLOCK_W: tl.constexpr, FORMAT: tl.constexpr,
+    PER: tl.constexpr, WORDS: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr,
+    MINIMUM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The scales, zero points and minimums of words [BLOCK_W, N], in float32."""
+    """Words [BLOCK_W, N] from word `first` on, and their scales, zero points and minimums in
+    float32. block, lane, inside [N]: where each channel is, and whether it exists."""
+    q = load_block(
+        (words + block * WORDS + lane)[None, :], first, inside[None, :], K, BLOCK_W, FORMAT, PER
+    )
+    w = first + tl.arange(0, BLOCK_W)
+    known = (w < K // PER)[:, None] & inside[None, :]
+    block, group, lane = block[None, :], (w * PER // GROUP)[:, None], lane[None, :]
     factor = load_scale(scale, block, group, lane, known, K, GROUP, FORMAT, PARTS)
     if ZERO:
         at = zero + block * (K // GROUP * 16) + group * 16 + lane
@@ -259,7 +267,7 @@ def load_factors(
         least = load_minimum(scale, minimum, block, group, lane, known, K, GROUP, PARTS)
     else:
         least = tl.zeros(known.shape, tl.float32)
-    return factor, offset, least
+    return q, factor, offset, least
 
 
 @triton.jit
@@ -302,7 +310,6 @@ def low_bit_kernel(
     inside = n < N
     block, lane = (n // 16).to(tl.int64), n % 16
     first = tl.program_id(2) * SPLIT_K
-    word = words + block * WORDS + lane
     if PDL:
         # a block of 16 channels is contiguous: one prefetch per 32 bytes
         ahead = first // 32 * (WORDS // (K // 32)) + tl.arange(0, BLOCK_W * 2) * 8
@@ -311,8 +318,6 @@ def low_bit_kernel(
         prefetch(words + blocks[None, :] + tl.minimum(ahead, WORDS - 1)[:, None])
         wait_for_previous()
     GATED: tl.constexpr = ACT is not None
-    up_block = block + N // 16
-    up_word = words + up_block * WORDS + lane
     if DOT:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -322,18 +327,14 @@ def low_bit_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     for k0 in tl.range(first, min(first + SPLIT_K, K), BLOCK_K):
         w = k0 // PER + tl.arange(0, BLOCK_W)
-        known = (w < K // PER)[:, None] & inside[None, :]
-        group = (w * PER // GROUP)[:, None]
-        q = load_block(word[None, :], k0 // PER, inside[None, :], K, BLOCK_W, FORMAT, PER)
-        factor, offset, least = load_factors(
-            scale, zero, minimum, block[None, :], group, lane[None, :], known,
-            K, GROUP, FORMAT, PARTS, MIDDLE, ZERO, MINIMUM,
+        q, factor, offset, least = load_weights(
+            words, scale, zero, minimum, block, lane, k0 // PER, inside,
+            K, GROUP, BLOCK_W, FORMAT, PER, WORDS, MIDDLE, ZERO, MINIMUM, PARTS,
         )  # fmt: skip
         if GATED:
-            up = load_block(up_word[None, :], k0 // PER, inside[None, :], K, BLOCK_W, FORMAT, PER)
-            up_factor, up_offset, up_least = load_factors(
-                scale, zero, minimum, up_block[None, :], group, lane[None, :], known,
-                K, GROUP, FORMAT, PARTS, MIDDLE, ZERO, MINIMUM,
+            up, up_factor, up_offset, up_least = load_weights(
+                words, scale, zero, minimum, block + N // 16, lane, k0 // PER, inside,
+                K, GROUP, BLOCK_W, FORMAT, PER, WORDS, MIDDLE, ZERO, MINIMUM, PARTS,
             )  # fmt: skip
         if DOT:
             k = k0 + tl.arange(0, BLOCK_K)

@@ -92,6 +92,20 @@ def test_few_rows(
     assert_equals_reference("fused_linear", fused_linear.plan(*case), case)
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of kernels, as they are launched."""
+    names: list[str] = []
+    run = Launch.run
+
+    def recorded(launch: Launch) -> None:
+        names.append(launch.kernel.__name__)
+        run(launch)
+
+    monkeypatch.setattr(Launch, "run", recorded)
+    return names
+
+
 @pytest.mark.parametrize("rows", [1, 4, FUSED_ROWS])
 @pytest.mark.parametrize("act", [None, "silu"])
 def test_a_deep_linear_is_divided_and_sums_are_the_same_every_time(
@@ -218,7 +232,7 @@ def test_the_last_part_of_a_low_bit_weight_sees_the_whole_norm(
 
 
 @pytest.mark.parametrize(
-    ("rows", "dtype", "act", "launched"),
+    ("rows", "dtype", "act", "kernels"),
     [
         (FUSED_ROWS, torch.bfloat16, "silu", ["low_bit_kernel"]),
         (
@@ -232,17 +246,8 @@ def test_the_last_part_of_a_low_bit_weight_sees_the_whole_norm(
     ],
 )  # fmt: skip
 def test_a_low_bit_linear_is_one_kernel_for_few_rows(
-    rows: int, dtype: torch.dtype, act: str | None, launched: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    made: list[str] = []
-    run = Launch.run
-
-    def recorded(launch: Launch) -> None:
-        made.append(launch.kernel.__name__)
-        run(launch)
-
-    monkeypatch.setattr(Launch, "run", recorded)
+    rows: int, dtype: torch.dtype, act: str | None, kernels: list[str], launched: list[str]
+) -> None:
     to = quantization_of("int4", 64, 96)
     assert to is not None
     drawn = quantize(rand(64, 96) * 0.1, to)
@@ -250,7 +255,7 @@ def test_a_low_bit_linear_is_one_kernel_for_few_rows(
     residual = rand(rows, 64 if act is None else 32, seed=2).to(dtype)
     case = (x, *drawn, None, None, None, gain, 1e-5, 0.0, act, residual)
     got = torch.ops.llmc_triton.fused_quantized_linear(*case)
-    assert made == launched
+    assert launched == kernels
     want = OPS["fused_quantized_linear"].reference(*case)
     torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
 
@@ -584,17 +589,8 @@ def test_strided_rows() -> None:
     ],
 )
 def test_more_rows_go_to_the_library_and_nothing_is_lost_on_the_way(
-    name: str, act: str | None, gated: bool, biased: bool, rows: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    launched: list[str] = []
-    run = Launch.run
-
-    def recorded(launch: Launch) -> None:
-        launched.append(launch.kernel.__name__)
-        run(launch)
-
-    monkeypatch.setattr(Launch, "run", recorded)
+    name: str, act: str | None, gated: bool, biased: bool, rows: int, launched: list[str]
+) -> None:
     bias = rand(24) if biased else None
     linear = (rand(1, rows, 64), rand(24, 64), bias)
     others = (rand(64), 1e-5, 0.0, act)
