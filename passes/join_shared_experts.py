@@ -111,6 +111,8 @@ def _added(total: fx.Node) -> tuple[fx.Node | None, _Layer | None]:
         at = user
     if user is None or not is_call(user, aten.add.Tensor) or user.kwargs:
         return None, None
+    if val(user).dtype != val(total).dtype:
+        return None, None
     other: Any = next((other for own, other in operands(user) if own is at), None)
     down, gate = through_reshapes(other), None
     if is_call(down, aten.mul.Tensor):

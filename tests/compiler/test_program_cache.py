@@ -26,7 +26,7 @@ from llmc.compiler import cache as cache_module
 from llmc.compiler.cache import ProgramCache
 from llmc.compiler.program import Program
 from llmc.compiler.serialize import dump_graph, load_graph
-from llmc.passes.inputs import ConstantInput
+from llmc.passes.inputs import ConstantInput, Shard, WeightInput, input_of
 
 CPU = torch.device("cpu")
 KEY = "0" * 32
@@ -64,6 +64,17 @@ def test_what_is_saved_is_loaded(program: Program, tmp_path: Path) -> None:
     assert cache.load(KEY, CPU) is None
     cache.save(KEY, program)
     assert_same(cache.load(KEY, CPU), program)
+
+
+def test_parts_of_weights_are_loaded_as_saved() -> None:
+    shards = [Shard(dim=1, sections=((6, 2), (4, 1)), size=2, rank=rank) for rank in (None, 0, 1)]
+    role = WeightInput(parts=("a", "b", "b", "c"), shards=(*shards, None))
+    graph = fx.Graph()
+    node = graph.placeholder("w")
+    node.meta.update(input=role, val=torch.empty(2, 3))
+    graph.output(node)
+    loaded = load_graph(dump_graph(graph)[0], {}, CPU)
+    assert [input_of(n) for n in loaded.graph.nodes if n.op == "placeholder"] == [role]
 
 
 def test_a_graph_is_loaded_for_the_gpu_of_another_rank() -> None:

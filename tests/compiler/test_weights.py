@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Mapping
@@ -111,6 +112,28 @@ def test_shards_of_parts() -> None:
     assert [of(r, "b", shards=(doubled,)).tolist() for r in range(4)] == [
         half.tolist() for half in (B[:2], B[:2], B[2:], B[2:])
     ]
+
+
+def test_a_stack_goes_on_with_rows_of_other_parts() -> None:
+    """Of one more expert, or, by fixed parts of the same tensors, of two."""
+    stack, gate, up = torch.randn(3, 4, 8), torch.randn(2, 8), torch.randn(2, 8)
+    source = Plain({"stack": stack, "gate": gate, "up": up})
+    shapes = {name: tuple(t.shape) for name, t in source.tensors.items()}
+
+    def of(*parts: str, **options: Any) -> Tensor:
+        role = WeightInput(parts=("stack", *parts), **options)
+        return make_weight(role, shapes, torch.float32, source, MEMORY, rank=1)
+
+    assert torch.equal(of("gate", "up"), torch.cat((stack, torch.cat((gate, up))[None])))
+    own, halves = shard(1, (4, 2)), shard(0, (2, 2))
+    narrow = torch.cat((gate[1:], up[1:]))[None]
+    assert torch.equal(
+        of("gate", "up", shards=(own, halves, halves)), torch.cat((stack[:, 2:], narrow))
+    )
+    twice = [dataclasses.replace(halves, rank=rank) for rank in (0, 1)]
+    parts = [part for part in ("gate", "up") for _ in twice]
+    made = of(*parts, shards=(own, *twice, *twice))
+    assert torch.equal(made[3:], torch.stack((gate, up)))
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])

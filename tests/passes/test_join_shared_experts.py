@@ -61,7 +61,7 @@ def silu(x: Tensor) -> Tensor:
 
 def experts(
     x: Tensor, logits: Tensor, slots: Tensor, up: Tensor, down: Tensor, *, act: Any = silu,
-    repeats: bool = True,
+    repeats: bool = True, dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     rows = x.view(-1, WIDTH)
     share, index = choose_experts.overload(
@@ -72,7 +72,7 @@ def experts(
     chosen = index.reshape(-1)
     inner = act(expert_linear.overload(rows, up, None, chosen, False))
     out = expert_linear.overload(inner, down, None, chosen, False)
-    return sum_experts.overload(out, share, torch.float32).view(x.shape)  # type: ignore[no-any-return]
+    return sum_experts.overload(out, share, dtype).view(x.shape)  # type: ignore[no-any-return]
 
 
 def layer(act: Any = silu, *, first: bool = False, repeats: bool = True) -> Callable[..., Tensor]:
@@ -169,7 +169,10 @@ def test_each_rank_has_its_part() -> None:
 
 
 def beside(
-    shared: Callable[[Tensor, Tensor, Tensor], Tensor], *, read: bool = False
+    shared: Callable[[Tensor, Tensor, Tensor], Tensor],
+    *,
+    read: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Callable[..., list[Tensor]]:
     """The sum of the routed experts and of what `shared` makes of x and two weights."""
 
@@ -178,7 +181,7 @@ def beside(
         one_down: Tensor,
     ) -> list[Tensor]:  # fmt: skip
         one = shared(x, one_up, one_down)
-        total = experts(x, logits, slot_mapping, up, down) + one
+        total = experts(x, logits, slot_mapping, up, down, dtype=dtype) + one
         return [total, one[:0]] if read else [total]
 
     return run
@@ -211,6 +214,7 @@ OTHERS: dict[str, tuple[Callable[..., Any], dict[str, Arg]]] = {
         {},
     ),
     "a bias": (beside(lambda x, up, down: F.linear(silu(F.linear(x, up)), down, up[0])), {}),
+    "a sum of a wider type": (beside(plain, dtype=torch.bfloat16), {}),
     "a result that is read elsewhere": (beside(plain, read=True), {}),
     "rows in another order": (
         layer(),
