@@ -187,7 +187,8 @@ def test_a_programs_calls_ask_for_all_that_can_be_tuned(tmp_path: Path) -> None:
     assert {key[0] for key in asked} == set(FUNCTIONS) - {"prompt_config"}
     ops = {work.op for works in asked.values() for work in works}
     assert ops == {
-        "fused_linear", "quantized_linear", "rope_attention", "route", "expert_linear",
+        "fused_linear", "quantized_linear", "fused_quantized_linear", "rope_attention", "route",
+        "expert_linear",
         "sum_expert_linear", "quantized_expert_linear", "sum_quantized_expert_linear",
     }  # fmt: skip
     for works in asked.values():
