@@ -335,6 +335,8 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run the shapes that kernels are selected by: powers of two of rows and tokens, all rows
         and one more, as mixed steps are padded, and the longest prompts that are not `Prompts`.
+        Also three times powers of two of tokens: those of routed experts are selected by a multiple
+        of the tokens that is often no power of two.
 
         Kernels are compiled here, once per machine, as they are cached on disk.
         """
@@ -342,7 +344,8 @@ class ModelRunner:
         for rows in sorted({*powers_of_2(all_rows), all_rows, all_rows + 1}):
             most = min(self.rows.max_model_len, self._buffers.max_tokens // rows)
             longest = (min(most, least - 1) for least in self._least.values())
-            for tokens in sorted({*powers_of_2(most), *longest}):
+            between = (3 * n for n in powers_of_2(most // 3))
+            for tokens in sorted({*powers_of_2(most), *between, *longest}):
                 self.dummy_run(rows, tokens)
         with torch.inference_mode():  # dummies change no row
             write_segments.run(self.rows.memory, self.rows.memory.new_zeros(HEADER_WORDS))
