@@ -335,16 +335,17 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run the shapes that kernels are selected by: powers of two of rows and tokens, all rows
         and one more, as mixed steps are padded, and the longest prompts that are not `Prompts`.
-        Also three times powers of two of tokens: those of routed experts are selected by a multiple
-        of the tokens that is often no power of two.
+        Also three times powers of two of tokens, once in all: those of routed experts are selected
+        by a multiple of all tokens of a step, which is often no power of two.
 
         Kernels are compiled here, once per machine, as they are cached on disk.
         """
-        all_rows = self.rows.padding_row
+        all_rows, totals = self.rows.padding_row, set[int]()
         for rows in sorted({*powers_of_2(all_rows), all_rows, all_rows + 1}):
             most = min(self.rows.max_model_len, self._buffers.max_tokens // rows)
             longest = (min(most, least - 1) for least in self._least.values())
-            between = (3 * n for n in powers_of_2(most // 3))
+            between = [3 * n for n in powers_of_2(most // 3) if 3 * n * rows not in totals]
+            totals |= {rows * n for n in between}
             for tokens in sorted({*powers_of_2(most), *between, *longest}):
                 self.dummy_run(rows, tokens)
         with torch.inference_mode():  # dummies change no row

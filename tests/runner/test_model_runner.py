@@ -147,9 +147,9 @@ def test_a_warm_up_runs_every_shape_and_leaves_the_rows_alone() -> None:
     before = runner.rows.memory.clone()
     runner.warm_up()
     shapes = {(len(seen["context_len"]), len(seen["token_ids"])) for seen in fake.seen}
-    tokens = (1, 2, 3, 4, 6, 8, 12, 16)
-    expected = {(r, r * t) for r in (1, 2, 4, 6, 7) for t in tokens if r * t <= 34}
-    assert shapes == expected | {(6, 30)}  # and all the tokens that fit
+    by_twos = {(r, r * t) for r in (1, 2, 4, 6, 7) for t in (1, 2, 4, 8, 16) if r * t <= 34}
+    by_threes = {(1, 3), (1, 6), (1, 12), (2, 24), (6, 18), (7, 21)}  # each number of tokens once
+    assert shapes == by_twos | by_threes | {(6, 30)}  # and all the tokens that fit
     assert all((seen["slot_mapping"] == -1).all() for seen in fake.seen)
     assert torch.equal(runner.rows.memory, before)
 
