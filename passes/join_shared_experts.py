@@ -228,11 +228,13 @@ def _recipes(routed: _Layer, shared: _Layer) -> tuple[int, list[dict[str, Weight
     """How many experts the shared one consists of, and the recipes of each linear's tensors."""
     width = val(arguments(routed.up).weight).shape[1]
     count, rest = divmod(int(val(arguments(shared.up).weight).shape[0]), int(width))
-    if count > 1 and (is_call(routed.up, quantized_expert_linear.overload) or _alternates(routed)):
+    is_quantized = is_call(routed.up, quantized_expert_linear.overload)
+    alternates = getattr(arguments(routed.act), "interleaved", False)
+    if rest or not count or (count > 1 and (is_quantized or alternates)):
         return None
     made = []
     for of, one, dim in zip(routed.weights(), shared.weights(), (0, 1), strict=True):
-        if rest or not count or of.keys() != one.keys():
+        if of.keys() != one.keys():
             return None
         gates = 2 if dim == 0 and is_call(routed.act, act_mul.overload) else 1
         recipes = {name: _recipe(of[name], one[name], count, dim, gates) for name in of}
@@ -240,10 +242,6 @@ def _recipes(routed: _Layer, shared: _Layer) -> tuple[int, list[dict[str, Weight
             return None
         made.append({name: recipe for name, recipe in recipes.items() if recipe is not None})
     return count, made
-
-
-def _alternates(layer: _Layer) -> bool:
-    return bool(getattr(arguments(layer.act), "interleaved", False))
 
 
 def _recipe(stack: fx.Node, one: fx.Node, count: int, dim: int, gates: int) -> WeightInput | None:
