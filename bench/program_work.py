@@ -29,6 +29,7 @@ from llmc.kernels.quantized_expert_linear import quantized_expert_linear
 from llmc.kernels.quantized_linear import quantized_linear
 from llmc.kernels.registry import Op
 from llmc.kernels.rope_attention import rope_attention
+from llmc.kernels.rope_latent_attention import rope_latent_attention
 from llmc.kernels.route import route
 from llmc.kernels.sum_expert_linear import sum_expert_linear, sum_quantized_expert_linear
 from llmc.passes.edit import arguments, aten, is_call, val
@@ -37,7 +38,7 @@ _PRODUCTS = (
     fused_linear, quantized_linear, fused_quantized_linear, route, expert_linear,
     quantized_expert_linear, sum_expert_linear, sum_quantized_expert_linear,
 )  # fmt: skip
-_ATTENTION = (paged_attention, rope_attention, latent_attention)
+_ATTENTION = (paged_attention, rope_attention, latent_attention, rope_latent_attention)
 _OPS: Mapping[Any, Op] = {op.overload: op for op in (*_PRODUCTS, *_ATTENTION)}
 _OPTIONAL = (
     "bias", "norm_weight", "gate", "residual", "zero", "minimum", "sinks", "slopes", "k_scale",

@@ -147,6 +147,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     mixed = [(1, 30), (5, 5), (40, 40), (1, 9), (0, 0), (34, 50), (36, 400), (9, 33)]
     yield make_latent_case([(1, 1)], 1, 16, 8, 16, 40, 16, device, dtype)
     yield make_latent_case([(1, 70), (3, 3), (1, 9)], 4, 16, 8, 24, 48, 16, device, dtype)
+    yield make_latent_case([(16, 20)], 3, 12, 6, 10, 40, 8, device, dtype)
     yield make_latent_case(mixed, 4, 12, 6, 10, 40, 8, device, dtype)
     for cache in cache_dtypes(dtype)[1:-2]:
         yield make_latent_case(mixed, 3, 16, 8, 16, 64, 16, device, dtype, cache=cache)

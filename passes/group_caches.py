@@ -10,6 +10,7 @@ from torch import fx
 from llmc.kernels.latent_attention import latent_attention
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.rope_attention import rope_attention
+from llmc.kernels.rope_latent_attention import rope_latent_attention
 from llmc.kernels.step_inputs import GROUPED, of_group
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, calls, val
@@ -100,7 +101,7 @@ def cache_groups(graph: fx.Graph) -> tuple[CacheGroup, ...]:
 
 def is_attention(node: fx.Node) -> bool:
     """Whether a call reads a paged cache, whichever implementation of the op it calls."""
-    ops = (paged_attention, rope_attention, latent_attention)
+    ops = (paged_attention, rope_attention, latent_attention, rope_latent_attention)
     return any(op.name in str(node.target) for op in ops)
 
 

@@ -1,7 +1,10 @@
-"""`latent_attention` on GPUs: torch's matrix products around our paged attention, in two forms.
+"""`latent_attention` on GPUs: matrix products around our paged attention, in two forms.
 
     query ─┬─ few new tokens ─ meet the weight ─ attention over latents ─ meets the weight ─┬─ out
            └─ many ─ latents out of their pages ─ weight ─ attention over keys and values ──┘
+
+With up to FUSED_ROWS tokens, the two products around the attention over latents are kernels that
+read each head's weight once. With more they are torch's.
 
 The host knows the requests of a step only from a hint, as in `prompt_attention`. Without the hint,
 a step reads nothing on the host and can run in a CUDA graph. Expanded keys and values are laid out
@@ -15,21 +18,141 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from llmc.kernels.attention import expanded_dim
 from llmc.kernels.cache_dtype import caches_fit, read_blocks
 from llmc.kernels.latent_attention import MAX_BYTES, expands, latent_attention
 from llmc.kernels.prompts import Prompts
-from llmc.kernels.triton.define import define, same_dtype, supports_tensors
-from llmc.kernels.triton.launch import cdiv
+from llmc.kernels.triton import dependent_launch
+from llmc.kernels.triton.define import (
+    define,
+    dot_precision,
+    needs_upcast,
+    same_dtype,
+    supports_tensors,
+)
+from llmc.kernels.triton.dependent_launch import wait_for_previous
+from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+from llmc.kernels.triton.linear_configs import FUSED_ROWS
 from llmc.kernels.triton.paged_attention import MAX_HEAD_DIM, MAX_REQUESTS, attend
 from llmc.kernels.triton.prompt_attention import part_of
 
 Step = Mapping[str, Any]  # the op's arguments without the hint
+_TILE = 16384  # bytes of the weight that a program multiplies
 
 
-def _run(*args: Any) -> Tensor:
+@triton.jit
+def head_weight(
+    weight, tile, head, weight_head, weight_in, weight_out, is_head,
+    HEAD_IN: tl.constexpr, HEAD_OUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The weights [BLOCK_K, BLOCK_N] of a tile of a head's outputs; zeros if it `is_head` not."""
+    k = tl.arange(0, BLOCK_K)[:, None]
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    at = weight + head * weight_head + k * weight_in + n * weight_out
+    return tl.load(at, mask=(k < HEAD_IN) & (n < HEAD_OUT) & is_head, other=0.0)
+
+
+@triton.jit
+def multiply_head(
+    x_at, w, out_at, tile, m, rows,
+    HEAD_IN: tl.constexpr, HEAD_OUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Store the tile's outputs for all rows. x_at, out_at: pointers to the head of each row m,
+    [BLOCK_M, 1]; w: what `head_weight` gives."""
+    k = tl.arange(0, BLOCK_K)[None, :]
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    a = tl.load(x_at + k, mask=(m < rows) & (k < HEAD_IN), other=0.0)
+    if UPCAST:
+        a = a.to(tl.float32)
+        w = w.to(tl.float32)
+    y = tl.dot(a, w, input_precision=PRECISION)
+    tl.store(out_at + n, y.to(out_at.dtype.element_ty), mask=(m < rows) & (n < HEAD_OUT))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def head_product_kernel(
+    x, weight, out, rows, x_row, x_head, weight_head, weight_in, weight_out, out_row, out_head,
+    HEAD_IN: tl.constexpr, HEAD_OUT: tl.constexpr, COPIED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, COPIED_PAD: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of one head for all rows. The head's last COPIED inputs follow its outputs as
+    they are."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    w = head_weight(weight, tile, head, weight_head, weight_in, weight_out, True, HEAD_IN,
+                    HEAD_OUT, BLOCK_N, BLOCK_K)  # fmt: skip
+    if PDL:
+        wait_for_previous()
+    m = tl.arange(0, BLOCK_M)[:, None]
+    x_at = x + m.to(tl.int64) * x_row + head * x_head
+    out_at = out + m.to(tl.int64) * out_row + head * out_head
+    multiply_head(
+        x_at, w, out_at, tile, m, rows, HEAD_IN, HEAD_OUT, BLOCK_N, BLOCK_K, PRECISION, UPCAST
+    )
+    if COPIED:
+        c = tl.arange(0, COPIED_PAD)[None, :]
+        copied = (m < rows) & (c < COPIED) & (tile == 0)
+        tl.store(out_at + HEAD_OUT + c, tl.load(x_at + HEAD_IN + c, mask=copied), mask=copied)
+
+
+def plan_product(x: Tensor, weight: Tensor, out: Tensor) -> Plan[Tensor]:
+    """out[t, h] = x[t, h] times weight[h], for up to FUSED_ROWS tokens.
+
+    x [T, H, K + C], weight [H, K, N] with any strides, out [T, H, N + C]: the last C channels are
+    copied.
+    """
+    args, constants = product_options(x, weight, out)
+    copied = x.shape[2] - weight.shape[1]
+    pdl = dependent_launch.applies_to(x.device)
+    launch = Launch(
+        kernel=head_product_kernel,
+        grid=(cdiv(weight.shape[2], constants["BLOCK_N"]), weight.shape[0]),
+        args=args,
+        constants={
+            **constants, "COPIED": copied, "COPIED_PAD": power_of_2(copied), "PDL": pdl,
+        },
+        pdl=pdl,
+    )  # fmt: skip
+    return Plan(out=out, launches=(launch,))
+
+
+def product_options(
+    x: Tensor, weight: Tensor, out: Tensor
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments and constants of a kernel that multiplies by heads, as `plan_product` does."""
+    depth, channels = weight.shape[1:]
+    block_k = power_of_2(depth, at_least=16)
+    block_n = min(power_of_2(channels, at_least=16), max(16, _TILE // (x.element_size() * block_k)))
+    args = {
+        "x": x, "weight": weight, "out": out, "rows": x.shape[0], "x_row": x.stride(0),
+        "x_head": x.stride(1), "weight_head": weight.stride(0), "weight_in": weight.stride(1),
+        "weight_out": weight.stride(2), "out_row": out.stride(0), "out_head": out.stride(1),
+    }  # fmt: skip
+    constants = {
+        "HEAD_IN": depth, "HEAD_OUT": channels, "BLOCK_M": FUSED_ROWS, "BLOCK_N": block_n,
+        "BLOCK_K": block_k, "PRECISION": dot_precision(x.dtype), "UPCAST": needs_upcast(x.dtype),
+    }  # fmt: skip
+    return args, constants
+
+
+def _product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    if x.shape[0] <= FUSED_ROWS:
+        plan_product(x, weight, out).run()
+        return
+    depth, channels = weight.shape[1:]
+    into = out[..., :channels].transpose(0, 1)
+    torch.bmm(x[..., :depth].transpose(0, 1), weight, out=into)
+    if x.shape[2] > depth:
+        out[..., channels:] = x[..., depth:]
+
+
+def run(*args: Any) -> Tensor:
     step = latent_attention.bind(args)
     hint = step.pop("prompts")
     groups = [] if hint is None else _groups(step, Prompts.read(hint))
@@ -85,7 +208,7 @@ def _groups(step: Step, prompts: Prompts) -> list[Prompts]:
     return groups
 
 
-def _by_head(step: Step) -> Tensor:
+def by_head(step: Step) -> Tensor:
     weight: Tensor = step["weight"]
     return weight.view(step["query"].shape[1], -1, weight.shape[1])  # [H, D + Dv, R]
 
@@ -95,30 +218,31 @@ def _bounds(step: Step) -> dict[str, Any]:
 
 
 def _absorbed(step: Step) -> Tensor:
-    query, key_cache, weight = step["query"], step["key_cache"], _by_head(step)
-    tokens, heads, dim = query.shape
-    rank, v_dim = weight.shape[2], _value_dim(step)
-    split = weight.shape[1] - v_dim
-    own = query.new_empty(tokens, heads, key_cache.shape[3])
-    into = own[..., :rank].transpose(0, 1)
-    torch.bmm(query[..., :split].transpose(0, 1), weight[:, :split], out=into)
-    own[..., rank:] = query[..., split:]
+    query, key_cache, weight = step["query"], step["key_cache"], by_head(step)
+    own = query.new_empty(*query.shape[:2], key_cache.shape[3])
+    _product(query, weight[:, : weight.shape[1] - _value_dim(step)], own)
+    return attend_to_latents(own, step)
+
+
+def attend_to_latents(own: Tensor, step: Step) -> Tensor:
+    """own [T, H, R + Dr]: queries that met the weight -> [T, H, Dv], the op's result."""
+    key_cache, weight, v_dim = step["key_cache"], by_head(step), _value_dim(step)
+    rank = weight.shape[2]
     latent = attend(
         query=own, key_cache=key_cache, value_cache=key_cache[..., :0],
         block_table=step["block_table"], window=step["window"], chunk=step["chunk"],
         sinks=step["sinks"], slopes=step["slopes"], k_scale=step["k_scale"], v_dim=rank,
         **_bounds(step),
     )  # fmt: skip
-    out: Tensor = query.new_empty(tokens, heads, v_dim)
-    turned = weight[:, split:].transpose(1, 2)
-    torch.bmm(latent.transpose(0, 1), turned, out=out.transpose(0, 1))
+    out: Tensor = own.new_empty(*own.shape[:2], v_dim)
+    _product(latent, weight[:, -v_dim:].transpose(1, 2), out)
     return out
 
 
 def _expanded(step: Step, contexts: tuple[int, ...]) -> Tensor:
     """Attend to expanded keys and values of requests with `contexts` tokens each, for as many heads
     at a time as fit in the memory limit."""
-    query, key_cache, weight = step["query"], step["key_cache"], _by_head(step)
+    query, key_cache, weight = step["query"], step["key_cache"], by_head(step)
     heads, v_dim, rank = query.shape[1], _value_dim(step), weight.shape[2]
     split, size = weight.shape[1] - v_dim, key_cache.shape[2]
     counts = [cdiv(context, size) for context in contexts]
@@ -150,7 +274,7 @@ def _expanded(step: Step, contexts: tuple[int, ...]) -> Tensor:
     return out
 
 
-def _supports(
+def supports(
     *,
     query: Tensor,
     weight: Tensor,
@@ -173,4 +297,4 @@ def _supports(
     )
 
 
-define(latent_attention, run=_run, supports=_supports)
+define(latent_attention, run=run, supports=supports)

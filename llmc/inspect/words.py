@@ -55,6 +55,7 @@ _WORDS: dict[str, Words] = {
     "rope_write_latent": ("cache", "rotate queries and the shared key, and write the latent cache"),
     "rope_write": ("cache", "rotate queries and keys by position, and write the cache"),
     "rope_attention": ("attention", "rotate by position, write the cache, and attend to it"),
+    "rope_latent_attention": ("attention", "rotate by position, write latents, and attend to them"),
     "causal_conv": ("recurrent", "mix each token with the few before it (short convolution)"),
     "delta_rule": ("recurrent", "update the layer's state and read it (delta rule)"),
     "selective_scan": ("recurrent", "update the layer's state and read it (state space)"),

@@ -26,7 +26,8 @@ from llmc.passes.inputs import Input, StepInput, WeightInput, input_of
 from llmc.startup.start import Started
 
 _KIND_OF = {
-    **dict.fromkeys(("paged_attention", "rope_attention", "latent_attention"), "attention"),
+    **dict.fromkeys(("paged_attention", "rope_attention"), "attention"),
+    **dict.fromkeys(("latent_attention", "rope_latent_attention"), "attention"),
     **dict.fromkeys(("choose_keys", "choose_blocks", "encoder_attention"), "attention"),
     **dict.fromkeys(("rope_write", "rope_write_latent", "write_kv"), "attention"),
     **dict.fromkeys(

@@ -170,7 +170,7 @@ def _operations(call: Call) -> int:
         values = given["state"][0].numel()
         taps = given["conv_weight"].numel() if "conv_weight" in given else 0
         return call.num_tokens * (_STATE_OPERATIONS[name] * int(values) + 2 * taps)
-    if name == "latent_attention":
+    if name in ("latent_attention", "rope_latent_attention"):
         return sum(_latent_operations(call, request) for request in call.requests)
     if name in ("paged_attention", "rope_attention", "choose_keys", "choose_blocks"):
         _, heads, width = given["query"].shape

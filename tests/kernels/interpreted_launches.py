@@ -161,16 +161,16 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
     ),
     "latent": (
         (
-            "11: 2 aten.bmm, aten.copy_, attention_kernel, 2 expert_kernel, 3 few_rows_kernel, "
-            "rope_write_latent_kernel, route_kernel"
+            "9: attention_kernel, 2 expert_kernel, 3 few_rows_kernel, head_product_kernel, "
+            "latent_query_kernel, route_kernel"
         ),
         (
-            "11: 2 aten.bmm, aten.copy_, attention_kernel, 2 expert_kernel, 3 few_rows_kernel, "
-            "rope_write_latent_kernel, route_kernel"
+            "9: attention_kernel, 2 expert_kernel, 3 few_rows_kernel, head_product_kernel, "
+            "latent_query_kernel, route_kernel"
         ),
         (
-            "14: 2 aten.bmm, aten.copy_, attention_kernel, choose_experts_kernel, 2 expert_kernel, "
-            "4 few_rows_kernel, norm_kernel, rope_write_latent_kernel, sum_experts_kernel"
+            "12: attention_kernel, choose_experts_kernel, 2 expert_kernel, 4 few_rows_kernel, "
+            "head_product_kernel, latent_query_kernel, norm_kernel, sum_experts_kernel"
         ),
         (
             "16: aten.addmm_, 2 aten.bmm, aten.copy_, 3 aten.linear, attention_kernel, "

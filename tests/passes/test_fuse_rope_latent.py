@@ -24,7 +24,9 @@ from torch import Tensor, fx
 from llmc.kernels.attention import attention
 from llmc.passes.absorb_mla import absorb_mla
 from llmc.passes.fuse_rms_norm import fuse_rms_norm
+from llmc.passes.fuse_rope_attention import fuse_rope_attention
 from llmc.passes.fuse_rope_write import fuse_rope_write
+from llmc.passes.group_caches import cache_groups
 from llmc.passes.page_attention import page_attention
 from llmc.passes.share_rotary import share_rotary
 
@@ -168,4 +170,25 @@ def test_keys_in_the_model_s_order_may_have_more_readers() -> None:
     plain = layer(half_turn, twice=True)
     fused, (report,) = apply(before(plain), fuse_rope_write())
     assert report.added["llmc.rope_write_latent.default"] == 1
+    assert_equal_to(plain, fused)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotation_and_attention_become_one_op(normed: bool) -> None:
+    plain = layer(neighbours, normed=normed)
+    gm = apply(before(plain), fuse_rope_write())[0]
+    fused, (report,) = apply(gm, fuse_rope_attention())
+    both = {"llmc.rope_write_latent.default": 1, "llmc.latent_attention.default": 1}
+    assert report.removed == both and not report.notes
+    assert report.added == {"llmc.rope_latent_attention.default": 1}
+    assert cache_groups(fused.graph) == cache_groups(gm.graph) != ()
+    assert_equal_to(plain, fused)
+    assert_idempotent(gm, fuse_rope_attention())
+
+
+def test_a_second_attention_reads_what_the_fused_op_wrote() -> None:
+    plain = layer(half_turn, twice=True)
+    fused, _ = apply(before(plain), fuse_rope_write(), fuse_rope_attention())
+    assert ops(fused)["llmc.rope_latent_attention.default"] == 1
+    assert ops(fused)["llmc.latent_attention.default"] == 1
     assert_equal_to(plain, fused)

@@ -45,6 +45,7 @@ from llmc.kernels import (  # noqa: F401
     record_tokens,
     rms_norm,
     rope_attention,
+    rope_latent_attention,
     rope_write,
     rope_write_latent,
     route,
@@ -73,7 +74,8 @@ FOR_GPUS = {
     *("route", "sort_experts"),
     "fused_quantized_linear",
     *("sum_expert_linear", "sum_quantized_expert_linear"),
-    *("sample_rows", "rope_attention", "add_linear", "conv_delta_rule", "conv_scan"),
+    *("sample_rows", "add_linear", "conv_delta_rule", "conv_scan"),
+    *("rope_attention", "rope_latent_attention"),
 }
 # torch's attention serves each text
 WITHOUT_CPP = {*WITHOUT_KERNELS, *FOR_GPUS, "encoder_attention"}

@@ -1,0 +1,133 @@
+"""`rope_latent_attention`: `rope_write_latent` and the attention that reads what it wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmc.kernels.attention import expanded_dim
+from llmc.kernels.cache_dtype import FP8, cache_dtypes, indexable
+from llmc.kernels.latent_attention import latent_attention, make_latent_case
+from llmc.kernels.registry import Case, op
+from llmc.kernels.rope_write_latent import rope_write_latent
+
+
+def _shape(*, query: Tensor, weight: Tensor, key_cache: Tensor, **others: object) -> Tensor:
+    tokens, heads, dim = query.shape
+    return query.new_empty(tokens, heads, expanded_dim(dim, heads, weight, key_cache.shape[3]))
+
+
+@op(mutates=("key_cache",), shape=_shape)
+def rope_latent_attention(
+    query: Tensor,
+    latent: Tensor,
+    shared: Tensor,
+    latent_norm: Tensor | None,
+    eps: float,
+    norm_offset: float,
+    cos_table: Tensor,
+    sin_table: Tensor,
+    positions: Tensor,
+    interleaved: bool,
+    weight: Tensor,
+    key_cache: Tensor,
+    slot_mapping: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int,
+    chunk: int,
+    softcap: float,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    k_scale: Tensor | None = None,
+    prompts: Tensor | None = None,
+) -> Tensor:
+    """query [T, H, D + Dr], latent [T, R], shared [T, Dr] -> [T, H, Dv] in query's dtype.
+
+    The arguments are those of `rope_write_latent`, then those of `latent_attention`. The slot of a
+    token of a request with a context is where `block_table` has its position, or negative; those of
+    other tokens are negative.
+    """
+    rotated = rope_write_latent.reference(
+        query, latent, shared, latent_norm, eps, norm_offset, cos_table, sin_table, positions,
+        interleaved, key_cache, slot_mapping, k_scale,
+    )  # fmt: skip
+    out: Tensor = latent_attention.reference(
+        rotated, weight, key_cache, query_start, context_len, block_table, scale, window, chunk,
+        softcap, sinks, slopes, k_scale, prompts,
+    )  # fmt: skip
+    return out
+
+
+def make_rope_latent_case(
+    lengths: list[tuple[int, int]],  # (new tokens, context after the step) of each request
+    heads: int,
+    dim: int,
+    shared: int,
+    v_dim: int,
+    rank: int,
+    block_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    cache: torch.dtype | None = None,
+    interleaved: bool = False,
+    normed: bool = True,
+    padding: int = 0,  # tokens of a last request without a context
+) -> Case:
+    """Random inputs; the slots that the op must write hold NaN."""
+    case = make_latent_case(
+        lengths, heads, dim, shared, v_dim, rank, block_size, device, dtype, cache=cache
+    )
+    of = latent_attention.bind(case)
+    gen = torch.Generator(device="cpu").manual_seed(2)
+    table = of["block_table"].cpu()
+    places = [
+        (r, position)
+        for r, (new, context) in enumerate(lengths)
+        for position in range(context - new, context)
+    ]
+    slots = [
+        int(table[r, position // block_size]) * block_size + position % block_size
+        for r, position in places
+    ]
+    stored = torch.tensor(slots, dtype=torch.int64, device=device)
+    written = indexable(of["key_cache"])
+    written[stored // block_size, :, stored % block_size] = (
+        0x7F if of["key_cache"].dtype in FP8 else float("nan")
+    )
+    if padding:
+        of["query"] = torch.cat([of["query"], of["query"][:1].expand(padding, -1, -1)])
+        of["query_start"] = torch.cat([of["query_start"], of["query_start"][-1:] + padding])
+        for name in ("context_len", "block_table"):
+            of[name] = torch.cat([of[name], torch.zeros_like(of[name][:1])])
+    positions = torch.tensor([position for _, position in places] + [0] * padding, device=device)
+    merged = torch.randn(len(positions), rank + shared + 3, generator=gen).to(device, dtype)
+    latent, key, _ = merged.split([rank, shared, 3], dim=-1)
+    angle = torch.rand(int(positions.max()) + 2, shared // 2, generator=gen) * 6
+    angle = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
+    norm = torch.randn(rank, generator=gen).to(device, dtype) if normed else None
+    names = ("query_start", "context_len", "block_table", "scale", "window", "chunk", "softcap")
+    return (
+        of["query"], latent, key, norm, 1e-6, 0.5, angle.cos().to(device), angle.sin().to(device),
+        positions, interleaved, of["weight"], of["key_cache"],
+        torch.tensor(slots + [-1] * padding, device=device), *(of[name] for name in names),
+        of["sinks"], of["slopes"], of["k_scale"],
+    )  # fmt: skip
+
+
+@rope_latent_attention.cases
+def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    few = [(1, 30), (1, 1), (5, 9)]
+    yield make_rope_latent_case([(1, 1)], 1, 16, 8, 16, 40, 16, device, dtype)
+    yield make_rope_latent_case(few, 3, 12, 6, 10, 40, 8, device, dtype, padding=2)
+    yield make_rope_latent_case(few, 4, 16, 8, 24, 48, 16, device, dtype, interleaved=True)
+    yield make_rope_latent_case([(16, 40)], 2, 16, 16, 16, 32, 16, device, dtype, normed=False)
+    yield make_rope_latent_case([(20, 20), (1, 3)], 2, 16, 8, 16, 40, 16, device, dtype)
+    for cache in cache_dtypes(dtype)[1:]:
+        if cache != torch.int8:  # which no fast version of the attention reads
+            yield make_rope_latent_case(few, 3, 16, 8, 16, 64, 16, device, dtype, cache=cache)
