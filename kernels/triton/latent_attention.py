@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llmc.kernels.attention import expanded_dim
 from llmc.kernels.cache_dtype import caches_fit, read_blocks
-from llmc.kernels.latent_attention import MAX_BYTES, expands, latent_attention
+from llmc.kernels.latent_attention import LEAST_NEW, MAX_BYTES, expands, latent_attention
 from llmc.kernels.prompts import Prompts
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.define import (
@@ -35,13 +35,13 @@ from llmc.kernels.triton.define import (
     supports_tensors,
 )
 from llmc.kernels.triton.dependent_launch import wait_for_previous
-from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+from llmc.kernels.triton.launch import Launch, Plan, cdiv, interpreted, power_of_2
 from llmc.kernels.triton.linear_configs import FUSED_ROWS
 from llmc.kernels.triton.paged_attention import MAX_HEAD_DIM, MAX_REQUESTS, attend
 from llmc.kernels.triton.prompt_attention import part_of
 
 Step = Mapping[str, Any]  # the op's arguments without the hint
-_TILE = 16384  # bytes of the weight that a program multiplies
+_TILE = 8192  # values of the weight that a program multiplies
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def product_options(
     """The arguments and constants of a kernel that multiplies by heads, as `plan_product` does."""
     depth, channels = weight.shape[1:]
     block_k = power_of_2(depth, at_least=16)
-    block_n = min(power_of_2(channels, at_least=16), max(16, _TILE // (x.element_size() * block_k)))
+    block_n = min(power_of_2(channels, at_least=16), max(16, _TILE // block_k))
     args = {
         "x": x, "weight": weight, "out": out, "rows": x.shape[0], "x_row": x.stride(0),
         "x_head": x.stride(1), "weight_head": weight.stride(0), "weight_in": weight.stride(1),
@@ -141,8 +141,8 @@ def product_options(
     return args, constants
 
 
-def _product(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    if x.shape[0] <= FUSED_ROWS:
+def _product(x: Tensor, weight: Tensor, out: Tensor, *, few: bool) -> None:
+    if few:
         plan_product(x, weight, out).run()
         return
     depth, channels = weight.shape[1:]
@@ -155,10 +155,11 @@ def _product(x: Tensor, weight: Tensor, out: Tensor) -> None:
 def run(*args: Any) -> Tensor:
     step = latent_attention.bind(args)
     hint = step.pop("prompts")
-    groups = [] if hint is None else _groups(step, Prompts.read(hint))
-    if not groups:
-        return _absorbed(step)
     query: Tensor = step["query"]
+    few = takes(query)  # for all of a step, or for none of its parts
+    groups = [] if few or hint is None else _groups(step, Prompts.read(hint))
+    if not groups:
+        return _absorbed(step, few=few)
     out: Tensor = query.new_zeros(*query.shape[:2], _value_dim(step))
     end = Prompts(first_request=step["context_len"].shape[0], first_token=query.shape[0])
     done = Prompts()
@@ -166,13 +167,22 @@ def run(*args: Any) -> Tensor:
         between = slice(done.end_request, group.first_request)
         tokens = slice(done.end_token, group.first_token)
         if between.stop > between.start and tokens.stop > tokens.start:
-            out[tokens] = _absorbed(part_of(step, between, tokens))
+            out[tokens] = _absorbed(part_of(step, between, tokens), few=False)
         if group.lengths:
             requests = slice(group.first_request, group.end_request)
             tokens = slice(group.first_token, group.end_token)
             out[tokens] = _expanded(part_of(step, requests, tokens), group.contexts)
         done = group
     return out
+
+
+def takes(query: Tensor) -> bool:
+    """Whether the kernels multiply by the weight: there are too few tokens to expand for any.
+
+    float32 has no tensor cores, without which so large tiles do not fit in registers.
+    """
+    few = query.shape[0] <= FUSED_ROWS < LEAST_NEW
+    return few and (query.element_size() == 2 or interpreted())
 
 
 def _value_dim(step: Step) -> int:
@@ -217,14 +227,14 @@ def _bounds(step: Step) -> dict[str, Any]:
     return {name: step[name] for name in ("query_start", "context_len", "scale", "softcap")}
 
 
-def _absorbed(step: Step) -> Tensor:
+def _absorbed(step: Step, *, few: bool) -> Tensor:
     query, key_cache, weight = step["query"], step["key_cache"], by_head(step)
     own = query.new_empty(*query.shape[:2], key_cache.shape[3])
-    _product(query, weight[:, : weight.shape[1] - _value_dim(step)], own)
-    return attend_to_latents(own, step)
+    _product(query, weight[:, : weight.shape[1] - _value_dim(step)], own, few=few)
+    return attend_to_latents(own, step, few=few)
 
 
-def attend_to_latents(own: Tensor, step: Step) -> Tensor:
+def attend_to_latents(own: Tensor, step: Step, *, few: bool) -> Tensor:
     """own [T, H, R + Dr]: queries that met the weight -> [T, H, Dv], the op's result."""
     key_cache, weight, v_dim = step["key_cache"], by_head(step), _value_dim(step)
     rank = weight.shape[2]
@@ -235,7 +245,7 @@ def attend_to_latents(own: Tensor, step: Step) -> Tensor:
         **_bounds(step),
     )  # fmt: skip
     out: Tensor = own.new_empty(*own.shape[:2], v_dim)
-    _product(latent, weight[:, -v_dim:].transpose(1, 2), out)
+    _product(latent, weight[:, -v_dim:].transpose(1, 2), out, few=few)
     return out
 
 

@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from llmc.kernels.latent_attention import latent_attention
-from llmc.kernels.prompts import Prompts
 from llmc.kernels.rope_latent_attention import rope_latent_attention
 from llmc.kernels.rope_write_latent import rope_write_latent
 from llmc.kernels.triton import dependent_launch
@@ -20,7 +19,6 @@ from llmc.kernels.triton.define import define
 from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.latent_attention import head_weight, multiply_head
 from llmc.kernels.triton.launch import Launch, Plan, cdiv
-from llmc.kernels.triton.linear_configs import FUSED_ROWS
 from llmc.kernels.triton.rope_write import turn
 from llmc.kernels.triton.rope_write_latent import write_latent_key
 
@@ -98,10 +96,8 @@ def plan_query(**given: Any) -> Plan[Tensor]:
 
 def _run(*args: Any) -> Tensor:
     given = rope_latent_attention.bind(args)
-    hint = given["prompts"]
-    few = given["query"].shape[0] <= FUSED_ROWS
-    if few and (hint is None or not Prompts.read(hint).lengths):
-        return attention.attend_to_latents(plan_query(**given).run(), given)
+    if attention.takes(given["query"]):
+        return attention.attend_to_latents(plan_query(**given).run(), given, few=True)
     rotated = rope.plan(**{name: given[name] for name in rope_write_latent.defaults}).run()
     taken = {**given, "query": rotated}
     return attention.run(*(taken[name] for name in latent_attention.defaults))

@@ -144,26 +144,22 @@ def latent(tokens: int, rows: int, *, cache: torch.dtype | None = None) -> Plan[
     return attention(tokens, rows, 32, 1, 576, 512, cache=cache, shared=True)
 
 
-def head_products(*, onto_latents: bool, dtype: torch.dtype = BF16) -> Plan[Tensor]:
+def head_products(*, onto_latents: bool) -> Plan[Tensor]:
     """The weight that queries meet, or latents, for two tokens of 32 such heads."""
-    weight = meta(32, 256, 512, dtype=dtype)
+    weight = meta(32, 256, 512)
     if onto_latents:
-        query, out = meta(2, 32, 192, dtype=dtype), meta(2, 32, 576, dtype=dtype)
-        return latent_attention.plan_product(query, weight[:, :128], out)
-    latent, out = meta(2, 32, 512, dtype=dtype), meta(2, 32, 128, dtype=dtype)
+        return latent_attention.plan_product(meta(2, 32, 192), weight[:, :128], meta(2, 32, 576))
+    latent, out = meta(2, 32, 512), meta(2, 32, 128)
     return latent_attention.plan_product(latent, weight[:, 128:].transpose(1, 2), out)
 
 
-def latent_query(
-    tokens: int, *, interleaved: bool, cache: torch.dtype = BF16, dtype: torch.dtype = BF16
-) -> Plan[Tensor]:
+def latent_query(tokens: int, *, interleaved: bool, cache: torch.dtype = BF16) -> Plan[Tensor]:
     """32 heads of 128 + 64 channels; the latent of 512 and the shared part are one projection."""
-    latent, shared, _ = meta(tokens, 2112, dtype=dtype).split([512, 64, 1536], dim=-1)
+    latent, shared, _ = meta(tokens, 2112).split([512, 64, 1536], dim=-1)
     return rope_latent_attention.plan_query(
-        query=meta(tokens, 32, 192, dtype=dtype), latent=latent, shared=shared,
-        latent_norm=meta(512, dtype=dtype), eps=1e-6, norm_offset=0.0,
-        cos_table=floats(4096, 64), sin_table=floats(4096, 64), positions=longs(tokens),
-        interleaved=interleaved, weight=meta(32 * 256, 512, dtype=dtype),
+        query=meta(tokens, 32, 192), latent=latent, shared=shared, latent_norm=meta(512), eps=1e-6,
+        norm_offset=0.0, cos_table=floats(4096, 64), sin_table=floats(4096, 64),
+        positions=longs(tokens), interleaved=interleaved, weight=meta(32 * 256, 512),
         key_cache=blocks(1, 16, 576, cache), slot_mapping=longs(tokens), k_scale=None,
     )  # fmt: skip
 
@@ -688,14 +684,8 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "latent_query": lambda: latent_query(2, interleaved=False),
     "latent_query interleaved": lambda: latent_query(2, interleaved=True),
     "latent_query fp8_e4m3": lambda: latent_query(2, interleaved=True, cache=FP8[0]),
-    "latent_query float32": lambda: latent_query(
-        2, interleaved=True, cache=torch.float32, dtype=torch.float32
-    ),
     "head_product onto latents": lambda: head_products(onto_latents=True),
     "head_product of latents": lambda: head_products(onto_latents=False),
-    "head_product of latents float32": lambda: head_products(
-        onto_latents=False, dtype=torch.float32
-    ),
     "attention latent decode": lambda: latent(64, 64),
     "attention latent prefill": lambda: latent(4096, 4),
     "attention latent prompts expanded": lambda: attention(4096, 4, 32, 32, 192, 128),
