@@ -275,6 +275,33 @@ def test_an_output_that_nobody_reads_is_no_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("closed", "shown"),
+    [("<&-", "0 1 2\n"), (">&-", ""), ("2>&-", "0 1 2\n"), ("<&- >&- 2>&-", "")],
+)
+def test_closed_standard_streams_are_opened(tmp_path: Path, closed: str, shown: str) -> None:
+    """So that no file that is opened later takes their numbers."""
+    script = (
+        "import sys\n"
+        "from llmc.cli import __main__, main\n"
+        "def descriptors():\n"
+        "    sys.stdin.isatty()\n"
+        "    with open(sys.argv[1], 'w') as later:\n"
+        "        later.write(str(later.fileno()))\n"
+        "    print(sys.stdin.fileno(), sys.stdout.fileno(), sys.stderr.fileno())\n"
+        "    return 0\n"
+        "main.main = descriptors\n"
+        "__main__.main()\n"
+    )
+    later = tmp_path / "later"
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-P", "-c", script, str(later)],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, shown, "")
+    assert int(later.read_text()) > 2
+
+
+@pytest.mark.parametrize(
     ("encoding", "shown"), [("latin-1", b"caf\xe9 ?\n"), ("utf-8", "café 日\n".encode())]
 )
 def test_a_character_that_the_terminal_lacks_does_not_end_an_answer(
