@@ -327,7 +327,7 @@ ENGINE_OPTIONS = (
         read=parse_size,
         flags=("--kv-cache-memory", "--kv-cache-memory-bytes"),
         help="Memory for the KV cache and snapshots of recurrent states, such as 512M or 2G. "
-        "Default: chosen from the free memory.",
+        "Default: chosen from the free memory, on CPU within the limit of a container.",
     ),
     EngineOption(
         field="swap_space",

@@ -38,6 +38,8 @@ LEAVES = (
     "llmc.logs",
     "llmc.resource_limits",
     "llmc.parent_watch",
+    "llmc.control_groups",
+    "llmc.host_memory",
 )
 MAY_IMPORT = {
     "llmc.errors": (),
@@ -63,7 +65,14 @@ MAY_IMPORT = {
     "llmc.logs": (),
     "llmc.parent_watch": (),
     "llmc.resource_limits": (),
-    "llmc.kernels": ("llmc.errors", "llmc.background_thread", "llmc.cache_dir"),
+    "llmc.control_groups": (),
+    "llmc.host_memory": ("llmc.control_groups",),
+    "llmc.kernels": (
+        "llmc.errors",
+        "llmc.background_thread",
+        "llmc.cache_dir",
+        "llmc.control_groups",
+    ),
     "llmc.passes": ("llmc.errors", "llmc.pooling", "llmc.kernels"),
     "llmc.engine": LEAVES,
     "llmc.weights": (

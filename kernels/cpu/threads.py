@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from llmc.control_groups import group_folders
+
 _log = logging.getLogger(__name__)
 
 
@@ -21,26 +23,9 @@ def quota_cores(root: Path = Path("/")) -> float | None:
 
     None if there is no limit. `root` is the folder that contains /proc and /sys.
     """
-    found = [_quota(folder) for folder in _groups(root)]
+    found = [_quota(folder) for folder in group_folders("cpu", root)]
     limits = [cores for cores in found if cores is not None]
     return min(limits, default=None)
-
-
-def _groups(root: Path) -> list[Path]:
-    """Folders of this process's cgroup and its ancestors, for cgroup v1 or v2."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    folders = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        inner = Path(path.lstrip("/"))
-        folders += [mount / inner, *(mount / parent for parent in inner.parents)]
-    return folders
 
 
 def _quota(folder: Path) -> float | None:
@@ -58,7 +43,7 @@ def _quota(folder: Path) -> float | None:
 def throttled_seconds(root: Path = Path("/")) -> float:
     """Seconds for which the quota has stopped this process's control groups: the maximum over the
     hierarchy, each counting the time of all cores. 0 if there is no limit."""
-    return max(map(_throttled, _groups(root)), default=0.0)
+    return max(map(_throttled, group_folders("cpu", root)), default=0.0)
 
 
 def _throttled(folder: Path) -> float:

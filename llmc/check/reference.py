@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +23,7 @@ from llmc.check.compare import deviation
 from llmc.check.tokens import TokenSequence
 from llmc.compiler.heads import taken, without_head
 from llmc.errors import CheckpointError
+from llmc.host_memory import host_memory
 from llmc.passes.inputs import AdaptedOp
 from llmc.pooling import Task
 from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
@@ -347,8 +347,6 @@ def _cached_error(
 
 def _float32_fits(module: nn.Module, device: torch.device) -> bool:
     needed = 4 * sum(p.numel() for p in module.parameters())
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info()[0]
-    else:
-        free = psutil.virtual_memory().available
+    is_cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info()[0] if is_cuda else host_memory().available
     return needed < _FLOAT32_SHARE * free

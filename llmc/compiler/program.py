@@ -172,6 +172,12 @@ class Program:
             if isinstance(role, WeightInput):
                 yield node, role
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights before they are loaded, of a rank in a tensor-parallel engine."""
+        values = {role: node.meta["val"] for node, role in self.weight_inputs()}
+        return sum(math.prod(v.shape) * v.dtype.itemsize for v in values.values())
+
     def adapter_inputs(self) -> Iterator[tuple[fx.Node, AdapterInput]]:
         for node in self.graph.graph.nodes:
             role = input_of(node)

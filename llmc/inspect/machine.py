@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
 import torch
 
+from llmc.host_memory import host_memory
 from llmc.load_test.machine import measure_read_bandwidth
 
 _MEASURED_BYTES = 256 << 20  # more than caches hold
@@ -30,7 +30,7 @@ def find_machine(device: str, memory_bytes: int | None, bandwidth: float | None)
         if device == "cuda":
             found_memory = int(torch.cuda.get_device_properties(0).total_memory)
         else:
-            found_memory = psutil.virtual_memory().total
+            found_memory = host_memory().total
     if here and found_bandwidth is None:
         found_bandwidth = measure_read_bandwidth(device, repeats=3, max_bytes=_MEASURED_BYTES)
     return Machine(

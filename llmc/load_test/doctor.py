@@ -10,12 +10,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import torch
 
 from llmc import __version__
 from llmc.cache_dir import cache_dir
 from llmc.errors import ConfigError, reason_of
+from llmc.host_memory import host_memory
 from llmc.kernels.cpu.build import BuildError, find_library
 from llmc.kernels.cpu.compile import find_toolchain
 from llmc.kernels.cpu.levels import pick_level, supported
@@ -88,7 +88,7 @@ def _threads() -> Finding:
 
 
 def _memory() -> Finding:
-    memory = psutil.virtual_memory()
+    memory = host_memory()
     value = f"{memory.available / GIB:.1f} GiB available of {memory.total / GIB:.1f}"
     advice = ""
     if memory.available < LEAST_MEMORY:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import psutil
 import torch
 
 from llmc import __version__
 from llmc.errors import ConfigError
+from llmc.host_memory import host_memory
 from llmc.kernels.cpu.compile import find_toolchain
 from llmc.kernels.cpu.levels import pick_level, supported
 from llmc.kernels.cpu.pages import advise_huge_pages
@@ -39,7 +39,7 @@ def describe_machine() -> dict[str, Any]:
         "cpu_target": _cpu_target(),
         "cpu_cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": host_memory().total,
     }
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
@@ -95,7 +95,7 @@ def measure_read_bandwidth(device: str, *, repeats: int = 5, max_bytes: int = GI
     smaller than `max_bytes` only if free memory is short.
     """
     is_cuda = device.startswith("cuda")
-    free = torch.cuda.mem_get_info()[0] if is_cuda else psutil.virtual_memory().available
+    free = torch.cuda.mem_get_info()[0] if is_cuda else host_memory().available
     num_floats = max(1, min(max_bytes, free // 4) // 4)
     buffer = torch.empty(num_floats, dtype=torch.float32, device="cuda" if is_cuda else "cpu")
     advise_huge_pages(buffer).fill_(1)  # as for weights: small pages would understate the limit

@@ -16,6 +16,7 @@ from torch import fx
 from llmc.config import EngineConfig
 from llmc.engine.kv.layout import CacheLayout
 from llmc.errors import ConfigError
+from llmc.host_memory import host_memory
 from llmc.runner.ranks import Kind, Order, Ranks
 
 # Fraction of free memory to use on a machine that also runs other programs.
@@ -98,7 +99,24 @@ def free_bytes(device: torch.device, config: EngineConfig) -> int:
         free, total = torch.cuda.mem_get_info()
         return int(free - total * (1 - config.gpu_memory_utilization))
     sharers = config.tensor_parallel_size * config.data_parallel_size  # all share this memory
-    return int(psutil.virtual_memory().available * _CPU_SHARE / sharers)
+    return int(host_memory().available * _CPU_SHARE / sharers)
+
+
+def check_weights(device: torch.device, config: EngineConfig, weight_bytes: int) -> None:
+    """Refuse weights that a CPU's memory can't hold, before they are read: the process would be
+    killed, or its memory moved to disk and back in each step. `weight_bytes`: of a rank."""
+    if device.type != "cpu":
+        return
+    copies = config.tensor_parallel_size * config.data_parallel_size
+    if config.distributed_executor_backend == "ray":  # on machines of their own
+        copies = 1
+    needed, memory = weight_bytes * copies, host_memory()
+    if needed > memory.available + psutil.swap_memory().free:
+        raise ConfigError(
+            f"the weights take {needed / 2**30:.2f} GiB, and of the {memory.total / 2**30:.2f} GiB "
+            f"of memory that this machine, or its container, has, {memory.available / 2**30:.2f} "
+            "are available; use a smaller model or a quantization, or end what else uses the memory"
+        )
 
 
 def check_budget(device: torch.device, config: EngineConfig) -> None:
@@ -107,7 +125,7 @@ def check_budget(device: torch.device, config: EngineConfig) -> None:
     budget = config.kv_cache_memory
     if budget is None or device.type != "cpu":
         return
-    total = psutil.virtual_memory().total
+    total = host_memory().total
     if budget > total:
         raise ConfigError(
             f"kv_cache_memory of {budget / 2**30:.1f} GiB is more than this machine's memory of "

@@ -22,6 +22,7 @@ from llmc.engine.spec_decode.ngram import NgramSpeculation
 from llmc.engine.spec_decode.speculation import Speculation
 from llmc.errors import ConfigError, reason_of
 from llmc.kernels.cpu.build import Build
+from llmc.kernels.cpu.pages import release_memory
 from llmc.kernels.cpu.threads import limit_threads
 from llmc.model_info import ModelInfo
 from llmc.runner.ranks import Ranks
@@ -48,7 +49,7 @@ from llmc.startup.model_files import Location
 from llmc.startup.phase_clock import PhaseClock
 from llmc.startup.profile import profile_model
 from llmc.startup.resolve import ModelSource, pick_async, pick_device, pick_level, resolve
-from llmc.startup.sizing import ModelProfile, PoolSize, size_pools
+from llmc.startup.sizing import ModelProfile, PoolSize, check_weights, size_pools
 from llmc.startup.tensor_parallel import RankProcesses, check_source, share_threads
 from llmc.structured.begin import GrammarStarter
 
@@ -96,7 +97,7 @@ class SizedEngine:
 
 @contextmanager
 def enough_memory() -> Iterator[None]:
-    """Turn running out of a GPU's memory into a ConfigError that says what to do."""
+    """Turn running out of memory into a ConfigError that says what to do."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -104,6 +105,14 @@ def enough_memory() -> Iterator[None]:
             f"the GPU has too little memory for this model ({reason_of(error)}); use a smaller one "
             "or a quantization, set tensor_parallel_size to use several GPUs, lower "
             "max_num_batched_tokens or max_num_seqs, or end what else uses the GPU"
+        ) from error
+    except (MemoryError, RuntimeError) as error:  # RuntimeError: of torch's allocator for CPUs
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+            raise
+        raise ConfigError(
+            "this process may not have as much memory as the model needs "
+            f"({reason_of(error)}); use a smaller model or a quantization, lower "
+            "kv_cache_memory or max_num_batched_tokens, or raise the limit (ulimit -v)"
         ) from error
 
 
@@ -160,9 +169,12 @@ def load_models(
         detail += _program_details(compiled, resolved.level)
         if processes is not None:
             processes.send(source, compiled.program)
+    check_weights(device, source.config, compiled.program.weight_bytes)
     with clock.phase("load weights") as detail:
         kernels_are_built(resolved.build)  # if so, they repack GGUF files
         model = load_model(compiled)
+        if device.type == "cpu":
+            release_memory(())  # what the allocator keeps after quantizing would limit the cache
         detail += [
             f"{model.num_parameters / 1e6:.1f}M parameters",
             f"{model.weight_bytes / 2**20:.0f} MiB",

@@ -7,18 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from control_group_files import write
 from torch_threads import torch_threads
 
 from llmc.kernels.cpu import threads
 from llmc.kernels.cpu.threads import limit_threads, quota_cores, throttled_seconds
-
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from tiny_models import save_checkpoint
 from llmc.config import EngineConfig
 from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
 from llmc.errors import ConfigError
+from llmc.host_memory import HostMemory
 from llmc.passes.page_attention import CacheSpec
 from llmc.runner.kv_cache import allocate, bytes_per_token
-from llmc.startup.sizing import check_budget, free_bytes, size_pool
+from llmc.startup import sizing, stages
+from llmc.startup.sizing import check_budget, check_weights, free_bytes, size_pool
 from llmc.startup.start import start_engine
 
 BF16 = torch.bfloat16
@@ -148,6 +151,44 @@ def test_free_memory_on_the_cpu_leaves_most_to_others() -> None:
     assert 0 < free < 0.6 * psutil.virtual_memory().available
 
 
+def test_the_cpus_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = HostMemory(total=3 * 2**30, available=2**30)
+    monkeypatch.setattr(sizing, "host_memory", lambda: limited)
+    cpu, config = torch.device("cpu"), EngineConfig()
+    assert free_bytes(cpu, config) < 2**30
+    with pytest.raises(ConfigError, match=r"kv_cache_memory of 4\.0 GiB is more than .* 3\.0 GiB"):
+        check_budget(cpu, replace(config, kv_cache_memory=2**32))
+
+
+def test_weights_larger_than_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = HostMemory(total=3 * 2**30, available=2**30)
+    monkeypatch.setattr(sizing, "host_memory", lambda: limited)
+    swap = SimpleNamespace(free=2**29)
+    monkeypatch.setattr(sizing.psutil, "swap_memory", lambda: swap)
+    cpu, config = torch.device("cpu"), EngineConfig()
+    check_weights(cpu, config, 3 * 2**29)
+    with pytest.raises(
+        ConfigError, match=r"take 1\.75 GiB, and of the 3\.00 GiB .* has, 1\.00 are"
+    ):
+        check_weights(cpu, config, 7 * 2**28)
+    ranks = replace(config, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"weights take 2\.00 GiB"):
+        check_weights(cpu, ranks, 2**30)
+    check_weights(cpu, replace(ranks, distributed_executor_backend="ray"), 2**30)
+    check_weights(torch.device("cuda"), config, 2**40)  # the allocator refuses it
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_the_size_of_weights_is_known_before_they_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
+) -> None:
+    known: list[int] = []
+    monkeypatch.setattr(stages, "check_weights", lambda device, config, size: known.append(size))
+    path = save_checkpoint("qwen3", tmp_path)
+    started = start_engine(EngineConfig(model=str(path), quantization=quantization, opt_level=0))
+    assert known == [started.info.weight_bytes]
+
+
 def test_a_cache_larger_than_the_machine_is_refused() -> None:
     cpu, config = torch.device("cpu"), EngineConfig(kv_cache_memory=2**50)
     with pytest.raises(ConfigError, match=r"kv_cache_memory of 1048576\.0 GiB is more than"):
@@ -190,6 +231,18 @@ print(peak.grown_by())
 """
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=True)
     assert 1000 * 2**20 < int(done.stdout) < 1100 * 2**20
+
+
+def test_an_allocation_that_fails_is_told_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(*args: object) -> None:
+        torch.empty(2**62, dtype=torch.uint8)
+
+    monkeypatch.setattr("llmc.startup.stages.load_model", allocate)
+    config = EngineConfig(model=str(save_checkpoint("llama", tmp_path)), device="cpu")
+    with pytest.raises(ConfigError, match=r"can't allocate memory.*; use a smaller .*ulimit -v"):
+        start_engine(config)
 
 
 def test_a_gpu_that_is_too_small_is_told_as_that(
