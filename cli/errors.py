@@ -63,6 +63,9 @@ def describe(error: BaseException, argv: Sequence[str] = ()) -> tuple[str, str |
         return _one_line((error.strerror or str(error)) + name), hint, 2
     if isinstance(error, MemoryError):
         return "out of memory", "lower --max-model-len or --kv-cache-memory", 1
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        limits = "of processes (ulimit -u, or a container's pids) or of memory (ulimit -v)"
+        return "no further thread may be started", f"raise the limit {limits}", 1
     if isinstance(error, ModuleNotFoundError) and (package := _missing_package(error)):
         message = f"this needs the Python package {package}, which is not installed"
         return message, "`llmc doctor` lists what is missing, and the commands to install it", 2

@@ -214,6 +214,18 @@ def test_a_bug_is_called_a_bug(
     assert "Traceback" not in err
 
 
+def test_a_limit_of_threads_is_no_bug(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limited(*args: object) -> None:
+        raise RuntimeError("can't start new thread")  # of `threading`
+
+    monkeypatch.setattr("llmc.cli.chat.find_question", limited)
+    code, _, err = run_main(capsys, "chat", "hi")
+    assert code == 1
+    assert err.startswith("error: no further thread may be started\nhint: raise the limit of proc")
+
+
 @pytest.mark.parametrize(
     "missing, expected",
     [
