@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from llmc.cli.conversation import ShownToken
 from llmc.errors import ConfigError, InvalidRequestError, LlmcError
-from llmc.server_url import check_port
+from llmc.server_url import check_port, uses_proxies
 
 if TYPE_CHECKING:
     import httpx
@@ -79,6 +79,7 @@ class ServerBackend:
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(None, connect=10.0),
             transport=transport,
+            trust_env=uses_proxies(base),
         )
         try:
             response = await client.get("/v1/models", timeout=10.0)

@@ -14,10 +14,9 @@ import httpx
 from llmc.errors import ConfigError
 from llmc.load_test.metrics import RequestTrace
 from llmc.load_test.workloads import BenchRequest
-from llmc.server_url import check_port
+from llmc.server_url import check_port, uses_proxies
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +57,7 @@ def open_client(target: Target) -> httpx.AsyncClient:
         headers=headers,
         timeout=httpx.Timeout(None, connect=30.0),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        # A proxy from the environment must not be used between two processes of one machine.
-        trust_env=urlsplit(target.base_url).hostname not in _LOOPBACK,
+        trust_env=uses_proxies(target.base_url),
     )
 
 

@@ -7,7 +7,9 @@ import json
 import os
 import termios
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -23,7 +25,7 @@ from llmc.cli.chat_terminal import stream_answer, visible
 from llmc.cli.conversation import Conversation, TurnStats, why_it_ended
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError, InvalidRequestError, LlmcError
-from llmc.load_test.client import Target
+from llmc.load_test.client import Target, open_client
 
 
 def make_backend(**options: Any) -> tuple[EngineBackend, AsyncLLM, Any]:
@@ -206,6 +208,40 @@ def test_servers_may_leave_out_or_void_what_is_optional() -> None:
         )
     )
     assert (text, stats.completion_tokens) == ("Hi", 0)
+
+
+class Models(BaseHTTPRequestHandler):
+    """Answers any GET with a list of one model."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "near"}]}')
+
+    def log_message(self, *args: object) -> None:
+        """Nothing is logged."""
+
+
+def test_proxies_of_the_environment_are_not_asked_for_a_server_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing listens
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def ask(url: str) -> tuple[str, int]:
+        backend = await ServerBackend.connect(url)
+        await backend.close()
+        async with open_client(Target(base_url=url)) as client:
+            return backend.model, (await client.get("/v1/models")).status_code
+
+    with HTTPServer(("127.0.0.1", 0), Models) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        assert asyncio.run(ask(f"http://127.0.0.1:{server.server_port}")) == ("near", 200)
+        server.shutdown()
+    with pytest.raises(ConfigError, match="no server answers at http://far:1"):
+        asyncio.run(ServerBackend.connect("http://far:1"))
 
 
 @pytest.mark.parametrize("url", ["http://[", "http://far:99999999", "http://far:one"])
