@@ -4,6 +4,8 @@ downloaded.
     owner/name              safetensors, else the GGUF file in Q4_K_M or another usual format
     owner/name:Q8_0         the GGUF file in this format, as other engines name it
     owner/name/FILE.gguf    this file, with the other parts of a split model
+
+Each may follow `hf.co/`; the address of a repository's or a file's page is a name, too.
 """
 
 from __future__ import annotations
@@ -17,6 +19,11 @@ from llmc.errors import CheckpointError
 from llmc.weights.gguf.files import PART, SUFFIX, around_number, name_of
 
 _SITES = ("hf.co/", "huggingface.co/")
+_PAGE = re.compile(  # of the main branch: another one is chosen by `revision`
+    r"https?://(?:www\.)?(?:hf\.co|huggingface\.co)/(?P<repo>[\w.-]+/[\w.-]+)"
+    r"(?:/(?:tree|blob|resolve)/main(?P<file>/[^?#]+)?)?/?(?:[?#].*)?",
+    re.ASCII | re.IGNORECASE,
+)
 _NAME = re.compile(
     r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<format>[\w.-]+)|/(?P<file>(?:[\w.+-]+/)*[\w.+-]+\.gguf))?",
     re.ASCII | re.IGNORECASE,
@@ -38,9 +45,18 @@ class HubName:
         """Whether the name asks for a GGUF file."""
         return self.format is not None or self.file is not None
 
+    def __str__(self) -> str:
+        """Without a site or the address of a page."""
+        if self.file is not None:
+            return f"{self.repo}/{self.file}"
+        return self.repo if self.format is None else f"{self.repo}:{self.format}"
+
     @classmethod
     def parse(cls, text: str) -> HubName | None:
         """None for what looks like a path, such as `./name` or a file in an existing directory."""
+        page = _PAGE.fullmatch(text)
+        if page is not None:
+            text = page["repo"] + (page["file"] or "")
         for site in _SITES:
             text = text.removeprefix(site)
         found = _NAME.fullmatch(text)

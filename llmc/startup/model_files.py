@@ -125,8 +125,9 @@ def fetch(config: EngineConfig) -> Location:
     """A model of the hub, after its download. CheckpointError if there is no usable model."""
     assert config.model is not None, "no name means the default model, which is local"
     path = download(config)
+    is_page = "://" in config.model
     return Location(
-        name=config.model,
+        name=str(HubName.parse(config.model)) if is_page else config.model,
         path=path if path.is_file() else _checked(path),
         overrides=config.hf_overrides or {},
     )
@@ -164,13 +165,14 @@ def _gguf_in(path: Path) -> Path | None:
     """The GGUF file at `path`, or in a directory that has no other weights."""
     if path.is_file():
         return path if is_gguf_file(path) else None
-    return None if _has_weights(path) else first_part(path)
+    return None if _has_weights(path) or not path.is_dir() else first_part(path)
 
 
 def _checked(path: Path) -> Path:
-    if path.is_file():
+    if not path.is_dir():
+        what = "a file" if path.is_file() else "neither a file nor a directory"
         raise CheckpointError(
-            f"{str(path)!r} is a file; give a .gguf file, or the directory with config.json"
+            f"{str(path)!r} is {what}; give a .gguf file, or the directory with config.json"
         )
     if not (path / "config.json").is_file() and (path / ADAPTER_CONFIG).is_file():
         raise only_an_adapter(path)

@@ -13,6 +13,7 @@ import pytest
 from fake_hub import FILES, GGUF_FILES, GGUF_MODEL, MODEL, PICKLED_MODEL, Hub, fake_hub
 
 from llmc.cli.hub import _ago, _size
+from llmc.startup.hub import HubName
 
 
 @pytest.fixture
@@ -78,6 +79,10 @@ def test_a_download_that_broke_goes_on(hub: Hub, tmp_path: Path) -> None:
             f"{GGUF_MODEL}/BF16/tiny-BF16-00001-of-00002.gguf",
             ["BF16/tiny-BF16-00001-of-00002.gguf", "BF16/tiny-BF16-00002-of-00002.gguf"],
         ),
+        (
+            f"https://huggingface.co/{GGUF_MODEL}/blob/main/BF16/tiny-BF16-00001-of-00002.gguf",
+            ["BF16/tiny-BF16-00001-of-00002.gguf", "BF16/tiny-BF16-00002-of-00002.gguf"],
+        ),
     ],
 )
 def test_one_gguf_model_of_a_repository_is_pulled(
@@ -129,6 +134,27 @@ def test_what_is_not_there_is_told(hub: Hub, tmp_path: Path) -> None:
     assert missing.returncode != 0 and "owner/none" in missing.stderr
     assert "owner/name" in llmc(hub, tmp_path, "pull", "./here").stderr
     assert "not in the cache: a/b" in llmc(hub, tmp_path, "rm", "a/b").stderr
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("https://huggingface.co/owner/name", "owner/name"),
+        ("http://www.huggingface.co/owner/name/", "owner/name"),
+        ("https://hf.co/owner/name/tree/main", "owner/name"),
+        ("https://huggingface.co/owner/name?library=transformers", "owner/name"),
+        ("https://huggingface.co/owner/name/blob/main/x.gguf", "owner/name/x.gguf"),
+        ("https://huggingface.co/o/n/resolve/main/a/x.gguf?download=true", "o/n/a/x.gguf"),
+        ("hf.co/owner/name:Q8_0", "owner/name:Q8_0"),
+        ("https://huggingface.co/owner/name/tree/other", None),  # that is `--revision`
+        ("https://huggingface.co/owner/name/blob/main/config.json", None),
+        ("https://huggingface.co/owner", None),
+        ("https://example.com/owner/name", None),
+    ],
+)
+def test_the_address_of_a_page_is_a_name(address: str, name: str | None) -> None:
+    found = HubName.parse(address)
+    assert (None if found is None else str(found)) == name
 
 
 def test_sizes_and_ages() -> None:

@@ -55,6 +55,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     refused(tmp_path / "model.safetensors", "is a file; give a .gguf file, or the directory")
+    refused("/dev/null", "is neither a file nor a directory; give a .gguf file, or the directory")
 
 
 def test_a_revision_of_a_local_model(tmp_path: Path) -> None:
