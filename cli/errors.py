@@ -57,6 +57,8 @@ def describe(error: BaseException, argv: Sequence[str] = ()) -> tuple[str, str |
         return name_flags(_one_line(str(error))), hint and name_flags(hint), code
     if isinstance(error, ValueError):
         return _one_line(str(error)), hint or "run again with --debug to see the traceback", 2
+    if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):
+        return "no folder for temporary files is writable", "set TMPDIR to one that is", 2
     if isinstance(error, OSError) and error.errno is not None:
         name = f": {error.filename}" if error.filename else ""
         hint = "choose another with --port" if error.errno == errno.EADDRINUSE else hint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import re
@@ -214,16 +215,34 @@ def test_a_bug_is_called_a_bug(
     assert "Traceback" not in err
 
 
-def test_a_limit_of_threads_is_no_bug(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (
+            RuntimeError("can't start new thread"),  # of `threading`
+            1,
+            "error: no further thread may be started\nhint: raise the limit of processes",
+        ),
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+            2,
+            "error: no folder for temporary files is writable\nhint: set TMPDIR to one that is\n",
+        ),
+    ],
+)
+def test_a_limit_of_the_system_is_no_bug(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    code: int,
+    told: str,
 ) -> None:
     def limited(*args: object) -> None:
-        raise RuntimeError("can't start new thread")  # of `threading`
+        raise error
 
     monkeypatch.setattr("llmc.cli.chat.find_question", limited)
-    code, _, err = run_main(capsys, "chat", "hi")
-    assert code == 1
-    assert err.startswith("error: no further thread may be started\nhint: raise the limit of proc")
+    done, _, err = run_main(capsys, "chat", "hi")
+    assert done == code and err.startswith(told)
 
 
 @pytest.mark.parametrize(
