@@ -65,6 +65,33 @@ def rope_attention(
     return out
 
 
+def place_new_tokens(
+    of: dict[str, Any], lengths: list[tuple[int, int]], block_size: int, padding: int
+) -> tuple[list[int], list[int]]:
+    """The slots and positions of a case's new tokens and, in a last request without a context, of
+    `padding`. The arguments `of` the attention get that request, and the slots in its caches NaN,
+    since the op must write them."""
+    table = of["block_table"].cpu()
+    slots, positions = [], []
+    for r, (new, context) in enumerate(lengths):
+        for position in range(context - new, context):
+            block = int(table[r, position // block_size])
+            slots.append(block * block_size + position % block_size)
+            positions.append(position)
+    for cache in (cache for name, cache in of.items() if name.endswith("_cache")):
+        stored = torch.tensor(slots, dtype=torch.int64, device=cache.device)
+        blocks, offset = stored // block_size, stored % block_size
+        if cache.dtype == torch.int8:
+            row_scales(cache)[blocks, :, offset] = float("nan")
+            continue
+        indexable(cache)[blocks, :, offset] = 0x7F if cache.dtype in FP8 else float("nan")
+    if padding:
+        of["query_start"] = torch.cat([of["query_start"], of["query_start"][-1:] + padding])
+        for name in ("context_len", "block_table"):
+            of[name] = torch.cat([of[name], torch.zeros_like(of[name][:1])])
+    return slots + [-1] * padding, positions + [0] * padding
+
+
 def make_rope_case(
     lengths: list[tuple[int, int]],  # (new tokens, context after the step) of each request
     heads: int,
@@ -83,32 +110,14 @@ def make_rope_case(
     seed: int = 0,
     **features: Any,  # of `make_case`
 ) -> Case:
-    """Random inputs; the slots that the op must write hold NaN."""
+    """Random inputs."""
     case = make_case(
         lengths, heads, kv_heads, dim, v_dim, block_size, device, dtype, seed=seed, **features
     )
     of = paged_attention.bind(case)
     gen = torch.Generator(device="cpu").manual_seed(seed + 1)
     tokens, width = of["query"].shape[0] + padding, width or dim
-    table = of["block_table"].cpu()
-    slots, place = [], []
-    for r, (new, context) in enumerate(lengths):
-        for position in range(context - new, context):
-            block = int(table[r, position // block_size])
-            slots.append(block * block_size + position % block_size)
-            place.append(position)
-    stored = torch.tensor(slots, dtype=torch.int64, device=device)
-    for cache in (of["key_cache"], of["value_cache"]):
-        blocks, offset = stored // block_size, stored % block_size
-        if cache.dtype == torch.int8:
-            row_scales(cache)[blocks, :, offset] = float("nan")
-            continue
-        indexable(cache)[blocks, :, offset] = 0x7F if cache.dtype in FP8 else float("nan")
-    if padding:
-        of["query_start"] = torch.cat([of["query_start"], of["query_start"][-1:] + padding])
-        for name in ("context_len", "block_table"):
-            of[name] = torch.cat([of[name], torch.zeros_like(of[name][:1])])
-    slots, place = slots + [-1] * padding, place + [0] * padding
+    slots, place = place_new_tokens(of, lengths, block_size, padding)
     packed = torch.randn(tokens, (heads + kv_heads) * dim + kv_heads * v_dim, generator=gen)
     q, k, v = packed.to(device, dtype).split([heads * dim, kv_heads * dim, kv_heads * v_dim], -1)
     angle = torch.rand(max(place) + 2, width // 2, generator=gen) * 6

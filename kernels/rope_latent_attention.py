@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from llmc.kernels.attention import expanded_dim
-from llmc.kernels.cache_dtype import FP8, cache_dtypes, indexable
+from llmc.kernels.cache_dtype import cache_dtypes
 from llmc.kernels.latent_attention import latent_attention, make_latent_case
 from llmc.kernels.registry import Case, op
+from llmc.kernels.rope_attention import place_new_tokens
 from llmc.kernels.rope_write_latent import rope_write_latent
 
 
@@ -79,33 +80,16 @@ def make_rope_latent_case(
     normed: bool = True,
     padding: int = 0,  # tokens of a last request without a context
 ) -> Case:
-    """Random inputs; the slots that the op must write hold NaN."""
+    """Random inputs."""
     case = make_latent_case(
         lengths, heads, dim, shared, v_dim, rank, block_size, device, dtype, cache=cache
     )
     of = latent_attention.bind(case)
     gen = torch.Generator(device="cpu").manual_seed(2)
-    table = of["block_table"].cpu()
-    places = [
-        (r, position)
-        for r, (new, context) in enumerate(lengths)
-        for position in range(context - new, context)
-    ]
-    slots = [
-        int(table[r, position // block_size]) * block_size + position % block_size
-        for r, position in places
-    ]
-    stored = torch.tensor(slots, dtype=torch.int64, device=device)
-    written = indexable(of["key_cache"])
-    written[stored // block_size, :, stored % block_size] = (
-        0x7F if of["key_cache"].dtype in FP8 else float("nan")
-    )
+    slots, places = place_new_tokens(of, lengths, block_size, padding)
     if padding:
         of["query"] = torch.cat([of["query"], of["query"][:1].expand(padding, -1, -1)])
-        of["query_start"] = torch.cat([of["query_start"], of["query_start"][-1:] + padding])
-        for name in ("context_len", "block_table"):
-            of[name] = torch.cat([of[name], torch.zeros_like(of[name][:1])])
-    positions = torch.tensor([position for _, position in places] + [0] * padding, device=device)
+    positions = torch.tensor(places, device=device)
     merged = torch.randn(len(positions), rank + shared + 3, generator=gen).to(device, dtype)
     latent, key, _ = merged.split([rank, shared, 3], dim=-1)
     angle = torch.rand(int(positions.max()) + 2, shared // 2, generator=gen) * 6
@@ -115,7 +99,7 @@ def make_rope_latent_case(
     return (
         of["query"], latent, key, norm, 1e-6, 0.5, angle.cos().to(device), angle.sin().to(device),
         positions, interleaved, of["weight"], of["key_cache"],
-        torch.tensor(slots + [-1] * padding, device=device), *(of[name] for name in names),
+        torch.tensor(slots, device=device), *(of[name] for name in names),
         of["sinks"], of["slopes"], of["k_scale"],
     )  # fmt: skip
 
