@@ -35,6 +35,7 @@ def load(name: str, path: str) -> ModuleType:
 
 
 load("llmc.errors", "llmc/errors.py")
+load("llmc.control_groups", "llmc/control_groups.py")
 levels = load("llmc.kernels.cpu.levels", "kernels/cpu/levels.py")
 compiling = load("llmc.kernels.cpu.compile", "kernels/cpu/compile.py")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 
 
@@ -24,3 +26,48 @@ def group_folders(controller: str, root: Path = Path("/")) -> list[Path]:
         inner = Path(path.lstrip("/"))
         folders += [mount / inner, *(mount / parent for parent in inner.parents)]
     return folders
+
+
+def available_cores() -> int:
+    """Cores that this process can keep busy: those it may run on, and no more than its quota."""
+    may = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if may else os.cpu_count() or 1
+    quota = quota_cores()
+    return cores if quota is None else min(cores, max(1, math.ceil(quota)))
+
+
+def quota_cores(root: Path = Path("/")) -> float | None:
+    """The CPU quota of Linux control groups in cores: the minimum over the hierarchy.
+
+    None if there is no limit. `root` is the folder that contains /proc and /sys.
+    """
+    found = [_quota(folder) for folder in group_folders("cpu", root)]
+    limits = [cores for cores in found if cores is not None]
+    return min(limits, default=None)
+
+
+def _quota(folder: Path) -> float | None:
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text()
+            period = (folder / "cpu.cfs_period_us").read_text()
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+
+
+def throttled_seconds(root: Path = Path("/")) -> float:
+    """Seconds for which the quota has stopped this process's control groups: the maximum over the
+    hierarchy, each counting the time of all cores. 0 if there is no limit."""
+    return max(map(_throttled, group_folders("cpu", root)), default=0.0)
+
+
+def _throttled(folder: Path) -> float:
+    try:
+        lines = (folder / "cpu.stat").read_text().splitlines()
+        counters = {name: int(value) for name, value in map(str.split, lines)}
+    except (OSError, ValueError):
+        return 0.0
+    return counters.get("throttled_usec", 0) / 1e6 + counters.get("throttled_time", 0) / 1e9

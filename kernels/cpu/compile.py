@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmc.control_groups import available_cores
 from llmc.kernels.cpu.levels import Level
 
 SOURCES = Path(__file__).parent
@@ -220,8 +221,8 @@ def run_all(
     on_file: OnFile | None,
     on_success: Callable[[list[str]], None] | None = None,
 ) -> str | None:
-    """Run commands in parallel, one per core. Returns the first error, or None."""
-    limit = os.cpu_count() or 1
+    """Run commands in parallel, one per core of this process. Returns the first error, or None."""
+    limit = available_cores()
     waiting = list(reversed(commands))
     running = dict[subprocess.Popen[bytes], tuple[Path, list[str]]]()
     error: str | None = None

@@ -7,7 +7,6 @@ so they measure exactly what a GPU would run.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 from triton import knobs
 from triton.errors import TritonError
 from triton.runtime.errors import InterpreterError
+
+from llmc.control_groups import available_cores
 
 T = TypeVar("T")
 _COMPILERS = 8  # threads; most of their time they are outside of Python
@@ -138,7 +139,7 @@ def compiling_together() -> Iterator[None]:
 
     On leaving, all are compiled. One that cannot be is reported when it is to run."""
     with (
-        ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool,
+        ThreadPoolExecutor(min(_COMPILERS, available_cores())) as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True),
     ):
         token = _only_compiles.set(True)

@@ -14,12 +14,12 @@ import torch
 
 from llmc import __version__
 from llmc.cache_dir import cache_dir
+from llmc.control_groups import quota_cores
 from llmc.errors import ConfigError, reason_of
 from llmc.host_memory import host_memory
 from llmc.kernels.cpu.build import BuildError, find_library
 from llmc.kernels.cpu.compile import find_toolchain
 from llmc.kernels.cpu.levels import pick_level, supported
-from llmc.kernels.cpu.threads import quota_cores
 from llmc.load_test.machine import GIB, processor_name
 from llmc.load_test.required_packages import Finding
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+from llmc.control_groups import throttled_seconds
 from llmc.engine.plan import StepPlan
-from llmc.kernels.cpu.threads import throttled_seconds
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
