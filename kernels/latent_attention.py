@@ -54,12 +54,12 @@ def expands(
     )
 
 
-def _shape(*, query: Tensor, weight: Tensor, key_cache: Tensor, **others: object) -> Tensor:
+def new_result(*, query: Tensor, weight: Tensor, key_cache: Tensor, **others: object) -> Tensor:
     tokens, heads, dim = query.shape
     return query.new_empty(tokens, heads, expanded_dim(dim, heads, weight, key_cache.shape[3]))
 
 
-@op(shape=_shape)
+@op(shape=new_result)
 def latent_attention(
     query: Tensor,
     weight: Tensor,
@@ -86,7 +86,7 @@ def latent_attention(
     rounding.
     """
     heads, dim = query.shape[1:]
-    out = query.new_zeros(_shape(query=query, weight=weight, key_cache=key_cache).shape)
+    out = query.new_zeros(new_result(query=query, weight=weight, key_cache=key_cache).shape)
     starts = query_start.tolist()
     for r, length in enumerate(context_len.tolist()):
         first, last = starts[r], starts[r + 1]

@@ -7,20 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmc.kernels.attention import expanded_dim
 from llmc.kernels.cache_dtype import cache_dtypes
-from llmc.kernels.latent_attention import latent_attention, make_latent_case
+from llmc.kernels.latent_attention import latent_attention, make_latent_case, new_result
 from llmc.kernels.registry import Case, op
 from llmc.kernels.rope_attention import place_new_tokens
 from llmc.kernels.rope_write_latent import rope_write_latent
 
 
-def _shape(*, query: Tensor, weight: Tensor, key_cache: Tensor, **others: object) -> Tensor:
-    tokens, heads, dim = query.shape
-    return query.new_empty(tokens, heads, expanded_dim(dim, heads, weight, key_cache.shape[3]))
-
-
-@op(mutates=("key_cache",), shape=_shape)
+@op(mutates=("key_cache",), shape=new_result)
 def rope_latent_attention(
     query: Tensor,
     latent: Tensor,

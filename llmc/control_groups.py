@@ -65,9 +65,14 @@ def throttled_seconds(root: Path = Path("/")) -> float:
 
 
 def _throttled(folder: Path) -> float:
-    try:
-        lines = (folder / "cpu.stat").read_text().splitlines()
-        counters = {name: int(value) for name, value in map(str.split, lines)}
-    except (OSError, ValueError):
-        return 0.0
+    counters = read_counters(folder / "cpu.stat")
     return counters.get("throttled_usec", 0) / 1e6 + counters.get("throttled_time", 0) / 1e9
+
+
+def read_counters(file: Path) -> dict[str, int]:
+    """The numbers of a group's `*.stat` file by name; none if there is no such file, or another."""
+    try:
+        lines = file.read_text().splitlines()
+        return {name: int(value) for name, value in map(str.split, lines)}
+    except (OSError, ValueError):
+        return {}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from llmc.control_groups import group_folders
+from llmc.control_groups import group_folders, read_counters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +46,6 @@ def _number(file: Path) -> int | None:
 def _reclaimable(folder: Path) -> int:
     """Bytes of files that were read or written and are no longer in use; the kernel takes them back
     before a group reaches its limit."""
-    try:
-        lines = (folder / "memory.stat").read_text().splitlines()
-        counters = {name: int(value) for name, value in map(str.split, lines)}
-    except (OSError, ValueError):
-        return 0
+    counters = read_counters(folder / "memory.stat")
     # version 1 counts those of the groups within under the second name
     return counters.get("total_inactive_file", counters.get("inactive_file", 0))
