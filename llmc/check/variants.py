@@ -215,6 +215,9 @@ class RoundedWeights:
     def check(self, names: Iterable[str]) -> None:
         self._source.check(names)
 
+    def reads_rows(self, name: str) -> bool:
+        return self._source.reads_rows(name)
+
     def write_blocks(
         self, name: str, to: Quantization, out: BlockWriter, part: SomeOf | None = None
     ) -> None:

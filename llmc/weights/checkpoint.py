@@ -42,7 +42,7 @@ _DTYPES = {
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _LFS_POINTER = b"version https://git-lfs.github.com/"
 _COMPARED_AT_ONCE = 4 << 20  # bytes
-_READ_AT_ONCE = 16 << 20  # bytes of whole rows, when only a part of each row is used
+_READ_AT_ONCE = 16 << 20  # bytes of whole rows, of which a part or another dtype is needed
 
 
 class Readable(Protocol):
@@ -184,6 +184,10 @@ class SomeOf:
         pieces = [tensor.narrow(self.dim, start, length) for start, length in self.ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
+    @classmethod
+    def rows(cls, shape: tuple[int, ...], ranges: Sequence[tuple[int, int]]) -> SomeOf:
+        return cls(shape=shape, dim=0, ranges=tuple(ranges))
+
     def of_joined(self, first: int, shape: tuple[int, ...]) -> SomeOf | None:
         """The part that falls into one of the matrices whose concatenated rows make up the whole:
         the one that starts at row `first`. None if they don't overlap."""
@@ -210,16 +214,14 @@ class SomeOf:
         """
         if not isinstance(stored, StoredTensor):
             out.copy_(self.of(stored.read()))
-        elif self.dim == 0:
-            at = 0
-            for start, length in self.ranges:
-                out[at : at + length].copy_(stored.rows(start, length).read())
-                at += length
-        else:
-            rows = max(1, _READ_AT_ONCE * self.shape[0] // max(1, stored.num_bytes))
-            for at in range(0, self.shape[0], rows):
-                count = min(rows, self.shape[0] - at)
-                out[at : at + count].copy_(self.of(stored.rows(at, count).read()))
+            return
+        rows, at = max(1, _READ_AT_ONCE * self.shape[0] // max(1, stored.num_bytes)), 0
+        for first, length in self.ranges if self.dim == 0 else ((0, self.shape[0]),):
+            for start in range(first, first + length, rows):
+                count = min(rows, first + length - start)
+                some = stored.rows(start, count).read()
+                out[at : at + count].copy_(some if self.dim == 0 else self.of(some))
+                at += count
 
 
 def staging(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

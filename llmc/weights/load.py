@@ -57,6 +57,9 @@ class WeightSource(Protocol):
     def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
         """Write parameter `name`, or this part of it, into `out`, casting to its dtype."""
 
+    def reads_rows(self, name: str) -> bool:
+        """Whether `fill` reads rows of parameter `name` from a file without the others."""
+
     def write_blocks(
         self, name: str, to: Quantization, out: BlockWriter, part: SomeOf | None = None
     ) -> None:
@@ -84,6 +87,9 @@ class DummyWeights:
 
     def check(self, names: Iterable[str]) -> None:
         """Every name exists."""
+
+    def reads_rows(self, name: str) -> bool:
+        return False
 
     def write_blocks(
         self, name: str, to: Quantization, out: BlockWriter, part: SomeOf | None = None
@@ -172,6 +178,9 @@ class DirectWeights:
             raise CheckpointError(f"the checkpoint has no tensor for {name}")
         _copy(stored, out, part)
 
+    def reads_rows(self, name: str) -> bool:
+        return isinstance(self._find(name), StoredTensor)
+
     def stored(self, name: str) -> tuple[Readable, ...]:
         """The stored tensor of a parameter; () if there is none."""
         found = self._find(name)
@@ -248,6 +257,9 @@ class CheckpointWeights:
             )
         out.copy_(value if part is None else part.of(value))
 
+    def reads_rows(self, name: str) -> bool:
+        return isinstance(self._from.find(name), StoredTensor)
+
     def stored(self, name: str) -> tuple[Readable, ...]:
         """The stored tensors of a parameter that stays quantized."""
         found = self._from.find(name)
@@ -284,6 +296,8 @@ def _copy(stored: Readable, out: Tensor, part: SomeOf | None = None) -> None:
     straight = stored.dtype == out.dtype and out.is_contiguous() and out.device.type == "cpu"
     if straight and tuple(out.shape) == stored.shape:
         stored.read(out)
+    elif stored.shape and tuple(out.shape) == stored.shape:
+        SomeOf.rows(stored.shape, [(0, stored.shape[0])]).read(stored, out)
     else:
         out.copy_(stored.read())
 
@@ -380,8 +394,7 @@ def _quantized(
         inputs = _of_inputs(piece, to, shapes)
         if inputs is not None:  # scales are computed over all inputs
             piece = dataclasses.replace(piece, shards=())
-        made = make_weight(piece, shapes, dtype, source, None, rank=rank)
-        for rows in made if made.dim() == 3 else (made,):  # experts
+        for rows in _matrices(piece, shapes, dtype, source, rank):
             channels_first = rows.T if to.transposed else rows
             depth = channels_first.shape[1]
             whole = to if inputs is None else quantization_of(to.format, CHANNELS, depth)
@@ -392,6 +405,45 @@ def _quantized(
                 if inputs is not None:
                     parts = some_inputs(parts, whole, to, inputs.ranges(rank))
                 yield parts
+
+
+def _matrices(
+    role: WeightInput,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    source: WeightSource,
+    rank: int,
+) -> Iterator[Tensor]:
+    """A plain recipe's weight: [N, K] some rows at a time, [E, N, K] expert by expert.
+
+    If the source reads them alone, the whole is never in memory.
+    """
+    (name, shard), *more = role.pieces
+    is_computed = more or role.transposed or role.functions
+    along = 0 if shard is None else shard.dim
+    if is_computed or along != 0 or not source.reads_rows(name):
+        made = make_weight(role, shapes, dtype, source, None, rank=rank)
+        yield from made if made.dim() == 3 else (made,)
+        return
+    (size,) = _sizes(role, shapes)
+    held = [(0, size[0])] if shard is None else shard.ranges(rank)
+    step = 1 if len(size) == 3 else _rows_at_once(size[-1])
+    for first in range(0, size[0], step):
+        count = min(step, size[0] - first)
+        some = staging((count, *size[1:]), dtype)
+        source.fill(name, some, SomeOf.rows(shapes[name], _cut(held, first, count)))
+        yield from some if len(size) == 3 else (some,)
+
+
+def _cut(ranges: Iterable[tuple[int, int]], first: int, count: int) -> list[tuple[int, int]]:
+    """The ranges (start, length) of `count` of the elements in `ranges`, from number `first` on."""
+    found = []
+    for start, length in ranges:
+        begin, end = max(first, 0), min(first + count, length)
+        if begin < end:
+            found.append((start + begin, end - begin))
+        first -= length
+    return found
 
 
 def _of_inputs(
@@ -446,8 +498,8 @@ def _whole_blocks(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> l
 
 
 def _rows_at_once(depth: int) -> int:
-    """Rows of whole blocks with about 4 million values: quantizing makes several float32 copies."""
-    return max(1, (4 << 20) // (depth * CHANNELS)) * CHANNELS
+    """Rows of whole blocks with about a million values: quantizing makes several float32 copies."""
+    return max(1, (1 << 20) // (depth * CHANNELS)) * CHANNELS
 
 
 def make_weight(

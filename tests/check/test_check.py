@@ -260,6 +260,9 @@ class _Numbers:
 
     def check(self, names: Any) -> None: ...
 
+    def reads_rows(self, name: str) -> bool:
+        return False
+
     def write_blocks(self, name: str, to: Any, out: Any, part: Any = None) -> None: ...
 
     def fill(self, name: str, out: torch.Tensor, part: Any = None) -> None:

@@ -1,4 +1,5 @@
-"""Loading takes at most one copy of the weights plus 15 percent, measured in its own process."""
+"""Loading takes at most one copy of the weights plus 15 percent; quantizing them, little more than
+what stays. Measured in processes of their own."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,9 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 LIMIT = 1.15
+NEEDS_PROC = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc"
+)
 
 CHILD = """
 import gc, json, sys
@@ -41,7 +46,9 @@ from llmc.startup.sizing import PeakMemory
 
 path = Path(sys.argv[1])
 device = torch.device("cpu")
-options = PipelineOptions(block_size=16, max_positions=64, device_type="cpu")
+options = PipelineOptions(
+    block_size=16, max_positions=64, device_type="cpu", quantization=sys.argv[2] or None
+)
 built = build_model(AutoConfig.from_pretrained(path), torch.bfloat16)
 captured = capture_model(built, device)
 program = rewrite(captured, RewriteOptions(pipeline=options, switches={}))
@@ -54,15 +61,16 @@ grown = peak.grown_by()
 ops = [str(n.target) for n in program.graph.graph.nodes]
 print(json.dumps({
     "grown": grown,
+    "kept": sum(weight.nbytes for weight in weights.values()),
     "merged": sum(len(role.parts) > 1 for _, role in program.weight_inputs()),
     "packed": sum("_linear_pointwise" in op for op in ops),
 }))
 """
 
 
-def save_big_checkpoint(path: Path) -> int:
+def save_big_checkpoint(path: Path, **sizes: int) -> int:
     """About 400 MB in two shards; the number of bytes of all tensors."""
-    config = make_config("qwen3", **SIZES)
+    config = make_config("qwen3", **{**SIZES, **sizes})
     config.save_pretrained(path)
     state = build(config, torch.bfloat16).module.state_dict()
     noise = torch.randn(2**20, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -81,20 +89,34 @@ def save_big_checkpoint(path: Path) -> int:
     return total
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-def test_peak_memory_is_one_copy_and_a_little(tmp_path: Path) -> None:
-    total = save_big_checkpoint(tmp_path)
-    assert total > 350e6
+def load(path: Path, quantization: str = "") -> Any:
+    """What a process that loads the checkpoint printed."""
     done = subprocess.run(
-        [sys.executable, "-P", "-c", CHILD, str(tmp_path)],
+        [sys.executable, "-P", "-c", CHILD, str(path), quantization],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
-        cwd=tmp_path,
+        cwd=path,
     )
     assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@NEEDS_PROC
+def test_peak_memory_is_one_copy_and_a_little(tmp_path: Path) -> None:
+    total = save_big_checkpoint(tmp_path)
+    assert total > 350e6
+    seen = load(tmp_path)
     assert seen["merged"] == 2 * SIZES["num_hidden_layers"]
     # Less than one copy would mean that the measurement misses the weights.
     assert 0.95 * total < seen["grown"] <= LIMIT * total, seen["grown"] / total
+
+
+@NEEDS_PROC
+def test_a_weight_that_is_quantized_is_never_whole_in_memory(tmp_path: Path) -> None:
+    vocab = 6 * SIZES["vocab_size"]
+    save_big_checkpoint(tmp_path, vocab_size=vocab)
+    head = vocab * SIZES["hidden_size"] * 2  # bytes, of the largest one
+    seen = load(tmp_path, "int4")
+    assert 0.95 * seen["kept"] < seen["grown"] < seen["kept"] + 0.6 * head, seen
