@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -21,21 +22,35 @@ from llmc.compiler.program import load_weights
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
 from llmc.kernels.cpu.pages import HugePages
-from llmc.passes.inputs import Shard, WeightInput
+from llmc.kernels.quantized_linear import quantization_of
+from llmc.passes.inputs import QuantizedPart, Shard, WeightInput
 from llmc.startup.compile import compile_model, keep
 from llmc.startup.resolve import resolve
 from llmc.weights import checkpoint
+from llmc.weights import load as load_module
 from llmc.weights.checkpoint import SomeOf, StoredTensor, open_checkpoint
-from llmc.weights.load import CheckpointWeights, DirectWeights, DummyWeights, make_weight
+from llmc.weights.load import (
+    CheckpointWeights,
+    DirectWeights,
+    DummyWeights,
+    make_weight,
+    make_weights,
+)
 
 MEMORY = HugePages(torch.device("cpu"))
 
 
 class Plain:
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], *, by_rows: bool = False) -> None:
         self.tensors = tensors
+        self.by_rows = by_rows
+        self.filled: list[tuple[int, ...]] = []
+
+    def reads_rows(self, name: str) -> bool:
+        return self.by_rows
 
     def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
+        self.filled.append(tuple(out.shape))
         whole = self.tensors[name]
         out.copy_(whole if part is None else part.of(whole))
 
@@ -198,6 +213,37 @@ def test_a_program_gets_every_weight_in_its_final_form(dense: Any) -> None:
         assert torch.equal(weights[node.name], want), role
         merged += len(role.parts) > 1
     assert merged == 4, "two layers with q, k, v and gate, up"
+
+
+IN_TWO = {
+    "whole": (),
+    "part of the rows": (Shard(dim=0, sections=((96, 2), (64, 2), (32, 1)), size=2),),
+    "part of the inputs": (Shard(dim=1, sections=((64, 2),), size=2),),
+}
+
+
+@pytest.mark.parametrize("kind", IN_TWO)
+@pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
+def test_some_rows_at_a_time_are_quantized_as_the_whole_is(
+    format: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_module, "_rows_at_once", lambda depth: 32)
+    tensors = {"a": torch.randn(192, 64), "b": torch.randn(3, 32, 64)}
+    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+    for part, rank in (("a", 0), ("a", 1), ("b", 0)):
+        shards = IN_TWO[kind] if part == "a" else ()
+        held = shapes[part][-1] // (2 if kind == "part of the inputs" and part == "a" else 1)
+        to = quantization_of(format, 64, held)
+        assert to is not None
+        kept = QuantizedPart(to=to, part="weight")
+        role = WeightInput(parts=(part,), shards=shards, quantized=kept)
+        one, two = (Plain(tensors, by_rows=by_rows) for by_rows in (False, True))
+        whole, pieces = (
+            make_weights(role, shapes, torch.float32, source, MEMORY, rank) for source in (one, two)
+        )
+        assert len(one.filled) == 1 and len(two.filled) > 2
+        assert max(math.prod(shape) for shape in two.filled) <= 64 * 32
+        assert len(whole) == 2 and all(torch.equal(whole[r], pieces[r]) for r in whole)
 
 
 def test_several_threads_read_what_one_does(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,9 @@ class _Plain:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
 
+    def reads_rows(self, name: str) -> bool:
+        return True
+
     def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
         whole = self.tensors[name]
         out.copy_(whole if part is None else part.of(whole))
