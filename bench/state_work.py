@@ -53,7 +53,8 @@ def state_work(name: str, rows: int, tokens: int, device: torch.device = CPU) ->
         (rand(total, 4096).float(), gate(total, 4096)),
     )  # fmt: skip
     yield make(
-        causal_conv, "8192 x 4", (8192, 3), dtype, (rand(total, 8192), rand(8192, 4), None, None)
+        causal_conv, "8192 x 4", (8192, 3), dtype,
+        (rand(total, 8192), rand(8192, 4), None, None, None, None),
     )  # fmt: skip
 
 

@@ -23,6 +23,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def activated(x: Tensor, act: str, gated: bool) -> Tensor:
+    """act(x), or where gated act(first half) * second half of the last dimension."""
+    if not gated:
+        return ACTIVATIONS[act](x)
+    gate, up = x.chunk(2, dim=-1)
+    return ACTIVATIONS[act](gate) * up
+
+
 def _shape(*, gate_up: Tensor, **others: object) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 

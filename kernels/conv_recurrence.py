@@ -71,7 +71,7 @@ def conv_delta_rule(
     conv_weight [2 G D + H Dv, K], and the other arguments as in both ops.
     """
     step = query_start, context_len, request_row
-    y = causal_conv.reference(x, conv_weight, conv_bias, conv_act, conv_state, *step)
+    y = causal_conv.reference(x, conv_weight, conv_bias, conv_act, None, None, conv_state, *step)
     rest = (decay, beta, scale, norm_eps, decay_rate, decay_bias, beta_scale, state, *step)
     made: Tensor = delta_rule.reference(*delta_arguments(y, groups, *rest))
     return made
@@ -109,7 +109,7 @@ def conv_scan(
     conv_weight [H P + 2 G N, K], and the other arguments as in both ops.
     """
     step = query_start, context_len, request_row
-    y = causal_conv.reference(x, conv_weight, conv_bias, conv_act, conv_state, *step)
+    y = causal_conv.reference(x, conv_weight, conv_bias, conv_act, None, None, conv_state, *step)
     rest = (dt, a, skip, gate, dt_bias, dt_softplus, dt_min, dt_max, dtype, state, *step)
     made: Tensor = selective_scan.reference(*scan_arguments(y, groups, *rest))
     return made
@@ -127,7 +127,8 @@ def in_turn(recurrence: Op, arguments: Arguments, *prefer: str) -> Fn:
         groups: int,
         *rest: Any,
     ) -> Tensor:
-        y = causal_conv.run(x, weight, bias, act, state, *rest[-3:], prefer=prefer)
+        taken = (x, weight, bias, act, None, None, state, *rest[-3:])
+        y = causal_conv.run(*taken, prefer=prefer)
         made: Tensor = recurrence.run(*arguments(y, groups, *rest), prefer=prefer)
         return made
 

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmc.kernels.act_mul import ACTIVATIONS
+from llmc.kernels.act_mul import activated
 from llmc.kernels.gated_rms_norm import gated_rms_norm
 from llmc.kernels.registry import Case, op
 from llmc.kernels.rms_norm import normalize
 
 
-def _shape(*, x: Tensor, weight: Tensor, act: str | None, **others: object) -> Tensor:
-    return weight.new_empty(*x.shape[:-1], weight.shape[0] // (1 if act is None else 2))
+def _shape(*, x: Tensor, weight: Tensor, act: str | None, gated: bool, **others: object) -> Tensor:
+    return weight.new_empty(*x.shape[:-1], weight.shape[0] // (2 if act and gated else 1))
 
 
 @op(shape=_shape)
@@ -35,13 +35,15 @@ def fused_linear(
     gate_act: str = "silu",
     gate_first: bool = False,
     group: int = 0,
+    gated: bool = True,
 ) -> Tensor:
     """act_mul(rms_norm(x) weight^T + bias) + residual; each part is optional.
 
     x [..., K], weight [N, K], bias [N]. eps None: no norm; otherwise norm_weight [K] and offset
-    as in `rms_norm`. act as in `act_mul`: the result has N / 2 columns. residual: same shape as the
-    result. With a gate [..., K], the norm is `gated_rms_norm`, of groups of `group` channels, with
-    gate_act as its act; then x and gate may have other dtypes than the weight and the result.
+    as in `rms_norm`. act as in `act_mul`: the result has N / 2 columns; if not gated, as in
+    `activate`: it has N. residual: same shape as the result. With a gate [..., K], the norm is
+    `gated_rms_norm`, of groups of `group` channels, with gate_act as its act; then x and gate may
+    have other dtypes than the weight and the result.
     """
     if gate is not None:
         assert eps is not None, "a gate belongs to a norm"
@@ -52,8 +54,7 @@ def fused_linear(
         x = normalize(x, norm_weight, eps, offset).to(x.dtype)
     y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     if act is not None:
-        gate, up = y.chunk(2, dim=-1)
-        y = ACTIVATIONS[act](gate) * up
+        y = activated(y, act, gated)
     return (y if residual is None else y + residual.float()).to(weight.dtype)
 
 
@@ -86,6 +87,16 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         residual = rand(*rows, n // (1 if act is None else 2)) if added else None
         offset = 1.0 if normed and k % 8 else 0.0
         yield x, weight, bias, norm_weight, eps, offset, act, residual
+    for rows, k, n, normed, act, added in (
+        ((1, 1), 100, 34, True, "relu2", False),
+        ((3,), 72, 40, True, "gelu", True),
+        ((20,), 64, 32, False, "gelu_tanh", True),
+    ):
+        x, weight = rand(*rows, k), rand(n, k) * k**-0.5
+        eps, norm_weight = (1e-5, rand(k)) if normed else (None, None)
+        ungated = (None, "silu", False, 0, False)
+        residual = rand(*rows, n) if added else None
+        yield x, weight, rand(n), norm_weight, eps, 0.0, act, residual, *ungated
     for rows, groups, group, gate_act, first, weighted, added in (
         ((1, 1), 5, 16, "silu", False, True, True),
         ((1, 3), 3, 64, "sigmoid", False, False, True),
@@ -121,20 +132,21 @@ def add_linear(
     gate_act: str = "silu",
     gate_first: bool = False,
     group: int = 0,
+    gated: bool = True,
 ) -> None:
     """out += act_mul(rms_norm(x) weight^T + bias): `fused_linear`, with `out` as the residual.
 
-    out [..., N], or [..., N / 2] with an act; it shares no memory with the other arguments.
+    out [..., N], or [..., N / 2] with a gated act; it shares no memory with the other arguments.
     """
     given = (x, weight, bias, norm_weight, eps, offset, act, out)
-    out.copy_(fused_linear.reference(*given, gate, gate_act, gate_first, group))
+    out.copy_(fused_linear.reference(*given, gate, gate_act, gate_first, group, gated))
 
 
 @add_linear.cases
 def _adding_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    for x, weight, bias, norm_weight, eps, offset, act, residual, *gated in _cases(device, dtype):
+    for x, weight, bias, norm_weight, eps, offset, act, residual, *of_norm in _cases(device, dtype):
         if residual is not None:
-            given = (x, weight, bias, norm_weight, eps, offset, act, *gated)
+            given = (x, weight, bias, norm_weight, eps, offset, act, *of_norm)
             yield residual, *given
             spread = residual.new_zeros(*residual.shape[:-1], residual.shape[-1] + 3)
             yield spread[..., :-3].copy_(residual), *given

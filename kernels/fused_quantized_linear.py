@@ -8,14 +8,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmc.kernels.act_mul import ACTIVATIONS
+from llmc.kernels.act_mul import activated
 from llmc.kernels.quantized_linear import CHANNELS, quantized_linear
 from llmc.kernels.registry import Case, op
 from llmc.kernels.rms_norm import rms_norm
 
 
-def _shape(*, x: Tensor, weight: Tensor, act: str | None, **others: object) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0] * CHANNELS // (1 if act is None else 2))
+def _shape(*, x: Tensor, weight: Tensor, act: str | None, gated: bool, **others: object) -> Tensor:
+    channels = weight.shape[0] * CHANNELS
+    return x.new_empty(*x.shape[:-1], channels // (2 if act and gated else 1))
 
 
 @op(shape=_shape)
@@ -31,21 +32,21 @@ def fused_quantized_linear(
     offset: float,
     act: str | None,
     residual: Tensor | None,
+    gated: bool = True,
 ) -> Tensor:
     """act_mul(rms_norm(x) w^T + bias) + residual in x's dtype; each part is optional.
 
     x [..., K]; weight, scale, zero, bias [N] and minimum as in `quantized_linear`, with its exact
     inputs. eps None: no norm; otherwise norm_weight [K] and offset as in `rms_norm`. act as in
-    `act_mul`: the result has N / 2 columns, and N is a multiple of 32. residual: same shape as the
-    result.
+    `act_mul`: the result has N / 2 columns, and N is a multiple of 32; if not gated, as in
+    `activate`: it has N. residual: same shape as the result.
     """
     if eps is not None:
         x = rms_norm.reference(x, norm_weight, eps, offset)
     wide = None if bias is None else bias.float()
     y = quantized_linear.reference(x.float(), weight, scale, zero, wide, minimum)
     if act is not None:
-        gate, up = y.chunk(2, dim=-1)
-        y = ACTIVATIONS[act](gate) * up
+        y = activated(y, act, gated)
     out: Tensor = (y if residual is None else y + residual.float()).to(x.dtype)
     return out
 
@@ -69,3 +70,5 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
                 x, weight, scale, zero, bias, minimum, gain if i % 4 > 1 else None, eps, offset,
                 act, residual if i % 5 else None,
             )  # fmt: skip
+            if i % 3 == 1:
+                yield x, weight, scale, zero, bias, minimum, None, None, 0.0, "relu", None, False

@@ -60,7 +60,7 @@ def find_convolutions(gm: fx.GraphModule) -> Notes:
         with graph.inserting_before(cut):
             tokens = emit(graph, aten.transpose.int, _squeeze(graph, given.input, 0), 0, 1)
             taps = _squeeze(graph, given.weight, 1)
-            out = emit(graph, causal_conv.overload, tokens, taps, given.bias, *[None] * 5)
+            out = emit(graph, causal_conv.overload, tokens, taps, given.bias, *[None] * 7)
             turned = emit(graph, aten.transpose.int, out, 0, 1)
             batched = emit(graph, aten.unsqueeze.default, turned, 0)
         replace(cut, batched)
@@ -113,7 +113,7 @@ def _windows(graph: fx.Graph, pad: fx.Node) -> fx.Node:
     with graph.inserting_before(pad):
         tokens = emit(graph, aten.transpose.int, _squeeze(graph, source, 0), 0, 1)
         copies = emit(graph, aten.repeat_interleave.self_int, tokens, width, 1)
-        moved = emit(graph, causal_conv.overload, copies, taps_node, *[None] * 6)
+        moved = emit(graph, causal_conv.overload, copies, taps_node, *[None] * 8)
         return emit(graph, aten.view.default, moved, [-1, channels, width])
 
 

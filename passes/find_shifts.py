@@ -78,7 +78,7 @@ def _shift(graph: fx.Graph, source: fx.Node) -> fx.Node:
     taps = torch.tensor([1.0, 0.0], dtype=val(source).dtype).expand(channels, 2).contiguous()
     flat = emit(graph, aten.squeeze.dim, source, 0)
     taps_node = add_constant(graph, "taps", taps, source)
-    moved = emit(graph, causal_conv.overload, flat, taps_node, *[None] * 6)
+    moved = emit(graph, causal_conv.overload, flat, taps_node, *[None] * 8)
     return emit(graph, aten.unsqueeze.default, moved, 0)
 
 

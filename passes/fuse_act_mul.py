@@ -50,7 +50,7 @@ def fuse_act_mul(gm: fx.GraphModule) -> Notes:
 
 def _gated(activated: Any, up: Any) -> tuple[Any, ...] | None:
     """The arguments of `act_mul` that give activated * up."""
-    act, gate = _activation(activated)
+    act, gate = activation(activated)
     if act is None:
         return None
     up, shift = _shifted(up)
@@ -65,8 +65,8 @@ def _gated(activated: Any, up: Any) -> tuple[Any, ...] | None:
     return None if source is None else (source, act, limit, shift, interleaved)
 
 
-def _activation(node: Any) -> tuple[str | None, Any]:
-    """(act, its argument) of an activation of `act_mul`."""
+def activation(node: Any) -> tuple[str | None, Any]:
+    """(act, its argument) of an activation of `act_mul`; (None, None) of other values."""
     if is_call(node, activate.overload):
         return node.args[1], node.args[0]
     if is_call(node, aten.silu.default, aten.relu.default):

@@ -32,6 +32,7 @@ from llmc.passes.edit import (
     through,
     val,
 )
+from llmc.passes.fuse_act_mul import activation
 from llmc.passes.inputs import WeightInput, add_input, input_of
 
 _RESHAPES = (
@@ -63,6 +64,11 @@ def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
     and where x is an input of the graph, or is also read later, instead of add_linear:
         h = llmc.fused_linear(a, v, None, None, None, 0.0, None, x)
 
+    Before:
+        y = aten.relu(aten.linear(x, w, b))
+    After:
+        y = llmc.fused_linear(x, w, b, None, None, 0.0, "relu", None, gated=False)
+
     and llmc.quantized_linear becomes llmc.fused_quantized_linear in the same way, never in place.
 
     Before:
@@ -83,6 +89,10 @@ def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
         plain = given.limit is None and given.shift == 0 and not given.interleaved
         if plain and _is_linear(linear) and only_user(linear) is node and _halves(linear):
             _fuse(graph, node, linear, act=given.act)
+    for node in list(graph.nodes):
+        act, linear = activation(node)
+        if act is not None and _is_linear(linear) and only_user(linear) is node:
+            _fuse(graph, node, linear, act=act, gated=False)
     for node in calls(graph, *_FUSED, *_FUSED.values()):
         _take_norm(graph, node)
     for node in calls(graph, aten.linear.default, fused_linear.overload):
@@ -92,7 +102,13 @@ def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
 
 
 def _fuse(
-    graph: fx.Graph, at: fx.Node, linear: Any, *, act: Any = None, residual: Any = None
+    graph: fx.Graph,
+    at: fx.Node,
+    linear: Any,
+    *,
+    act: Any = None,
+    residual: Any = None,
+    gated: bool = True,
 ) -> None:
     """Replace `at`, a function of the linear's result, with the fused op."""
     with graph.inserting_before(at):
@@ -105,6 +121,7 @@ def _fuse(
             offset=0.0,
             act=act,
             residual=residual,
+            gated=gated,
         )
     replace(at, fused)
     graph.erase_node(linear)
@@ -218,6 +235,7 @@ def _take_gated_norm(graph: fx.Graph, node: fx.Node) -> None:
             eps=norm.eps,
             offset=norm.offset,
             act=given.act if is_fused else None,
+            gated=is_fused and given.gated,
             residual=given.residual if is_fused else None,
             gate=reshaped(graph, source_of(norm.gate), shape),
             gate_act=norm.act,

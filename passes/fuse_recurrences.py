@@ -17,6 +17,7 @@ from llmc.passes.edit import (
     arguments,
     aten,
     calls,
+    emit,
     is_call,
     keeps_order,
     only_user,
@@ -43,18 +44,22 @@ def fuse_recurrences(gm: fx.GraphModule) -> Notes:
 
     Before:
         y = aten.silu(llmc.causal_conv(x, w, b, None, ...))
+        y = aten.mul(g, llmc.causal_conv(aten.mul(f, x), w, b, None, ...))
         g = aten.mul(rate [H], aten.softplus(aten.add(a [1, T, H], bias [H])))
         q, k = (aten.repeat_interleave(x [1, T, G, D], H / G, 2) for x in (q, k))
         o = llmc.delta_rule(q, k, v, g, aten.sigmoid(c), scale, eps, None, None, None, ...)
         z = aten.mul(llmc.selective_scan(..., gate=None, ...), aten.silu(u))
     After:
         y = llmc.causal_conv(x, w, b, "silu", ...)
+        y = llmc.causal_conv(x, w, b, None, ..., x_gate=f, y_gate=g)
         o = llmc.delta_rule(q, k, v, a, c, scale, eps, rate, bias, 1.0, ...)
         z = llmc.selective_scan(..., gate=u, ...)
     """
     graph = gm.graph
     for node in calls(graph, causal_conv.overload):
         _take_activation(node)
+        _take_x_gate(graph, node)
+        _take_y_gate(graph, node)
     for node in calls(graph, delta_rule.overload):
         _read_groups(graph, node)
         _take_decay(graph, node)
@@ -67,12 +72,66 @@ def fuse_recurrences(gm: fx.GraphModule) -> Notes:
 
 
 def _take_activation(conv: fx.Node) -> None:
-    at, user = conv, only_user(conv)
-    while user is not None and (keeps_order(user) or is_call(user, *_TURNS)):
-        at, user = user, only_user(user)
+    at, user = _moved(conv)
     if is_call(user, aten.silu.default) and arguments(conv).act is None:
         set_arguments(conv, act="silu")
         replace(user, at)  # type: ignore[arg-type]
+
+
+def _moved(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """The last of the calls that only move a value's elements, and the only call that reads it."""
+    user = only_user(node)
+    while user is not None and (keeps_order(user) or is_call(user, *_TURNS)):
+        node, user = user, only_user(user)
+    return node, user
+
+
+def _take_x_gate(graph: fx.Graph, conv: fx.Node) -> None:
+    x = arguments(conv).x
+    product = through_reshapes(x, *_TURNS)
+    if not is_call(product, aten.mul.Tensor) or _moved(product)[1] is not conv:
+        return
+    if all(_has_its_elements(factor, conv) for factor in product.args):
+        with graph.inserting_before(conv):
+            rows = [_by_token(graph, factor) for factor in product.args]
+        set_arguments(conv, x=rows[0], x_gate=rows[1])
+        _erase_unread(graph, x)
+
+
+def _take_y_gate(graph: fx.Graph, conv: fx.Node) -> None:
+    at, product = _moved(conv)
+    if not is_call(product, aten.mul.Tensor) or not _has_its_elements(product, conv):
+        return
+    for one, gate in operands(product):  # type: ignore[arg-type]
+        if one is at and _has_its_elements(gate, conv) and gate < conv:
+            with graph.inserting_before(conv):
+                set_arguments(conv, y_gate=_by_token(graph, gate))
+            return replace(product, at)  # type: ignore[arg-type]
+
+
+def _has_its_elements(node: Any, conv: fx.Node) -> bool:
+    """Whether a value has as many elements as the convolution's result [T, C], in its dtype."""
+    if not isinstance(node, fx.Node) or val(node).dtype != val(conv).dtype:
+        return False
+    return sorted(_sizes(node), key=str) == sorted(_sizes(conv), key=str)
+
+
+def _sizes(node: fx.Node) -> list[Any]:
+    return [size for size in val(node).shape if not isinstance(size, int) or size != 1]
+
+
+def _by_token(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """[T, C] or [C, T], with other sizes of 1, as [T, C]."""
+    sizes = _sizes(node)
+    rows = reshaped(graph, node, sizes)
+    return emit(graph, aten.transpose.int, rows, 0, 1) if isinstance(sizes[0], int) else rows
+
+
+def _erase_unread(graph: fx.Graph, node: Any) -> None:
+    while isinstance(node, fx.Node) and node.op == "call_function" and not node.users:
+        source = node.args[0]
+        graph.erase_node(node)
+        node = source
 
 
 def _read_groups(graph: fx.Graph, node: fx.Node) -> None:

@@ -191,6 +191,8 @@ Act act_named(const std::string& act) {
   TORCH_CHECK(false, "act must be silu, gelu, gelu_tanh, quick_gelu, relu or relu2, got ", act);
 }
 
+}  // namespace
+
 Tensor activate(const Tensor& x, const std::string& act) {
   const Act kind = act_named(act);
   Tensor kept, out = at::empty(x.sizes(), x.scalar_type());
@@ -200,8 +202,6 @@ Tensor activate(const Tensor& x, const std::string& act) {
   kernels->act_mul(a);
   return out;
 }
-
-}  // namespace
 
 Tensor act_mul(const Tensor& gate_up, const std::string& act, optional<double> limit,
                double shift, bool interleaved) {

@@ -22,6 +22,7 @@ Tensor rms_norm(const Tensor& x, const optional<Tensor>& weight, double eps, dou
 Tensor gated_norm(const Tensor& x, const Tensor& gate, const optional<Tensor>& weight, double eps,
                   double offset, const std::string& act, bool gate_first, int64_t group,
                   at::ScalarType dtype);
+Tensor activate(const Tensor& x, const std::string& act);
 Tensor act_mul(const Tensor& gate_up, const std::string& act, optional<double> limit = {},
                double shift = 0, bool interleaved = false);
 Tensor linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias);

@@ -27,6 +27,12 @@ void turn_back(float* const* from, int64_t taps, int64_t n, T* to) {
     for (int64_t j = 0; j < count; ++j) assign(to[c * count + j], from[j][c]);
 }
 
+void multiply(const TokenRows& gate, int64_t token, int64_t first, int64_t n, float* by) {
+  alignas(64) float factor[kBlock];
+  widen(gate, token, 0, first, n, factor);
+  for (int64_t c = 0; c < n; ++c) by[c] *= factor[c];
+}
+
 template <int kTaps, class T>  // kTaps 0: any number
 void block(const ConvArgs& a, const Span& s, int64_t first, int64_t n) {
   constexpr int kPast = kTaps ? kTaps - 1 : 0;
@@ -44,11 +50,18 @@ void block(const ConvArgs& a, const Span& s, int64_t first, int64_t n) {
   if (a.bias) widen(a.x.dtype, a.bias, first, n, bias);
   for (int64_t t = s.first; t < s.last; ++t) {
     widen(a.x, t, 0, first, n, input[taps - 1]);
+    if (a.x_gate.data) {  // the product is rounded, as it is in the state
+      multiply(a.x_gate, t, first, n, input[taps - 1]);
+      T rounded[kBlock];
+      narrow(input[taps - 1], n, rounded);
+      widen(rounded, n, input[taps - 1]);
+    }
     for (int64_t c = 0; c < n; c += kLanes) {
       v16f y = load(bias + c);
       for (int64_t j = 0; j < taps; ++j) y += load(weight[j] + c) * load(input[j] + c);
       store(out + c, a.silu ? y * sigmoid_lanes(y) : y);
     }
+    if (a.y_gate.data) multiply(a.y_gate, t, first, n, out);
     narrow(a.x.dtype, a.out, t * a.channels + first, n, out);
     std::rotate(input, input + 1, input + taps);
   }

@@ -263,14 +263,14 @@ Tensor fused_linear(const Tensor& x, const Tensor& weight, const optional<Tensor
                     const optional<Tensor>& norm_weight, optional<double> eps, double offset,
                     const optional<std::string>& act, const optional<Tensor>& residual,
                     const optional<Tensor>& gate, const std::string& gate_act, bool gate_first,
-                    int64_t group) {
+                    int64_t group, bool gated) {
   TORCH_CHECK(eps || !gate, "a gate belongs to a norm");
   Tensor y = gate  ? linear(gated_norm(x, *gate, norm_weight, *eps, offset, gate_act, gate_first,
                                        group, weight.scalar_type()),
                             weight, bias)
              : eps ? linear(rms_norm(x, norm_weight, *eps, offset), weight, bias)
                    : linear(x, weight, bias);
-  if (act) y = act_mul(y, *act);
+  if (act) y = gated ? act_mul(y, *act) : activate(y, *act);
   if (!residual || y.numel() == 0) return y;
   TORCH_CHECK(residual->sizes() == y.sizes() && residual->scalar_type() == y.scalar_type(),
               "residual must be ", y.sizes(), " of ", y.scalar_type(), ", got ",

@@ -99,7 +99,7 @@ constexpr int64_t kMaxTaps = 16;
 
 struct ConvArgs {  // all of one dtype
   Step step;
-  TokenRows x;                   // [T, C]
+  TokenRows x, x_gate, y_gate;   // [T, C]; the gates' data may be null
   const void *weight, *bias;  // [C, K] and [C] dense; bias may be null
   bool silu;                  // of the result
   void *state, *out;          // [slots, C, K - 1] and [T, C] dense

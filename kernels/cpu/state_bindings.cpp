@@ -60,7 +60,8 @@ Tensor by_token(const Tensor& t, Tensor& kept) {
 }
 
 Tensor causal_conv(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias,
-                   const optional<std::string>& act, const optional<Tensor>& state,
+                   const optional<std::string>& act, const optional<Tensor>& x_gate,
+                   const optional<Tensor>& y_gate, const optional<Tensor>& state,
                    const optional<Tensor>& query_start, const optional<Tensor>& context_len,
                    const optional<Tensor>& request_row) {
   TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && weight.size(0) == x.size(1),
@@ -71,12 +72,15 @@ Tensor causal_conv(const Tensor& x, const Tensor& weight, const optional<Tensor>
   TORCH_CHECK(weight.scalar_type() == x.scalar_type() &&
                   (!bias || bias->scalar_type() == x.scalar_type()),
               "x, weight and bias must have one dtype");
-  Tensor input, taps = weight.contiguous(), offset = bias ? bias->contiguous() : Tensor();
+  Tensor input, x_by, y_by, taps = weight.contiguous(), offset = bias ? bias->contiguous() : Tensor();
   const int64_t channels = x.size(1), width = weight.size(1);
   TORCH_CHECK(!bias || offset.numel() == channels, "bias must have ", channels, " elements");
   Tensor out = at::empty(x.sizes(), x.scalar_type());
   kernels->causal_conv({step_of(x.size(0), query_start, context_len, request_row),
-                     packed(x, "x", x.sizes(), input), taps.data_ptr(),
+                     packed(x, "x", x.sizes(), input),
+                     x_gate ? packed(*x_gate, "x_gate", x.sizes(), x_by) : TokenRows{},
+                     y_gate ? packed(*y_gate, "y_gate", x.sizes(), y_by) : TokenRows{},
+                     taps.data_ptr(),
                      bias ? offset.data_ptr() : nullptr, act.has_value(),
                      slots(state, x.scalar_type(), {channels, width - 1}), out.data_ptr(),
                      channels, width, at::num_threads()});

@@ -87,6 +87,11 @@ def plan_ungated(x: Tensor, act: str) -> Plan[Tensor]:
     )  # fmt: skip
 
 
+def plan_halves(x: Tensor, act: str, gated: bool) -> Plan[Tensor]:
+    """`act_mul` of the two halves if gated, otherwise `activate`."""
+    return plan(x, act) if gated else plan_ungated(x, act)
+
+
 def _plan(x: Tensor, width: int, constants: dict[str, Any]) -> Plan[Tensor]:
     """`width`: channels of the result."""
     flat = x.reshape(-1, x.shape[-1])

@@ -69,16 +69,16 @@ def linear_tile(
     x_row, weight_row, residual_row, eps, offset,
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
-    WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, gate=None, gate_row=0,
-    SILU: tl.constexpr = False, GATE_FIRST: tl.constexpr = False, GROUP: tl.constexpr = 0,
-    AHEAD: tl.constexpr = None,
+    WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
+    ADD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    gate=None, gate_row=0, SILU: tl.constexpr = False, GATE_FIRST: tl.constexpr = False,
+    GROUP: tl.constexpr = 0, AHEAD: tl.constexpr = None,
 ):  # fmt: skip
     """Compute the BLOCK_N channels of one tile over part `part` of the depth; the last of SPLITS
     parts stores their results. Returns whether this one was that, and then the sums of squares of
     the rows [BLOCK_M], if there is a NORM.
 
-    weight [N, K], or [2 N, K] with the gates first if there is an ACT.
+    weight [N, K], or [2 N, K] with the gates first if an ACT is GATED.
     partial [SPLITS, rows, N or 2 N], squares [SPLITS, tiles, rows]: sums over each part of K.
     GROUP: inputs that are normalized together; 0: all. A tile holds whole groups, or SPLIT_K is
     one. The gate multiplies before the norm if GATE_FIRST, otherwise after it.
@@ -89,7 +89,6 @@ def linear_tile(
     m = tl.arange(0, BLOCK_M)
     WHOLE: tl.constexpr = N % BLOCK_N == 0 and K % BLOCK_K == 0  # so no weight needs a mask
     inside = tl.full([BLOCK_N], True, tl.int1) if WHOLE else n < N
-    GATED: tl.constexpr = ACT is not None
     first = part * SPLIT_K
     w_at = weight + n.to(tl.int64)[:, None] * weight_row
     up_at = w_at + N * weight_row.to(tl.int64)
@@ -187,8 +186,10 @@ def linear_tile(
             y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
             if GATED:
                 up += tl.load(bias + N + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if ACT is not None:
+            y = activated(y, ACT)
         if GATED:
-            y = activated(y, ACT) * up
+            y *= up
         if ADD:
             more = tl.load(residual + row * residual_row + n[None, :], mask=stored, other=0.0)
             y += more.to(tl.float32)
@@ -202,22 +203,21 @@ def few_rows_kernel(
     weight_row, gate_row, residual_row, eps, offset,
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
-    WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, SILU: tl.constexpr,
-    GATE_FIRST: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
+    ADD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    SILU: tl.constexpr, GATE_FIRST: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile and part of the depth; the arguments are those of `linear_tile`."""
     tile, part = tl.program_id(0), tl.program_id(1)
     if PDL:
-        prefetch_tile(
-            weight, weight_row, tile, part * SPLIT_K, N, K, BLOCK_N, BLOCK_K, ACT is not None
-        )
+        prefetch_tile(weight, weight_row, tile, part * SPLIT_K, N, K, BLOCK_N, BLOCK_K, GATED)
         wait_for_previous()
     linear_tile(
         tile, part, x, weight, bias, norm_weight, residual, out, partial, squares, counter, rows,
         x_row, weight_row, residual_row, eps, offset,
-        N, K, SPLITS, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_K, NORM, WEIGHTED, BIAS, ACT, ADD, DOT,
-        PRECISION, UPCAST, gate, gate_row, SILU, GATE_FIRST, GROUP, AHEAD,
+        N, K, SPLITS, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_K, NORM, WEIGHTED, BIAS, ACT, GATED,
+        ADD, DOT, PRECISION, UPCAST, gate, gate_row, SILU, GATE_FIRST, GROUP, AHEAD,
     )  # fmt: skip
 
 
@@ -225,14 +225,14 @@ def plan(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
     eps: float | None, offset: float, act: str | None, residual: Tensor | None,
     gate: Tensor | None = None, gate_act: str = "silu", gate_first: bool = False, group: int = 0,
-    out: Tensor | None = None,
+    gated: bool = True, out: Tensor | None = None,
 ) -> Plan[Tensor]:  # fmt: skip
     """For up to FUSED_ROWS rows. `out`, contiguous, may be the residual itself: each program reads
     the values of its tile before it writes them."""
     depth = x.shape[-1]
     base = plan_ungated(
         few_rows_kernel, x, weight, bias, norm_weight, eps, offset, act, residual,
-        0 if gate is None else group, out,
+        0 if gate is None else group, gated, out,
     )  # fmt: skip
     (launch,) = base.launches
     is_pipelined = not launch.constants["DOT"] and launch.num_stages > 1
@@ -254,16 +254,16 @@ def plan(
 def plan_ungated(
     kernel: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
     eps: float | None, offset: float, act: str | None, residual: Tensor | None, group: int = 0,
-    out: Tensor | None = None,
+    gated: bool = True, out: Tensor | None = None,
 ) -> Plan[Tensor]:  # fmt: skip
     """A launch of a kernel that calls `linear_tile`, without the arguments for a norm's gate.
     `group`: of the gated norm that the caller adds, otherwise 0."""
-    depth = x.shape[-1]
-    channels = weight.shape[0] // (1 if act is None else 2)
+    depth, gated = x.shape[-1], gated and act is not None
+    channels = weight.shape[0] // (2 if gated else 1)
     flat = x.reshape(-1, depth)
     rows = flat.shape[0]
     more = None if residual is None else residual.reshape(rows, channels)
-    config = _config(rows, weight, act, group)
+    config = _config(rows, weight, gated, group)
     assert config is not None, "`takes` tells"
     tiles = config.tiles
     out = weight.new_empty(*x.shape[:-1], channels) if out is None else out
@@ -289,8 +289,8 @@ def plan_ungated(
             "N": channels, "K": depth, "SPLITS": config.splits, "SPLIT_K": config.split_k,
             "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
             "NORM": eps is not None, "WEIGHTED": norm_weight is not None,
-            "BIAS": bias is not None, "ACT": act, "ADD": more is not None, "DOT": rows > 1,
-            "PRECISION": dot_precision(weight.dtype),
+            "BIAS": bias is not None, "ACT": act, "GATED": gated, "ADD": more is not None,
+            "DOT": rows > 1, "PRECISION": dot_precision(weight.dtype),
             "UPCAST": needs_upcast(weight.dtype), "PDL": pdl,
         },
         num_warps=tiles.num_warps,
@@ -300,11 +300,11 @@ def plan_ungated(
     return Plan(out=out, launches=(launch,))
 
 
-def _config(rows: int, weight: Tensor, act: str | None, group: int) -> LinearConfig | None:
-    """`group`: of a gated norm, otherwise 0."""
-    channels, depth = weight.shape[0] // (1 if act is None else 2), weight.shape[1]
+def _config(rows: int, weight: Tensor, gated: bool, group: int) -> LinearConfig | None:
+    """`gated`: the activation; `group`: of a gated norm, otherwise 0."""
+    channels, depth = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     processors = multiprocessors(weight.device)
-    itemsize, gated = weight.element_size(), act is not None
+    itemsize = weight.element_size()
     if group:
         size = 2 * itemsize if gated else itemsize
         return gated_rows_config(rows, channels, depth, group, size, processors)
@@ -312,14 +312,14 @@ def _config(rows: int, weight: Tensor, act: str | None, group: int) -> LinearCon
 
 
 def takes(
-    x: Tensor, weight: Tensor, eps: float | None, act: str | None = None,
-    gate: Tensor | None = None, group: int = 0,
+    x: Tensor, weight: Tensor, eps: float | None, gate: Tensor | None = None, group: int = 0,
+    gated: bool = False,
 ) -> bool:  # fmt: skip
-    """Whether one kernel computes these rows."""
+    """Whether one kernel computes these rows. `gated`: the activation."""
     rows = x.numel() // x.shape[-1]
     if not 0 < rows <= FUSED_ROWS or prefers_library(*weight.shape):
         return False
-    if gate is not None and (not eps or _config(rows, weight, act, group) is None):
+    if gate is not None and (not eps or _config(rows, weight, gated, group) is None):
         return False
     # a float16 row before normalization times the norm's weight can overflow float16
     return weight.dtype != torch.float16 or eps is None
@@ -339,19 +339,20 @@ def run(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
     eps: float | None, offset: float, act: str | None, residual: Tensor | None,
     gate: Tensor | None = None, gate_act: str = "silu", gate_first: bool = False, group: int = 0,
+    gated: bool = True,
 ) -> Tensor:  # fmt: skip
-    gated = gate, gate_act, gate_first, group
-    if takes(x, weight, eps, act, gate, group):
-        return plan(x, weight, bias, norm_weight, eps, offset, act, residual, *gated).run()
+    of_norm = gate, gate_act, gate_first, group
+    if takes(x, weight, eps, gate, group, gated and act is not None):
+        return plan(x, weight, bias, norm_weight, eps, offset, act, residual, *of_norm, gated).run()
     if eps is not None:
-        x = _normalized(x, weight, norm_weight, eps, offset, *gated)
+        x = _normalized(x, weight, norm_weight, eps, offset, *of_norm)
     if residual is not None and bias is None and act is None:
         # rounded once; torch copies the residual to where the product adds to it
         flat = residual.reshape(-1, weight.shape[0])
         return torch.addmm(flat, x.reshape(-1, weight.shape[1]), weight.t()).view(residual.shape)
     y = F.linear(x, weight, bias)
     if act is not None:
-        y = act_mul.plan(y, act).run()
+        y = act_mul.plan_halves(y, act, gated).run()
     return y if residual is None else y + residual
 
 
@@ -359,18 +360,20 @@ def _run_add(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
     eps: float | None, offset: float, act: str | None,
     gate: Tensor | None = None, gate_act: str = "silu", gate_first: bool = False, group: int = 0,
+    gated: bool = True,
 ) -> None:  # fmt: skip
-    gated = gate, gate_act, gate_first, group
+    of_norm = gate, gate_act, gate_first, group
+    linear = x, weight, bias, norm_weight, eps, offset, act
     if not out.is_contiguous():
-        out.copy_(run(x, weight, bias, norm_weight, eps, offset, act, out, *gated))
-    elif takes(x, weight, eps, act, gate, group):
-        plan(x, weight, bias, norm_weight, eps, offset, act, out, *gated, out=out).run()
+        out.copy_(run(*linear, out, *of_norm, gated))
+    elif takes(x, weight, eps, gate, group, gated and act is not None):
+        plan(*linear, out, *of_norm, gated, out=out).run()
     elif bias is None and act is None:  # rounded once, and the product adds to `out` itself
         if eps is not None:
-            x = _normalized(x, weight, norm_weight, eps, offset, *gated)
+            x = _normalized(x, weight, norm_weight, eps, offset, *of_norm)
         out.view(-1, weight.shape[0]).addmm_(x.reshape(-1, weight.shape[1]), weight.t())
     else:
-        out += run(x, weight, bias, norm_weight, eps, offset, act, None, *gated)
+        out += run(*linear, None, *of_norm, gated)
 
 
 def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -296,11 +296,12 @@ def low_bit_kernel(
     SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr, PER: tl.constexpr, WORDS: tl.constexpr, MIDDLE: tl.constexpr,
     ZERO: tl.constexpr, MINIMUM: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
-    NORM: tl.constexpr, WEIGHTED: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, WEIGHTED: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
+    ADD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """words [N / 16, WORDS] int32; scale, zero, minimum [N / 16, K / GROUP, 16]. PARTS: as in
-    `load_scale`. With an ACT, gates [N] come first, and as many channels that they multiply.
+    `load_scale`. If an ACT is GATED, gates [N] come first, and as many channels that they multiply.
     partial [SPLITS, rows, N or 2 N]; squares [SPLITS, tiles, rows], with a NORM, for which there
     is one tile of rows."""
     BITS: tl.constexpr = 32 // PER
@@ -317,7 +318,6 @@ def low_bit_kernel(
         blocks = tl.minimum(blocks, N // 16 - 1).to(tl.int64) * WORDS
         prefetch(words + blocks[None, :] + tl.minimum(ahead, WORDS - 1)[:, None])
         wait_for_previous()
-    GATED: tl.constexpr = ACT is not None
     if DOT:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -382,7 +382,7 @@ def low_bit_kernel(
             if NORM:
                 total += tl.sum(square, axis=0)
     y = acc if DOT else tl.sum(acc, axis=0)[None, :]
-    gated = up_acc if DOT else tl.sum(up_acc, axis=0)[None, :]
+    up = up_acc if DOT else tl.sum(up_acc, axis=0)[None, :]
     known = (m < rows)[:, None] & inside[None, :]
     row = m.to(tl.int64)[:, None]
     if SPLITS > 1:
@@ -391,7 +391,7 @@ def low_bit_kernel(
         own = tl.program_id(2) * rows * WIDTH
         tl.store(at + own, y, mask=known)
         if GATED:
-            tl.store(at + N + own, gated, mask=known)
+            tl.store(at + N + own, up, mask=known)
         tiles = tl.num_programs(1)
         squares_at = squares
         if NORM:
@@ -402,19 +402,21 @@ def low_bit_kernel(
             return
         y = sum_of_parts(at, rows * WIDTH, known, SPLITS)
         if GATED:
-            gated = sum_of_parts(at + N, rows * WIDTH, known, SPLITS)
+            up = sum_of_parts(at + N, rows * WIDTH, known, SPLITS)
         if NORM:
             total = sum_of_parts(squares_at, tiles * rows, m < rows, SPLITS)
     if NORM:
         normed = (1 / tl.sqrt_rn(total / K + eps))[:, None]
         y *= normed
-        gated *= normed
+        up *= normed
     if BIAS:
         y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            gated += tl.load(bias + N + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias + N + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if ACT is not None:
+        y = activated(y, ACT)
     if GATED:
-        y = activated(y, ACT) * gated
+        y *= up
     if ADD:
         more = tl.load(residual + row * residual_row + n[None, :], mask=known, other=0.0)
         y += more.to(tl.float32)
@@ -433,16 +435,18 @@ def plan(
     offset: float = 0.0,
     act: str | None = None,
     residual: Tensor | None = None,
+    gated: bool = True,
 ) -> Plan[Tensor]:
     """With a norm, for up to FUSED_ROWS rows."""
-    depth, channels = inputs_of(weight), weight.shape[0] * CHANNELS // (1 if act is None else 2)
+    depth, gated = inputs_of(weight), gated and act is not None
+    channels = weight.shape[0] * CHANNELS // (2 if gated else 1)
     flat = x.reshape(-1, depth)
     rows = flat.shape[0]
     more = None if residual is None else residual.reshape(rows, channels)
     processors = multiprocessors(x.device)
     config = low_bit_config(
         rows, channels, depth, per_word(format_of(weight, scale)), processors, x.element_size(),
-        act is not None,
+        gated,
     )  # fmt: skip
     tiles = config.tiles
     out = x.new_empty(*x.shape[:-1], channels)
@@ -468,8 +472,8 @@ def plan(
             "N": channels, "K": depth, **weight_constants(weight, scale, minimum, depth),
             **_tiles(config), "ZERO": zero is not None, "BIAS": bias is not None,
             "NORM": eps is not None, "WEIGHTED": norm_weight is not None, "ACT": act,
-            "ADD": more is not None, "DOT": rows > 1, "PRECISION": dot_precision(x.dtype),
-            "UPCAST": needs_upcast(x.dtype), "PDL": pdl,
+            "GATED": gated, "ADD": more is not None, "DOT": rows > 1,
+            "PRECISION": dot_precision(x.dtype), "UPCAST": needs_upcast(x.dtype), "PDL": pdl,
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -52,20 +52,22 @@ def run_fused(
     offset: float,
     act: str | None,
     residual: Tensor | None,
+    gated: bool = True,
 ) -> Tensor:
     rows = x.numel() // x.shape[-1]
     if takes(x, eps):
         return plan(
-            x, weight, scale, zero, bias, minimum, norm_weight, eps, offset, act, residual
-        ).run()
+            x, weight, scale, zero, bias, minimum, norm_weight, eps, offset, act, residual,
+            gated,
+        ).run()  # fmt: skip
     if eps is not None:
         x = norm.plan(x, norm_weight, eps, offset).run()
     linear = (x, weight, scale, zero, bias, minimum)
-    if act is None and not _is_wide(rows, x, weight, scale, codes=False):
-        return plan(*linear, residual=residual).run()
+    if (act is None or not gated) and not _is_wide(rows, x, weight, scale, codes=False):
+        return plan(*linear, act=act, residual=residual, gated=False).run()
     y = run(*linear)
     if act is not None:
-        y = act_mul.plan(y, act).run()
+        y = act_mul.plan_halves(y, act, gated).run()
     return y if residual is None else y.add_(residual)
 
 
@@ -86,9 +88,14 @@ def _is_wide(rows: int, x: Tensor, weight: Tensor, scale: Tensor, *, codes: bool
 
 
 def _supports_fused(
-    *, norm_weight: Tensor | None, residual: Tensor | None, act: str | None, **product: Any
+    *,
+    norm_weight: Tensor | None,
+    residual: Tensor | None,
+    act: str | None,
+    gated: bool,
+    **product: Any,
 ) -> bool:
-    whole = act is None or product["weight"].shape[0] % 2 == 0
+    whole = act is None or not gated or product["weight"].shape[0] % 2 == 0
     fits = supports_tensors(norm_weight, residual) and same_dtype(product["x"], residual)
     return fits and whole and supports(**product, x_bits=EXACT_BITS)
 

@@ -58,12 +58,12 @@ def route_kernel(
     expert, correction, rows, x_row, weight_row, residual_row, eps, offset, sum_eps, factor,
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
-    WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS_PAD: tl.constexpr, COUNT: tl.constexpr,
-    COUNT_PAD: tl.constexpr, NORMALIZED: tl.constexpr, SCORE: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT_GROUPS: tl.constexpr, SHARED: tl.constexpr,
-    GATED: tl.constexpr, PDL: tl.constexpr,
+    WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
+    ADD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS_PAD: tl.constexpr,
+    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, NORMALIZED: tl.constexpr, SCORE: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, SHARED: tl.constexpr,
+    SHARED_GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The arguments are those of `linear_tile` for the logits [rows, N], and of `store_choices`.
     counter: one for each tile of experts and one more. normed [rows, K]: each tile writes CHANNELS
@@ -75,8 +75,8 @@ def route_kernel(
     is_done, square = linear_tile(
         tile, part, x, weight, bias, norm_weight, residual, out, partial, squares, counter, rows,
         x_row, weight_row, residual_row, eps, offset,
-        N, K, SPLITS, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_K, NORM, WEIGHTED, BIAS, ACT, ADD, DOT,
-        PRECISION, UPCAST,
+        N, K, SPLITS, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_K, NORM, WEIGHTED, BIAS, ACT, GATED,
+        ADD, DOT, PRECISION, UPCAST,
     )  # fmt: skip
     if is_done:
         chooses = is_last(counter + tiles, tiles)
@@ -89,13 +89,13 @@ def route_kernel(
         if chooses:
             token, e = tl.arange(0, ROWS), tl.arange(0, EXPERTS_PAD)
             known = token < rows
-            EXPERTS: tl.constexpr = N - SHARED if GATED else N
+            EXPERTS: tl.constexpr = N - SHARED if SHARED_GATED else N
             row = out + token * N
             logits = tl.load(
                 row[:, None] + e[None, :], mask=known[:, None] & (e < EXPERTS)[None, :],
                 other=float("-inf"), cache_modifier=".cg",
             )  # fmt: skip
-            gates = row + EXPERTS if GATED else None
+            gates = row + EXPERTS if SHARED_GATED else None
             logits = tl.where(known[:, None], logits.to(tl.float32), 0.0)
             store_choices(
                 logits, token, known, slots, share, expert, correction, gates, sum_eps, factor,
@@ -133,7 +133,7 @@ def plan(
             "EXPERTS_PAD": power_of_2(router.shape[0] - shared * gated), "COUNT": count,
             "COUNT_PAD": power_of_2(count + shared), "NORMALIZED": normalized,
             "SCORE": score, "GROUPS": groups, "KEPT_GROUPS": kept_groups, "SHARED": shared,
-            "GATED": gated,
+            "SHARED_GATED": gated,
         },
     )  # fmt: skip
     return Plan(out=(normed, weight, expert), launches=(launch,))

@@ -38,7 +38,7 @@ def _conv(
     """[1, C, T] -> [1, C, T]"""
     from transformers.activations import ACT2FN
 
-    out = causal_conv.overload(hidden_states[0].T, weight, bias, None, *_FRESH).T[None]
+    out = causal_conv.overload(hidden_states[0].T, weight, bias, None, None, None, *_FRESH).T[None]
     return out if activation is None else ACT2FN[activation](out)  # type: ignore[no-any-return]
 
 

@@ -68,6 +68,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("qwen3_next", {"mlp_only_layers": [0, 1, 2], **SIZES}),
     "hybrid, routed": ("qwen3_next", {**SIZES}),
     "recurrent": ("mamba2", {}),
+    "hybrid, gated convolution": ("lfm2", {**SIZES}),
 }
 LAYERS = {
     "dense": "full_attention",
@@ -75,6 +76,7 @@ LAYERS = {
     "routed, clamped": "full_attention",
     "hybrid": "linear_attention",
     "hybrid, routed": "linear_attention",
+    "hybrid, gated convolution": "conv",
 }
 QUANTIZED = ("dense in int4", "routed, corrected in int4")
 EXACT = {"dtype": "bfloat16", "activation_bits": 32}  # inputs are not rounded, as on GPUs
@@ -100,9 +102,9 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         ("8: act_mul_kernel, 2 aten.addmm_, 2 aten.linear, attention_kernel, 2 norm_kernel"),
     ),
     "dense, ungated": (
-        "6: act_mul_kernel, attention_kernel, 4 few_rows_kernel",
-        "6: act_mul_kernel, attention_kernel, 4 few_rows_kernel",
-        "6: act_mul_kernel, attention_kernel, 4 few_rows_kernel",
+        "5: attention_kernel, 4 few_rows_kernel",
+        "5: attention_kernel, 4 few_rows_kernel",
+        "5: attention_kernel, 4 few_rows_kernel",
         ("8: act_mul_kernel, 2 aten.addmm_, 2 aten.linear, attention_kernel, 2 norm_kernel"),
     ),
     "step": (
@@ -198,6 +200,12 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
             "11: aten.addmm_, 2 aten.linear, choose_experts_kernel, delta_rule_kernel, "
             "2 expert_kernel, gated_norm_kernel, 2 norm_kernel, sum_experts_kernel"
         ),
+    ),
+    "hybrid, gated convolution": (
+        "5: causal_conv_kernel, 4 few_rows_kernel",
+        "5: causal_conv_kernel, 4 few_rows_kernel",
+        "5: causal_conv_kernel, 4 few_rows_kernel",
+        "8: act_mul_kernel, 2 aten.addmm_, 2 aten.linear, causal_conv_kernel, 2 norm_kernel",
     ),
     "dense in int4": (
         "5: attention_kernel, 4 low_bit_kernel",

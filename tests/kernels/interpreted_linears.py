@@ -72,13 +72,13 @@ def assert_equals_reference(name: str, plan: Plan[Tensor], case: tuple[Any, ...]
     k=st.integers(1, 700),
     n=st.integers(1, 40),
     act=st.sampled_from([None, "silu", "gelu_tanh"]),
-    extras=st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
+    extras=st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.booleans()),
 )
 def test_few_rows(
-    rows: int, k: int, n: int, act: str | None, extras: tuple[bool, bool, bool, bool]
+    rows: int, k: int, n: int, act: str | None, extras: tuple[bool, bool, bool, bool, bool]
 ) -> None:
-    biased, normed, weighted, added = extras
-    channels = n if act is None else 2 * n
+    biased, normed, weighted, added, gated = extras
+    channels = 2 * n if act and gated else n
     case = (
         rand(rows, k),
         rand(channels, k, seed=1) * k**-0.5,
@@ -88,6 +88,11 @@ def test_few_rows(
         0.5,
         act,
         rand(rows, n, seed=4) if added else None,
+        None,
+        "silu",
+        False,
+        0,
+        gated,
     )
     assert_equals_reference("fused_linear", fused_linear.plan(*case), case)
 
@@ -107,13 +112,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("rows", [1, 4, FUSED_ROWS])
-@pytest.mark.parametrize("act", [None, "silu"])
+@pytest.mark.parametrize(("act", "gated"), [(None, False), ("silu", True), ("gelu", False)])
 def test_a_deep_linear_is_divided_and_sums_are_the_same_every_time(
-    rows: int, act: str | None
+    rows: int, act: str | None, gated: bool
 ) -> None:
     case = (
         rand(rows, 2100), rand(32, 2100, seed=1) * 0.02, rand(32, seed=2), rand(2100, seed=3), 1e-6,
-        0.0, act, rand(rows, 32 if act is None else 16, seed=4),
+        0.0, act, rand(rows, 16 if gated else 32, seed=4), None, "silu", False, 0, gated,
     )  # fmt: skip
     plan = fused_linear.plan(*case)
     assert plan.launches[0].grid[-1] > 1
@@ -180,7 +185,7 @@ def test_few_rows_after_a_gated_norm(
         first,
         group,
     )
-    assert fused_linear.takes(x, case[1], 1e-5, act, gate, group)
+    assert fused_linear.takes(x, case[1], 1e-5, gate, group, gated)
     assert_equals_reference("fused_linear", fused_linear.plan(*case), case)
 
 
@@ -191,7 +196,7 @@ def test_other_groups_are_normalized_by_their_own_kernel() -> None:
         (17, 64, 16, False),
         (16, 64, 16, True),
     ):
-        assert fused_linear.takes(rand(rows, k), rand(8, k), 1e-5, None, rand(1), group) == taken
+        assert fused_linear.takes(rand(rows, k), rand(8, k), 1e-5, rand(1), group) == taken
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -240,6 +245,9 @@ def test_the_last_part_of_a_low_bit_weight_sees_the_whole_norm(
             ["norm_kernel", "low_bit_kernel", "act_mul_kernel"],
         ),
         (FUSED_ROWS + 1, torch.bfloat16, None, ["norm_kernel", "low_bit_kernel"]),
+        (FUSED_ROWS, torch.bfloat16, "relu", ["low_bit_kernel"]),
+        (FUSED_ROWS + 1, torch.bfloat16, "relu", ["norm_kernel", "low_bit_kernel"]),
+        (300, torch.bfloat16, "relu", ["norm_kernel", "dequantize_kernel", "act_mul_kernel"]),
         # times the norm's weight, a row can overflow
         (3, torch.float16, None, ["norm_kernel", "low_bit_kernel"]),
         (300, torch.bfloat16, None, ["norm_kernel", "dequantize_kernel"]),
@@ -252,8 +260,9 @@ def test_a_low_bit_linear_is_one_kernel_for_few_rows(
     assert to is not None
     drawn = quantize(rand(64, 96) * 0.1, to)
     x, gain = rand(rows, 96).to(dtype), rand(96, seed=1).to(dtype)
-    residual = rand(rows, 64 if act is None else 32, seed=2).to(dtype)
-    case = (x, *drawn, None, None, None, gain, 1e-5, 0.0, act, residual)
+    gated = act == "silu"
+    residual = rand(rows, 32 if gated else 64, seed=2).to(dtype)
+    case = (x, *drawn, None, None, None, gain, 1e-5, 0.0, act, residual, gated)
     got = torch.ops.llmc_triton.fused_quantized_linear(*case)
     assert launched == kernels
     want = OPS["fused_quantized_linear"].reference(*case)
@@ -582,30 +591,33 @@ def test_strided_rows() -> None:
 @pytest.mark.parametrize("rows", [9, FUSED_ROWS, FUSED_ROWS + 1])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(
-    ("name", "act", "gated"),
+    ("name", "act", "gated_norm"),
     [
         ("linear", None, False),
-        *product(("fused_linear", "add_linear"), (None, "silu"), (False, True)),
+        *product(("fused_linear", "add_linear"), (None, "silu", "relu"), (False, True)),
     ],
 )
 def test_more_rows_go_to_the_library_and_nothing_is_lost_on_the_way(
-    name: str, act: str | None, gated: bool, biased: bool, rows: int, launched: list[str]
+    name: str, act: str | None, gated_norm: bool, biased: bool, rows: int, launched: list[str]
 ) -> None:
+    gated = act == "silu"
     bias = rand(24) if biased else None
     linear = (rand(1, rows, 64), rand(24, 64), bias)
     others = (rand(64), 1e-5, 0.0, act)
-    gate = (rand(1, rows, 64, seed=2), "silu", True, 32) if gated else ()
-    added = rand(1, rows, 24 if act is None else 12, seed=1)
+    of_norm = (
+        (rand(1, rows, 64, seed=2), "silu", True, 32) if gated_norm else (None, "silu", False, 0)
+    )
+    added = rand(1, rows, 12 if gated else 24, seed=1)
     op = getattr(torch.ops.llmc_triton, name)
     if name == "linear":
         got, want = op(*linear), OPS[name].reference(*linear)
     elif name == "fused_linear":
-        case = (*linear, *others, added, *gate)
+        case = (*linear, *others, added, *of_norm, gated)
         got, want = op(*case), OPS[name].reference(*case)
     else:
         got, want = added.clone(), added.clone()
-        op(got, *linear, *others, *gate)
-        OPS[name].reference(want, *linear, *others, *gate)
+        op(got, *linear, *others, *of_norm, gated)
+        OPS[name].reference(want, *linear, *others, *of_norm, gated)
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
     assert ("few_rows_kernel" in launched) == (rows <= FUSED_ROWS)
     assert len(launched) == 1 or rows > FUSED_ROWS

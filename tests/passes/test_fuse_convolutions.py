@@ -47,7 +47,7 @@ def inputs(kind: str) -> dict[str, Arg]:
 def convolved(wide: Tensor, taps: Tensor, past: Tensor, *where: Tensor) -> Tensor:
     """[1, T, channels], in the shapes that models use."""
     x = wide[..., 4:].transpose(1, 2)
-    y = causal_conv.overload(x[0].T, taps.squeeze(1), None, "silu", past, *where)
+    y = causal_conv.overload(x[0].T, taps.squeeze(1), None, "silu", None, None, past, *where)
     return y.T[None].transpose(1, 2)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tiny_graphs import Arg, Values, apply, assert_idempotent, assert_same, ops, step, trace, weight
 from torch import Tensor
 
-from llmc.kernels.act_mul import act_mul
+from llmc.kernels.act_mul import act_mul, activate
 from llmc.kernels.fused_linear import add_linear, fused_linear
 from llmc.kernels.gated_rms_norm import gated_rms_norm
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
@@ -196,6 +196,55 @@ def test_leaves_alone_what_is_read_elsewhere() -> None:
     gm = trace(shared, **INPUTS)
     same, (report,) = apply(gm, fuse_linears())
     assert not report.added and ops(same) == ops(gm)
+
+
+UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+    "relu2": lambda y: activate.overload(y, "relu2"),
+}
+
+
+def without_gates(act: str) -> Callable[..., Tensor]:
+    """A feed-forward block whose activation has no gate."""
+
+    def feed_forward(x: Tensor, wide: Tensor, back: Tensor, gain: Tensor, *rest: Tensor) -> Tensor:
+        y = UNGATED[act](F.linear(rms_norm.overload(x, gain, 1e-6, 0.0), wide, *rest[:1]))
+        return x + F.linear(y[..., : back.shape[1]], back)
+
+    return feed_forward
+
+
+@pytest.mark.parametrize("act", UNGATED)
+def test_takes_an_activation_without_gates(act: str) -> None:
+    gm = trace(without_gates(act), **INPUTS)
+    fused, (report,) = apply(gm, fuse_linears())
+    assert report.added == {FUSED: 2}
+    first, second = (arguments(node) for node in calls(fused.graph, fused_linear.overload))
+    assert (first.act, first.gated, first.eps) == (act, False, 1e-6) and second.act is None
+    assert_same(fused, gm, VALUES)
+    assert_idempotent(gm, fuse_linears())
+
+
+@pytest.mark.parametrize("channels", [64, 48])
+def test_takes_an_activation_without_gates_of_quantized_weights(channels: int) -> None:
+    given = {**QUANTIZED, "wide": weight("wide", rand(channels, 64) / 8)}
+    given["bias"] = weight("bias", rand(channels))
+    gm, _ = apply(trace(without_gates("relu"), **given), quantize_linears(format="int8"))
+    fused, (report,) = apply(gm, fuse_linears())
+    assert report.added == {FUSED_LOW: 2}
+    assert_same(fused, gm, Values.of(**given))
+
+
+def test_leaves_alone_an_activation_of_what_is_read_elsewhere() -> None:
+    def shared(x: Tensor, wide: Tensor, *rest: Tensor) -> list[Tensor]:
+        y = F.linear(x, wide)
+        return [F.relu(y), y]
+
+    _, (report,) = apply(trace(shared, **INPUTS), fuse_linears())
+    assert not report.added
 
 
 @pytest.mark.parametrize("others", [(0.5,), (None, 1.0), (None, 0.0, True)], ids=str)

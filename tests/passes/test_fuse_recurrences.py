@@ -45,16 +45,62 @@ def fused(fn: Callable[..., Any], op: Any, left: set[str], **inputs: Arg) -> Any
 @DTYPES
 def test_a_convolution_takes_its_activation(dtype: torch.dtype) -> None:
     def conv(x: Tensor, w: Tensor) -> Tensor:
-        out = causal_conv.overload(x[0].T, w, None, None, *[None] * 4)
+        out = causal_conv.overload(x[0].T, w, *[None] * 8)
         return F.silu(out.T[None]).transpose(1, 2)
 
     x = step(rand(1, 3, TOKENS).to(dtype), dynamic=2)
     assert fused(conv, causal_conv, set(), x=x, w=weight("w", rand(3, 4).to(dtype))).act == "silu"
 
 
+@DTYPES
+@pytest.mark.parametrize("turned", [True, False], ids=["[C, T]", "[T, C]"])
+def test_a_convolution_takes_the_gates_of_its_inputs_and_of_its_result(
+    turned: bool, dtype: torch.dtype
+) -> None:
+    def conv(parts: Tensor, w: Tensor) -> Tensor:
+        before, after, x = parts.chunk(3, dim=-1)
+        if turned:
+            before, after, x = (part.transpose(1, 2) for part in (before, after, x))
+            out = causal_conv.overload((before * x)[0].T, w, *[None] * 8).T[None]
+        else:
+            out = causal_conv.overload((before * x)[0], w, *[None] * 8)[None]
+        return after * out
+
+    parts = step(rand(1, TOKENS, 9).to(dtype), dynamic=1)
+    inputs = {"parts": parts, "w": weight("w", rand(3, 4).to(dtype))}
+    given = fused(
+        conv, causal_conv, {"aten.chunk.default", "<built-in function getitem>"}, **inputs
+    )
+    assert [tuple(val(v).shape)[1] for v in (given.x, given.x_gate, given.y_gate)] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda conv, x, gate: conv(x * gate[0]),  # one for all tokens
+        lambda conv, x, gate: conv(x) * gate[:, :1],  # one for all channels
+        lambda conv, x, gate: conv(x)[:, None] * gate[None],  # of every other token
+        lambda conv, x, gate: (y := conv(x)) * y.cumsum(1),  # made of the result
+        lambda conv, x, gate: [conv(product := x * gate), product],
+        lambda conv, x, gate: [(y := conv(x)) * gate, y],
+        lambda conv, x, gate: conv(x) * gate.double(),
+    ],
+    ids=["a row", "a column", "all pairs", "its own result", "read twice", "read as it is", "wide"],
+)  # fmt: skip
+def test_other_products_around_a_convolution_stay(around: Callable[..., Any]) -> None:
+    def layer(x: Tensor, gate: Tensor, w: Tensor) -> Any:
+        return around(lambda v: causal_conv.overload(v, w, *[None] * 8), x, gate)
+
+    inputs = {
+        "x": step(rand(TOKENS, 3)), "gate": step(rand(TOKENS, 3)), "w": weight("w", rand(3, 4)),
+    }  # fmt: skip
+    _, (report,) = apply(trace(layer, **inputs), fuse_recurrences())
+    assert not report.changed
+
+
 def test_a_convolution_that_is_also_read_without_its_activation_stays() -> None:
     def conv(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        out = causal_conv.overload(x, w, None, None, *[None] * 4)
+        out = causal_conv.overload(x, w, *[None] * 8)
         return F.silu(out), out
 
     gm = trace(conv, x=step(rand(TOKENS, 3)), w=weight("w", rand(3, 4)))

@@ -26,7 +26,7 @@ X = step(torch.randn(TOKENS, 3, 4))
 
 def every_op(token_ids: Tensor, x: Tensor) -> Tensor:
     flat = x.flatten(1)
-    y = causal_conv.overload(flat, flat.new_ones(12, 3), None, None, *FRESH)
+    y = causal_conv.overload(flat, flat.new_ones(12, 3), *[None] * 4, *FRESH)
     y = linear_recurrence.overload(y, y.sigmoid(), *FRESH).view(-1, 3, 4)
     y = torch.tanh(y) * 0.3
     key, beta, unset = y[:, :1], y[..., 0].sigmoid(), (None, None, None)  # one head of keys

@@ -44,7 +44,8 @@ def state_cases(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
     if name == "causal_conv":
         channels, width = draw(st.sampled_from([5, 33, 300])), draw(st.integers(2, 6))
         act = draw(st.sampled_from([None, "silu"]))
-        return causal_conv.make_case(step, gen, dtype, channels, width, draw(st.booleans()), act)
+        biased, gated = draw(st.booleans()), draw(st.booleans())
+        return causal_conv.make_case(step, gen, dtype, channels, width, biased, act, gated)
     if name == "delta_rule":
         dim, v_dim = draw(st.sampled_from([4, 7, 40])), draw(st.sampled_from([6, 16, 48, 70]))
         per_channel, raw = draw(st.booleans()), draw(st.booleans())

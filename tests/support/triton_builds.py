@@ -453,13 +453,14 @@ def embedding(
     )
 
 
-def few_rows(rows: int, channels: int, depth: int, act: str | None = None) -> Plan[Tensor]:
-    """With a norm if it is gated, otherwise with a residual, as in a decoder layer."""
+def few_rows(
+    rows: int, channels: int, depth: int, act: str | None = None, *, gated: bool = True
+) -> Plan[Tensor]:
+    """With a norm if it has an activation, otherwise with a residual, as in a decoder layer."""
     normed = act is not None
-    out = channels // 2 if normed else channels
     return fused_linear.plan(
         meta(rows, depth), meta(channels, depth), None, meta(depth) if normed else None,
-        1e-6 if normed else None, 0.0, act, None if normed else meta(rows, out),
+        1e-6 if normed else None, 0.0, act, None if normed else meta(rows, channels), gated=gated,
     )  # fmt: skip
 
 
@@ -546,7 +547,16 @@ def linear_attention(requests: int, heads: int, dim: int) -> Plan[Tensor]:
 
 def conv(tokens: int, requests: int) -> Plan[Tensor]:
     step = slots(requests, 8192, 3, dtype=BF16)
-    return causal_conv.plan(meta(tokens, 12288)[:, :8192], meta(8192, 4), meta(8192), "silu", *step)
+    return causal_conv.plan(
+        meta(tokens, 12288)[:, :8192], meta(8192, 4), meta(8192), "silu", None, None, *step
+    )
+
+
+def gated_conv(tokens: int, requests: int) -> Plan[Tensor]:
+    """Inputs and both gates as from one projection."""
+    x, before, after = meta(tokens, 3 * 2048).chunk(3, dim=1)
+    step = slots(requests, 2048, 2, dtype=BF16)
+    return causal_conv.plan(x, meta(2048, 3), None, None, before, after, *step)
 
 
 def convolution(requests: int, channels: int) -> tuple[Any, ...]:
@@ -772,6 +782,8 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "fused_linear row gated": lambda: few_rows(1, 28672, 4096, "silu"),
     "fused_linear few": lambda: few_rows(8, 4096, 14336),
     "fused_linear few gated": lambda: few_rows(8, 28672, 4096, "silu"),
+    "fused_linear row activated": lambda: few_rows(1, 14336, 4096, "relu2", gated=False),
+    "fused_linear few activated": lambda: few_rows(8, 14336, 4096, "gelu", gated=False),
     "fused_linear row, norm of heads": lambda: gated_rows(1, 4096, 128, first=False),
     "fused_linear few, norm of heads": lambda: gated_rows(8, 4096, 128, first=False),
     "fused_linear row, norm of groups": lambda: gated_rows(1, 10240, 1280, first=True),
@@ -889,6 +901,8 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "pool_windows overlapping": lambda: pooling(4096, 4, 2, 4),
     "causal_conv decode": lambda: conv(64, 64),
     "causal_conv prefill": lambda: conv(4096, 4),
+    "causal_conv gated decode": lambda: gated_conv(64, 64),
+    "causal_conv gated prefill": lambda: gated_conv(4096, 4),
 }
 
 
