@@ -192,10 +192,14 @@ class SomeOf:
         """The part that falls into one of the matrices whose concatenated rows make up the whole:
         the one that starts at row `first`. None if they don't overlap."""
         rows = len(self.shape) - 2
-        if self.dim != rows:
+        if self.dim > rows:
             return SomeOf(shape=shape, dim=1, ranges=self.ranges)
-        first %= self.shape[rows]  # of its expert
-        edges = [(max(s, first), min(s + n, first + shape[0])) for s, n in self.ranges]
+        ranges: Sequence[tuple[int, int]] = self.ranges
+        if self.dim == rows:
+            first %= self.shape[rows]  # of its expert
+        else:  # whole experts
+            ranges = [(s * self.shape[rows], n * self.shape[rows]) for s, n in ranges]
+        edges = [(max(s, first), min(s + n, first + shape[0])) for s, n in ranges]
         own = tuple((start - first, end - start) for start, end in edges if start < end)
         return SomeOf(shape=shape, dim=0, ranges=own) if own else None
 

@@ -243,6 +243,9 @@ class CheckpointWeights:
         if stored is not None:
             _copy(stored, out, part)
             return
+        if (joined := self._joined(name)) and out.is_contiguous():
+            _copy_joined(joined, out, part)
+            return
         alias = self._from.convertible(name)
         if alias is None:
             raise CheckpointError(f"the checkpoint has no tensor for {name}")
@@ -258,7 +261,14 @@ class CheckpointWeights:
         out.copy_(value if part is None else part.of(value))
 
     def reads_rows(self, name: str) -> bool:
-        return isinstance(self._from.find(name), StoredTensor)
+        return isinstance(self._from.find(name), StoredTensor) or bool(self._joined(name))
+
+    def _joined(self, name: str) -> list[StoredTensor]:
+        """The plain tensors whose rows make up a parameter, such as those of its experts; [] if it
+        is stored whole, or made in another way."""
+        joined = () if self._from.find(name) is not None else self._from.joined(name)
+        plain = [stored for stored in joined if isinstance(stored, StoredTensor)]
+        return plain if len(plain) == len(joined) else []
 
     def stored(self, name: str) -> tuple[Readable, ...]:
         """The stored tensors of a parameter that stays quantized."""
@@ -300,6 +310,18 @@ def _copy(stored: Readable, out: Tensor, part: SomeOf | None = None) -> None:
         SomeOf.rows(stored.shape, [(0, stored.shape[0])]).read(stored, out)
     else:
         out.copy_(stored.read())
+
+
+def _copy_joined(joined: Iterable[StoredTensor], out: Tensor, part: SomeOf | None) -> None:
+    """Read the rows of all of these into `out`, one tensor at a time."""
+    rows, first, at = out.view(-1, out.shape[-1]), 0, 0
+    for stored in joined:
+        own = None if part is None else part.of_joined(first, stored.shape)
+        first += stored.shape[0]
+        if part is None or own is not None:
+            count = stored.shape[0] if own is None or own.dim else sum(n for _, n in own.ranges)
+            _copy(stored, rows[at : at + count], own)
+            at += count
 
 
 def _write_blocks(

@@ -246,6 +246,30 @@ def test_some_rows_at_a_time_are_quantized_as_the_whole_is(
         assert len(whole) == 2 and all(torch.equal(whole[r], pieces[r]) for r in whole)
 
 
+def test_experts_that_are_stored_one_by_one_are_read_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a copy of all of them, also where a rank or a quantization needs only some."""
+    path, module = save_checkpoint("mixtral", tmp_path), module_of("mixtral")
+    source = CheckpointWeights(module, open_checkpoint(path))
+    stacks = [n for n, p in module.named_parameters() if p.dim() == 3]
+    converted = source._from.convert(stacks[0])
+    want = converted[stacks[0]]
+    assert len(stacks) == 4 and all(source.reads_rows(name) for name in stacks)
+    monkeypatch.setattr(source._from, "convert", None)
+    experts, rows, inputs = want.shape
+    for part in (
+        None,
+        SomeOf(shape=(experts, rows, inputs), dim=0, ranges=((1, 2),)),
+        SomeOf(shape=(experts, rows, inputs), dim=1, ranges=((2, 3), (rows - 5, 4))),
+        SomeOf(shape=(experts, rows, inputs), dim=2, ranges=((1, inputs - 2),)),
+    ):
+        expected = want if part is None else part.of(want)
+        got = torch.zeros(expected.shape, dtype=torch.float64)
+        source.fill(stacks[0], got, part)
+        assert torch.equal(got, expected.double())
+
+
 def test_several_threads_read_what_one_does(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     program, tensors = dense.program, open_checkpoint(dense.path)
     used = set()
