@@ -85,7 +85,7 @@ def test_the_limit_of_waiting_requests_is_for_all_api_processes(tmp_path: Path) 
 
         def ask() -> None:
             # long enough that none ends before all have arrived
-            statuses.append(server.complete(max_tokens=400, ignore_eos=True).status_code)
+            statuses.append(server.complete(max_tokens=150, ignore_eos=True).status_code)
 
         for _ in range(2):  # the second time nothing of the first may still count
             statuses.clear()
