@@ -144,9 +144,9 @@ def add_linear(
 
 @add_linear.cases
 def _adding_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    for x, weight, bias, norm_weight, eps, offset, act, residual, *of_norm in _cases(device, dtype):
+    for x, weight, bias, norm_weight, eps, offset, act, residual, *others in _cases(device, dtype):
         if residual is not None:
-            given = (x, weight, bias, norm_weight, eps, offset, act, *of_norm)
+            given = (x, weight, bias, norm_weight, eps, offset, act, *others)
             yield residual, *given
             spread = residual.new_zeros(*residual.shape[:-1], residual.shape[-1] + 3)
             yield spread[..., :-3].copy_(residual), *given
