@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 import logging
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +42,7 @@ from llmc.weights.quantized.quantized_tensor import QuantizedTensor
 from llmc.weights.quantized.stored_shapes import plain_name
 
 log = logging.getLogger(__name__)
+Stored = TypeVar("Stored", bound=Readable)
 
 # Drawing random values is slower than loading, so they repeat. A prime, so that no rows are equal.
 _MAX_DRAWN = 262_139
@@ -204,6 +207,7 @@ class CheckpointWeights:
     def __init__(self, module: nn.Module, tensors: Mapping[str, Readable]) -> None:
         self._from = Assignment(module, tensors)
         self._converted: dict[str, Tensor] = {}  # already converted, not requested yet
+        self._plain: dict[str, list[StoredTensor]] = {}  # see `_joined`
         if unexpected := self._from.unexpected:
             log.warning(
                 "%d tensors of the checkpoint are not used by the model: %s",
@@ -266,9 +270,11 @@ class CheckpointWeights:
     def _joined(self, name: str) -> list[StoredTensor]:
         """The plain tensors whose rows make up a parameter, such as those of its experts; [] if it
         is stored whole, or made in another way."""
-        joined = () if self._from.find(name) is not None else self._from.joined(name)
-        plain = [stored for stored in joined if isinstance(stored, StoredTensor)]
-        return plain if len(plain) == len(joined) else []
+        if name not in self._plain:  # asked for again for each expert
+            joined = () if self._from.find(name) is not None else self._from.joined(name)
+            plain = [stored for stored in joined if isinstance(stored, StoredTensor)]
+            self._plain[name] = plain if len(plain) == len(joined) else []
+        return self._plain[name]
 
     def stored(self, name: str) -> tuple[Readable, ...]:
         """The stored tensors of a parameter that stays quantized."""
@@ -279,15 +285,12 @@ class CheckpointWeights:
         self, name: str, to: Quantization, out: BlockWriter, part: SomeOf | None = None
     ) -> None:
         found = self._from.find(name)
-        if found is not None or part is None:
-            for stored in self.stored(name) or (None,):
-                _write_blocks(stored, name, to, out, part)
+        joined = () if found is not None else self._from.joined(name)
+        if not joined:
+            _write_blocks(found, name, to, out, part)
             return
-        first = 0
-        for stored in self._from.joined(name):
-            if (own := part.of_joined(first, stored.shape)) is not None:
-                _write_blocks(stored, name, to, out, own)
-            first += stored.shape[0]
+        for stored, own in _overlapping(joined, part):
+            _write_blocks(stored, name, to, out, own)
 
 
 def _takes_scales(stored: Readable) -> bool:
@@ -312,16 +315,30 @@ def _copy(stored: Readable, out: Tensor, part: SomeOf | None = None) -> None:
         out.copy_(stored.read())
 
 
-def _copy_joined(joined: Iterable[StoredTensor], out: Tensor, part: SomeOf | None) -> None:
+def _copy_joined(joined: Sequence[StoredTensor], out: Tensor, part: SomeOf | None) -> None:
     """Read the rows of all of these into `out`, one tensor at a time."""
-    rows, first, at = out.view(-1, out.shape[-1]), 0, 0
-    for stored in joined:
-        own = None if part is None else part.of_joined(first, stored.shape)
-        first += stored.shape[0]
+    rows, at = out.view(-1, out.shape[-1]), 0
+    for stored, own in _overlapping(joined, part):
+        count = stored.shape[0] if own is None or own.dim else sum(n for _, n in own.ranges)
+        _copy(stored, rows[at : at + count], own)
+        at += count
+
+
+def _overlapping(
+    joined: Sequence[Stored], part: SomeOf | None
+) -> Iterator[tuple[Stored, SomeOf | None]]:
+    """Those of the tensors whose concatenated rows are a parameter into which a part of it falls,
+    each with what of it does; None: all of it."""
+    starts = [0, *itertools.accumulate(stored.shape[0] for stored in joined)]
+    first, last = 0, len(joined)
+    if part is not None and part.dim == 0:  # few of them, if it is one expert of many
+        size = math.prod(part.shape[1:-1])  # rows of an expert; of a matrix, 1
+        first = bisect.bisect_right(starts, size * min(start for start, _ in part.ranges)) - 1
+        last = bisect.bisect_left(starts, size * max(start + n for start, n in part.ranges))
+    for stored, start in zip(joined[first:last], starts[first:last], strict=True):
+        own = None if part is None else part.of_joined(start, stored.shape)
         if part is None or own is not None:
-            count = stored.shape[0] if own is None or own.dim else sum(n for _, n in own.ranges)
-            _copy(stored, rows[at : at + count], own)
-            at += count
+            yield stored, own
 
 
 def _write_blocks(
