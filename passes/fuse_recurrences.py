@@ -87,15 +87,13 @@ def _moved(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
 
 
 def _take_x_gate(graph: fx.Graph, conv: fx.Node) -> None:
-    x = arguments(conv).x
-    product = through_reshapes(x, *_TURNS)
+    product = through_reshapes(arguments(conv).x, *_TURNS)
     if not is_call(product, aten.mul.Tensor) or _moved(product)[1] is not conv:
         return
     if all(_has_its_elements(factor, conv) for factor in product.args):
         with graph.inserting_before(conv):
             rows = [_by_token(graph, factor) for factor in product.args]
         set_arguments(conv, x=rows[0], x_gate=rows[1])
-        _erase_unread(graph, x)
 
 
 def _take_y_gate(graph: fx.Graph, conv: fx.Node) -> None:
@@ -125,13 +123,6 @@ def _by_token(graph: fx.Graph, node: fx.Node) -> fx.Node:
     sizes = _sizes(node)
     rows = reshaped(graph, node, sizes)
     return emit(graph, aten.transpose.int, rows, 0, 1) if isinstance(sizes[0], int) else rows
-
-
-def _erase_unread(graph: fx.Graph, node: Any) -> None:
-    while isinstance(node, fx.Node) and node.op == "call_function" and not node.users:
-        source = node.args[0]
-        graph.erase_node(node)
-        node = source
 
 
 def _read_groups(graph: fx.Graph, node: fx.Node) -> None:
