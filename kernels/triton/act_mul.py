@@ -87,7 +87,7 @@ def plan_ungated(x: Tensor, act: str) -> Plan[Tensor]:
     )  # fmt: skip
 
 
-def plan_halves(x: Tensor, act: str, gated: bool) -> Plan[Tensor]:
+def plan_activation(x: Tensor, act: str, gated: bool) -> Plan[Tensor]:
     """`act_mul` of the two halves if gated, otherwise `activate`."""
     return plan(x, act) if gated else plan_ungated(x, act)
 

@@ -230,7 +230,7 @@ def plan(
     """For up to FUSED_ROWS rows. `out`, contiguous, may be the residual itself: each program reads
     the values of its tile before it writes them."""
     depth = x.shape[-1]
-    base = plan_ungated(
+    base = plan_without_gate(
         few_rows_kernel, x, weight, bias, norm_weight, eps, offset, act, residual,
         0 if gate is None else group, gated, out,
     )  # fmt: skip
@@ -251,7 +251,7 @@ def plan(
     return Plan(out=base.out, launches=(launch,))
 
 
-def plan_ungated(
+def plan_without_gate(
     kernel: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
     eps: float | None, offset: float, act: str | None, residual: Tensor | None, group: int = 0,
     gated: bool = True, out: Tensor | None = None,
@@ -352,7 +352,7 @@ def run(
         return torch.addmm(flat, x.reshape(-1, weight.shape[1]), weight.t()).view(residual.shape)
     y = F.linear(x, weight, bias)
     if act is not None:
-        y = act_mul.plan_halves(y, act, gated).run()
+        y = act_mul.plan_activation(y, act, gated).run()
     return y if residual is None else y + residual
 
 

@@ -67,7 +67,7 @@ def run_fused(
         return plan(*linear, act=act, residual=residual, gated=False).run()
     y = run(*linear)
     if act is not None:
-        y = act_mul.plan_halves(y, act, gated).run()
+        y = act_mul.plan_activation(y, act, gated).run()
     return y if residual is None else y.add_(residual)
 
 

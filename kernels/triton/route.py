@@ -112,7 +112,7 @@ def plan(
 ) -> Plan[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """For up to FEW_ROWS rows."""
     rows, depth = x.shape
-    (linear,) = fused_linear.plan_ungated(
+    (linear,) = fused_linear.plan_without_gate(
         route_kernel, x, router, bias, norm_weight, eps, offset, None, None
     ).launches
     normed = x.new_empty(rows, depth)
