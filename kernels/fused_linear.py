@@ -1,6 +1,7 @@
 """`fused_linear`: a linear with the norm before it and the activation or residual sum after it.
 
-The norm may have a gate, as `gated_rms_norm`. `add_linear` adds the same to the residual in place.
+The norm may have a gate, as `gated_rms_norm`, or be centered, as `layer_norm`. `add_linear` adds
+the same to the residual in place.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from llmc.kernels.act_mul import activated
 from llmc.kernels.gated_rms_norm import gated_rms_norm
+from llmc.kernels.layer_norm import layer_norm
 from llmc.kernels.registry import Case, op
 from llmc.kernels.rms_norm import normalize
 
@@ -36,6 +38,8 @@ def fused_linear(
     gate_first: bool = False,
     group: int = 0,
     gated: bool = True,
+    centered: bool = False,
+    norm_bias: Tensor | None = None,
 ) -> Tensor:
     """act_mul(rms_norm(x) weight^T + bias) + residual; each part is optional.
 
@@ -43,13 +47,17 @@ def fused_linear(
     as in `rms_norm`. act as in `act_mul`: the result has N / 2 columns; if not gated, as in
     `activate`: it has N. residual: same shape as the result. With a gate [..., K], the norm is
     `gated_rms_norm`, of groups of `group` channels, with gate_act as its act; then x and gate may
-    have other dtypes than the weight and the result.
+    have other dtypes than the weight and the result. If centered, the norm is `layer_norm` with
+    norm_bias [K], without a gate and an offset.
     """
     if gate is not None:
         assert eps is not None, "a gate belongs to a norm"
         x = gated_rms_norm.reference(
             x, gate, norm_weight, eps, offset, gate_act, gate_first, group, weight.dtype
         )
+    elif eps is not None and centered:
+        assert offset == 0, "a centered norm has no offset"
+        x = layer_norm.reference(x, norm_weight, norm_bias, eps)
     elif eps is not None:
         x = normalize(x, norm_weight, eps, offset).to(x.dtype)
     y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
@@ -97,6 +105,20 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         ungated = (None, "silu", False, 0, False)
         residual = rand(*rows, n) if added else None
         yield x, weight, rand(n), norm_weight, eps, 0.0, act, residual, *ungated
+    for rows, k, n, weighted, shifted, act, added in (
+        ((1, 1), 100, 34, True, True, None, False),
+        ((1,), 4112, 12, True, True, None, True),
+        ((3,), 72, 40, True, False, "gelu", True),
+        ((9,), 100, 40, False, False, "silu", True),
+        ((2, 8), 256, 64, True, True, "gelu_tanh", False),
+        ((20,), 64, 32, True, True, None, True),
+    ):
+        x, weight = rand(*rows, k) + 2, rand(n, k) * k**-0.5
+        norm_weight, norm_bias = (rand(k) if given else None for given in (weighted, shifted))
+        gated = act == "silu"
+        residual = rand(*rows, n // 2 if gated else n) if added else None
+        linear = (weight, rand(n), norm_weight, 1e-5, 0.0, act, residual)
+        yield x, *linear, None, "silu", False, 0, gated, True, norm_bias
     for rows, groups, group, gate_act, first, weighted, added in (
         ((1, 1), 5, 16, "silu", False, True, True),
         ((1, 3), 3, 64, "sigmoid", False, False, True),
@@ -133,13 +155,16 @@ def add_linear(
     gate_first: bool = False,
     group: int = 0,
     gated: bool = True,
+    centered: bool = False,
+    norm_bias: Tensor | None = None,
 ) -> None:
     """out += act_mul(rms_norm(x) weight^T + bias): `fused_linear`, with `out` as the residual.
 
     out [..., N], or [..., N / 2] with a gated act; it shares no memory with the other arguments.
     """
     given = (x, weight, bias, norm_weight, eps, offset, act, out)
-    out.copy_(fused_linear.reference(*given, gate, gate_act, gate_first, group, gated))
+    of_norm = (gate, gate_act, gate_first, group)
+    out.copy_(fused_linear.reference(*given, *of_norm, gated, centered, norm_bias))
 
 
 @add_linear.cases

@@ -1,4 +1,5 @@
-"""`layer_norm`: normalization by mean and variance, over the last dimension.
+"""Normalization by mean and variance over the last dimension, alone or of a residual sum:
+`layer_norm` and `add_layer_norm`.
 
 LayerNorm: Ba, Kiros and Hinton, 2016, https://arxiv.org/abs/1607.06450.
 """
@@ -25,6 +26,22 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return y.to(x.dtype).contiguous()
 
 
+def _shape(*, x: Tensor, **others: object) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@op(shape=_shape)
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """x, residual [..., N] -> (layer_norm(x + residual), x + residual), both in x's dtype.
+
+    The sum is rounded to x's dtype before it is normalized, as the unfused graph does.
+    """
+    total = (x + residual).contiguous()
+    return layer_norm.reference(total, weight, bias, eps), total
+
+
 @layer_norm.cases
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
@@ -36,3 +53,9 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         yield x + 2, weight, bias, 1e-5
     yield x, weight, None, 1e-6
     yield x, None, None, 1e-6
+
+
+@add_layer_norm.cases
+def _add_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    for x, *rest in _cases(device, dtype):
+        yield x, x.flip(-1) / 2 - 1, *rest

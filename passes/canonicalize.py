@@ -6,6 +6,7 @@ First in the pipeline: the other passes match on its output.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,6 +27,7 @@ from llmc.passes.inputs import WeightInput, add_input, input_of, placeholder_of
 
 _PASS_THROUGH = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
 _TURNS = (aten.numpy_T.default, aten.t.default)
+_VIEWS = (aten.view.default, aten.reshape.default)
 _CASTS = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default)
 
 
@@ -38,11 +40,13 @@ def canonicalize(gm: fx.GraphModule) -> Notes:
         b = aten.dropout(a, 0.1, False);  c = aten.to(b, dtype of b);  d = aten.slice(c, 1, 0, MAX)
         y = aten.addmm(bias, d, w)
         x = aten.matmul(d, aten.numpy_T(v))
+        u = aten.view(aten.linear(aten.view(y, [-1, K]), v), [1, T, N])
         z = aten.new_empty(y, [T, 7])
         aten.copy_(aten.slice(z, 1, 0, 3), p);  aten.copy_(aten.slice(z, 1, 3, MAX), q)
     After:
         y = aten.linear(a, w transposed at load, bias)
         x = aten.linear(a, v)
+        u = aten.linear(y, v)
         z = aten.cat((p, q), 1)
     """
     graph = gm.graph
@@ -61,6 +65,8 @@ def canonicalize(gm: fx.GraphModule) -> Notes:
         _addmm_to_linear(graph, node)
     for node in calls(graph, aten.matmul.default, aten.mm.default):
         _matmul_to_linear(graph, node)
+    for node in calls(graph, aten.linear.default):
+        _keep_shape(graph, node)
     return []
 
 
@@ -83,7 +89,7 @@ def _does_nothing(node: fx.Node) -> bool:
         factor = arguments(node).other
         plain = isinstance(factor, int | float) and factor == 1
         return plain and val(node).dtype == val(source).dtype
-    if node.target in (aten.view.default, aten.reshape.default, aten.expand.default):
+    if node.target in (*_VIEWS, aten.expand.default):
         return same_shape(node, source)
     return False
 
@@ -161,6 +167,25 @@ def _matmul_to_linear(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         linear = emit(graph, aten.linear.default, source, weight)
     replace(node, linear)
+
+
+def _keep_shape(graph: fx.Graph, node: fx.Node) -> None:
+    """Multiply a value itself, not its rows as a matrix, if all readers restore its shape."""
+    rows, *others = node.args
+    if not is_call(rows, *_VIEWS):
+        return
+    x: Any = rows.args[0]  # type: ignore[union-attr]
+    (*lead, depth), width = val(x).shape, val(node).shape[-1]
+    restored = [str(size) for size in (*lead, width)]
+    if str(depth) != str(val(rows).shape[-1]) or not node.users:  # type: ignore[arg-type]
+        return
+    for user in node.users:
+        if not is_call(user, *_VIEWS) or [str(size) for size in val(user).shape] != restored:
+            return
+    with graph.inserting_before(node):
+        linear = emit(graph, aten.linear.default, x, *others)
+    for user in list(node.users):
+        replace(user, linear)
 
 
 def _transposed_input(graph: fx.Graph, weight: fx.Node, role: WeightInput) -> fx.Node:

@@ -4,13 +4,24 @@ squared ReLU."""
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from llmc.kernels.act_mul import QUICK, act_mul, activate
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import arguments, aten, calls, emit, is_call, operands, replace, val
+from llmc.passes.edit import (
+    arguments,
+    aten,
+    calls,
+    emit,
+    is_call,
+    operands,
+    replace,
+    same_shape,
+    val,
+)
 
 
 @graph_pass()
@@ -24,6 +35,8 @@ def fuse_act_mul(gm: fx.GraphModule) -> Notes:
         y = aten.mul(aten.silu(aten.clamp(gate, None, 7.0)), aten.clamp(up, -7.0, 7.0))
     After:
         y = llmc.act_mul(gate_up, "silu", 7.0, 0.0, False)
+
+    Of more parts, the two are first cut out together.
 
     Before:
         y = aten.square(aten.relu(x))
@@ -41,14 +54,28 @@ def fuse_act_mul(gm: fx.GraphModule) -> Notes:
         for activated, up in operands(node):
             given = _gated(activated, up)
             if given is not None:
+                pair, *how = given
                 with graph.inserting_before(node):
-                    fused = emit(graph, act_mul.overload, *given)
+                    source = pair.source
+                    if pair.start is not None:
+                        end = pair.start + 2 * val(node).shape[-1]
+                        source = emit(graph, aten.slice.Tensor, source, -1, pair.start, end)
+                    fused = emit(graph, act_mul.overload, source, *how)
                 replace(node, fused)
                 break
     return []
 
 
-def _gated(activated: Any, up: Any) -> tuple[Any, ...] | None:
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Gates, and what they multiply, as one tensor."""
+
+    source: fx.Node
+    is_interleaved: bool = False  # even and odd elements, otherwise first and second half
+    start: int | None = None  # of the first half, if `source` has other parts beside the two
+
+
+def _gated(activated: Any, up: Any) -> tuple[_Pair, str, float | None, float, bool] | None:
     """The arguments of `act_mul` that give activated * up."""
     act, gate = activation(activated)
     if act is None:
@@ -61,8 +88,8 @@ def _gated(activated: Any, up: Any) -> tuple[Any, ...] | None:
         fits = limits == others == (None, None)
     else:
         fits = limits == (None, limit) and others == (-limit, limit)
-    source, interleaved = _pair(gate, up) if fits else (None, False)
-    return None if source is None else (source, act, limit, shift, interleaved)
+    pair = _pair(gate, up) if fits else None
+    return None if pair is None else (pair, act, limit, shift, pair.is_interleaved)
 
 
 def activation(node: Any) -> tuple[str | None, Any]:
@@ -106,9 +133,9 @@ def _clamped(node: Any) -> tuple[Any, tuple[Any, Any]]:
     return given.self, (given.min, given.max)
 
 
-def _pair(gate: Any, up: Any) -> tuple[fx.Node | None, bool]:
-    """(x, False) if `gate` is the first and `up` the second half of the last dimension of x;
-    (x, True) if they are its even and its odd elements."""
+def _pair(gate: Any, up: Any) -> _Pair | None:
+    """The tensor of which `gate` and `up` are neighbouring parts of the last dimension, or the even
+    and the odd elements."""
     if is_call(gate, aten.slice.Tensor) and is_call(up, aten.slice.Tensor):
         even, odd = arguments(gate), arguments(up)
         source: fx.Node = even.self
@@ -117,24 +144,25 @@ def _pair(gate: Any, up: Any) -> tuple[fx.Node | None, bool]:
         for part, start in ((even, 0), (odd, 1)):
             is_pair = is_pair and part.dim in (-1, last) and (part.start or 0) == start
             is_pair = is_pair and part.step == 2 and (part.end is None or part.end >= width)
-        return (source if is_pair else None), True
-    return _halves(gate, up), False
+        return _Pair(source, is_interleaved=True) if is_pair else None
+    return _neighbours(gate, up)
 
 
-def _halves(gate: Any, up: Any) -> fx.Node | None:
-    """The tensor whose first half is `gate` and second half is `up`, if there is one."""
+def _neighbours(gate: Any, up: Any) -> _Pair | None:
     if not (is_call(gate, operator.getitem) and is_call(up, operator.getitem)):
         return None
     first, second = arguments(gate), arguments(up)
     split = first.source
-    if second.source is not split or (first.index, second.index) != (0, 1):
+    if second.source is not split or second.index != first.index + 1:
         return None
     if not is_call(split, aten.split_with_sizes.default, aten.chunk.default):
         return None
     given = arguments(split)
-    if is_call(split, aten.chunk.default):
-        are_halves = given.chunks == 2
-    else:
-        are_halves = len(given.split_sizes) == 2 and len(set(given.split_sizes)) == 1
     source: fx.Node = given.self
-    return source if are_halves and given.dim in (-1, val(source).dim() - 1) else None
+    if given.dim not in (-1, val(source).dim() - 1) or not same_shape(gate, up):
+        return None
+    sizes = [part.shape[-1] for part in val(split)]
+    if len(sizes) == 2:
+        return _Pair(source)
+    known = all(isinstance(size, int) for size in sizes)
+    return _Pair(source, start=sum(sizes[: first.index])) if known else None

@@ -28,7 +28,7 @@ from llmc.passes.edit import (
     through_reshapes,
     val,
 )
-from llmc.passes.fuse_rms_norm import normalized, weight_of
+from llmc.passes.fuse_norms import normalized, weight_of
 
 _GATES = {aten.silu.default: "silu", aten.sigmoid.default: "sigmoid"}
 

@@ -13,6 +13,7 @@ from llmc.kernels.act_mul import act_mul
 from llmc.kernels.fused_linear import add_linear, fused_linear
 from llmc.kernels.fused_quantized_linear import fused_quantized_linear
 from llmc.kernels.gated_rms_norm import gated_rms_norm
+from llmc.kernels.layer_norm import add_layer_norm, layer_norm
 from llmc.kernels.quantized_linear import EXACT_BITS, quantized_linear
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.passes.base import Notes, graph_pass
@@ -41,10 +42,17 @@ _RESHAPES = (
     aten.unsqueeze.default,
     aten.flatten.using_ints,
 )
+_NORM_OF_SUM = {
+    add_rms_norm.overload: rms_norm.overload,
+    add_layer_norm.overload: layer_norm.overload,
+}
 _FUSED = {
     aten.linear.default: fused_linear.overload,
     quantized_linear.overload: fused_quantized_linear.overload,
 }
+
+
+_QUANTIZED = (quantized_linear.overload, fused_quantized_linear.overload)
 
 
 @graph_pass()
@@ -69,6 +77,11 @@ def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
     After:
         y = llmc.fused_linear(x, w, b, None, None, 0.0, "relu", None, gated=False)
 
+    Before:
+        y = aten.linear(llmc.layer_norm(x, g, c, eps), w, b)
+    After:
+        y = llmc.fused_linear(x, w, b, g, eps, 0.0, None, None, centered=True, norm_bias=c)
+
     and llmc.quantized_linear becomes llmc.fused_quantized_linear in the same way, never in place.
 
     Before:
@@ -79,7 +92,7 @@ def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
     if unwanted is not None:
         return [unwanted]
     graph = gm.graph
-    for both in calls(graph, add_rms_norm.overload):
+    for both in calls(graph, *_NORM_OF_SUM):
         _take_sum_of_norm(graph, both)
     for node in calls(graph, aten.add.Tensor):
         _take_sum(graph, node)
@@ -174,10 +187,9 @@ def _take_sum_of_norm(graph: fx.Graph, both: fx.Node) -> None:
     items = {arguments(u).index: u for u in both.users if is_call(u, operator.getitem)}
     if found is None or len(items) != len(both.users):
         return
-    given = arguments(both)
     with graph.inserting_before(both):
         total = emit(graph, aten.add.Tensor, *found)
-        normed = emit(graph, rms_norm.overload, total, given.weight, given.eps, given.offset)
+        normed = emit(graph, _NORM_OF_SUM[both.target], total, *both.args[2:])
     for index, value in ((0, normed), (1, total)):
         if index in items:
             replace(items[index], value)
@@ -190,20 +202,42 @@ def _take_norm(graph: fx.Graph, node: fx.Node) -> None:
         return
     given = vars(arguments(node)) if is_fused else _product(node)
     source = given["x"]
-    if not is_call(source, rms_norm.overload) or only_user(source) is not node:
+    if given.get("eps") is not None or only_user(source) is not node:
         return
-    if given.get("eps") is not None:
+    around = _norm(source, of_quantized=node.target in _QUANTIZED)
+    if around is None:
         return
-    norm = arguments(source)
-    around = {"norm_weight": norm.weight, "eps": norm.eps, "offset": norm.offset}
     with graph.inserting_before(node):
         fused = emit(
             graph,
             node.target if is_fused else _FUSED[node.target],
-            **{"act": None, "residual": None, **given, "x": norm.x, **around},
+            **{"act": None, "residual": None, **given, **around},
         )
     replace(node, fused)
     graph.erase_node(source)
+
+
+def _norm(source: Any, *, of_quantized: bool) -> dict[str, Any] | None:
+    """A norm's input and parameters, as the fused op that absorbs it names them."""
+    if is_call(source, rms_norm.overload):
+        given = arguments(source)
+        return {
+            "x": given.x,
+            "norm_weight": given.weight,
+            "eps": given.eps,
+            "offset": given.offset,
+        }
+    if is_call(source, layer_norm.overload) and not of_quantized:
+        given = arguments(source)
+        return {
+            "x": given.x,
+            "norm_weight": given.weight,
+            "eps": given.eps,
+            "offset": 0.0,
+            "centered": True,
+            "norm_bias": given.bias,
+        }
+    return None
 
 
 def _take_gated_norm(graph: fx.Graph, node: fx.Node) -> None:

@@ -137,7 +137,11 @@ class WeightInput:
 
 
 # of a recipe, by name
-FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"exp": torch.exp, "neg": torch.neg}
+FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    "neg": torch.neg,
+    "plus_one": lambda x: x + 1,
+}
 
 AdaptedOp = Literal["linear", "embedding", "experts"]
 

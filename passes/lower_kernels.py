@@ -19,11 +19,6 @@ from llmc.passes.edit import arguments, aten, positional
 _Call = tuple[str, tuple[Any, ...]]
 
 
-def _layer_norm(given: SimpleNamespace) -> _Call | None:
-    is_last = len(given.normalized_shape) == 1
-    return ("layer_norm", (given.input, given.weight, given.bias, given.eps)) if is_last else None
-
-
 def _gelu(given: SimpleNamespace) -> _Call:
     is_tanh = getattr(given, "approximate", "none") == "tanh"
     return "activate", (given.self, "gelu_tanh" if is_tanh else "gelu")
@@ -33,7 +28,6 @@ def _gelu(given: SimpleNamespace) -> _Call:
 _OF_TORCH: dict[Any, Callable[[SimpleNamespace], _Call | None]] = {
     aten.linear.default: lambda given: ("linear", (given.input, given.weight, given.bias)),
     aten.bmm.default: lambda given: ("bmm", (given.self, given.mat2)),
-    aten.layer_norm.default: _layer_norm,
     aten.gelu.default: _gelu,
     aten.silu.default: lambda given: ("activate", (given.self, "silu")),
     aten.relu.default: lambda given: ("activate", (given.self, "relu")),

@@ -27,8 +27,8 @@ from llmc.passes.fuse_convolutions import fuse_convolutions
 from llmc.passes.fuse_experts import fuse_experts
 from llmc.passes.fuse_gated_norms import fuse_gated_norms
 from llmc.passes.fuse_linears import fuse_linears
+from llmc.passes.fuse_norms import fuse_norms
 from llmc.passes.fuse_recurrences import fuse_recurrences
-from llmc.passes.fuse_rms_norm import fuse_rms_norm
 from llmc.passes.fuse_rope_attention import fuse_rope_attention
 from llmc.passes.fuse_rope_write import fuse_rope_write
 from llmc.passes.fuse_routers import fuse_routers
@@ -124,9 +124,9 @@ def pipeline(
         fold_weights(),  # before passes that match the weights of recurrent layers
         fuse_gated_norms(),  # before the passes that would take the gate or the norm alone
         fuse_recurrences(),
-        fuse_rms_norm(),
+        fuse_norms(),
         fuse_act_mul(),  # after merge_linears: reads the two halves of its output
-        fuse_rope_write(),  # after share_rotary and fuse_rms_norm: it uses the table and the norm
+        fuse_rope_write(),  # after share_rotary and fuse_norms: it uses the table and the norm
         group_caches(max_positions=options.max_positions),  # after passes that match by cache
         attend_whole_images(where=options.whole_images),  # before passes for causal attention only
         split_prompts(unwanted=_unless_gpu(options, "FlashAttention")),

@@ -34,7 +34,7 @@ from llmc.startup.default_model import default_model
 from llmc.structured_outputs import StructuredOutputsParams
 from llmc.text.detokenizer import IncrementalDecoder
 
-PASSES = ("merge_linears", "share_rotary", "fuse_rms_norm", "fuse_act_mul", "fuse_rope_write")
+PASSES = ("merge_linears", "share_rotary", "fuse_norms", "fuse_act_mul", "fuse_rope_write")
 ANSWER_TOKENS = 64
 SCHEMA = {"type": "array", "items": {"type": "string"}, "minItems": 100}  # longer than any answer
 Start = Callable[[Bench], Subject]

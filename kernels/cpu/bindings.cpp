@@ -79,24 +79,24 @@ const void* vector_or_null(const optional<Tensor>& t, const char* name, const Te
 Tensor rms_norm(const Tensor& x, const optional<Tensor>& weight, double eps, double offset) {
   Tensor kept, out = at::empty(x.sizes(), x.scalar_type());
   if (x.numel() == 0) return out;
-  kernels->rms_norm({dtype_of(x), rows_of(x, kept), {},
-                     vector_or_null(weight, "weight", x, x.size(-1)), out.data_ptr(), nullptr,
-                     x.size(-1), float(eps), float(offset), at::num_threads()});
+  kernels->norm({dtype_of(x), rows_of(x, kept), {},
+                 vector_or_null(weight, "weight", x, x.size(-1)), out.data_ptr(), nullptr,
+                 x.size(-1), float(eps), float(offset), at::num_threads()});
   return out;
 }
-
-namespace {
 
 Tensor layer_norm(const Tensor& x, const optional<Tensor>& weight, const optional<Tensor>& bias,
                   double eps) {
   Tensor kept, out = at::empty(x.sizes(), x.scalar_type());
   if (x.numel() == 0) return out;
   const int64_t width = x.size(-1);
-  kernels->layer_norm({dtype_of(x), rows_of(x, kept), vector_or_null(weight, "weight", x, width),
-                       vector_or_null(bias, "bias", x, width), out.data_ptr(), width, float(eps),
-                       at::num_threads()});
+  kernels->norm({dtype_of(x), rows_of(x, kept), {}, vector_or_null(weight, "weight", x, width),
+                 out.data_ptr(), nullptr, width, float(eps), 0, at::num_threads(), true,
+                 vector_or_null(bias, "bias", x, width)});
   return out;
 }
+
+namespace {
 
 // Fills in the rows, the sum and the sizes of `a`; returns the sum.
 Tensor add_and_norm(const Tensor& x, const Tensor& residual, NormArgs a) {
@@ -108,7 +108,7 @@ Tensor add_and_norm(const Tensor& x, const Tensor& residual, NormArgs a) {
   std::tie(a.x, a.residual) = alike(x, residual, kept_x, kept_residual);
   a.dtype = dtype_of(x), a.sum = sum.data_ptr(), a.width = x.size(-1);
   a.threads = at::num_threads();
-  kernels->rms_norm(a);
+  kernels->norm(a);
   return sum;
 }
 
@@ -119,6 +119,17 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
   NormArgs a{};
   a.weight = vector_or_null(weight, "weight", x, x.size(-1)), a.out = out.data_ptr();
   a.eps = float(eps), a.offset = float(offset);
+  Tensor sum = add_and_norm(x, residual, a);
+  return {std::move(out), std::move(sum)};
+}
+
+std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual,
+                                          const optional<Tensor>& weight,
+                                          const optional<Tensor>& bias, double eps) {
+  Tensor out = at::empty(x.sizes(), x.scalar_type());
+  NormArgs a{};
+  a.weight = vector_or_null(weight, "weight", x, x.size(-1)), a.out = out.data_ptr();
+  a.bias = vector_or_null(bias, "bias", x, x.size(-1)), a.centered = true, a.eps = float(eps);
   Tensor sum = add_and_norm(x, residual, a);
   return {std::move(out), std::move(sum)};
 }
@@ -314,6 +325,7 @@ const at::Ops kOps = {
     {"norm_add_norm", &at::boxed<&norm_add_norm>},
     {"gated_rms_norm", &at::boxed<&gated_rms_norm>},
     {"layer_norm", &at::boxed<&layer_norm>},
+    {"add_layer_norm", &at::boxed<&add_layer_norm>},
     {"act_mul", &at::boxed<&act_mul>},
     {"activate", &at::boxed<&activate>},
     {"linear", &at::boxed<&linear>},

@@ -19,6 +19,8 @@ inline Dtype dtype_of(const Tensor& t, const char* name = "llmc_cpu's input") {
 namespace ops {
 
 Tensor rms_norm(const Tensor& x, const optional<Tensor>& weight, double eps, double offset);
+Tensor layer_norm(const Tensor& x, const optional<Tensor>& weight, const optional<Tensor>& bias,
+                  double eps);
 Tensor gated_norm(const Tensor& x, const Tensor& gate, const optional<Tensor>& weight, double eps,
                   double offset, const std::string& act, bool gate_first, int64_t group,
                   at::ScalarType dtype);

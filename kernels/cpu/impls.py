@@ -25,7 +25,7 @@ from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.fused_linear import fused_linear
 from llmc.kernels.gated_rms_norm import gated_rms_norm
 from llmc.kernels.latent_attention import latent_attention
-from llmc.kernels.layer_norm import layer_norm
+from llmc.kernels.layer_norm import add_layer_norm, layer_norm
 from llmc.kernels.linear import linear
 from llmc.kernels.linear_recurrence import linear_recurrence
 from llmc.kernels.paged_attention import paged_attention
@@ -242,6 +242,7 @@ _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (norm_add, _all_of("x", "residual", "weight")),
     (norm_add_norm, _all_of("x", "residual", "weight", "next_weight")),
     (layer_norm, _all_of("x", "weight", "bias")),
+    (add_layer_norm, _all_of("x", "residual", "weight", "bias")),
     (act_mul, _all_of("gate_up")),
     (activate, _all_of("x")),
     (gated_rms_norm, _gated_rms_norm),

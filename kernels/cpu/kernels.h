@@ -21,26 +21,19 @@ struct Rows {  // a tensor as rows with a contiguous last dimension and up to th
 
 struct NormArgs {
   Dtype dtype;
-  Rows x, residual;  // residual.data is null for rms_norm
+  Rows x, residual;  // residual.data is null for a norm alone
   const void* weight;  // may be null
   void *out, *sum;     // dense; out is null for norm_add
   int64_t width;
   float eps, offset;
   int threads;
+  // LayerNorm, otherwise RMSNorm
+  bool centered = false;
+  const void* bias = nullptr;  // may be null
   // whether x is normalized before it is added to the residual, and by what
   bool norms_x = false;
   const void* x_weight = nullptr;  // may be null
   float x_eps = 0, x_offset = 0;
-};
-
-struct LayerNormArgs {
-  Dtype dtype;
-  Rows x;
-  const void *weight, *bias;  // may be null
-  void* out;                  // dense
-  int64_t width;
-  float eps;
-  int threads;
 };
 
 struct GatedNormArgs {
@@ -260,8 +253,7 @@ struct GgufArgs {  // rows of a GGUF file -> the weight inputs of quantized_line
 };
 
 void gated_rms_norm(const GatedNormArgs&);
-void rms_norm(const NormArgs&);
-void layer_norm(const LayerNormArgs&);
+void norm(const NormArgs&);
 void act_mul(const ActArgs&);
 void add_to(const AddArgs&);  // out += x
 void round_to_fp8(const RoundArgs&);  // x as e4m3 would hold it, in its own dtype

@@ -263,13 +263,15 @@ Tensor fused_linear(const Tensor& x, const Tensor& weight, const optional<Tensor
                     const optional<Tensor>& norm_weight, optional<double> eps, double offset,
                     const optional<std::string>& act, const optional<Tensor>& residual,
                     const optional<Tensor>& gate, const std::string& gate_act, bool gate_first,
-                    int64_t group, bool gated) {
-  TORCH_CHECK(eps || !gate, "a gate belongs to a norm");
-  Tensor y = gate  ? linear(gated_norm(x, *gate, norm_weight, *eps, offset, gate_act, gate_first,
-                                       group, weight.scalar_type()),
-                            weight, bias)
-             : eps ? linear(rms_norm(x, norm_weight, *eps, offset), weight, bias)
-                   : linear(x, weight, bias);
+                    int64_t group, bool gated, bool centered, const optional<Tensor>& norm_bias) {
+  TORCH_CHECK(eps || !(gate || centered), "a gate and centering belong to a norm");
+  TORCH_CHECK(!centered || !(gate || offset), "a centered norm has no gate and no offset");
+  const auto multiplied = [&](const Tensor& normed) { return linear(normed, weight, bias); };
+  Tensor y = gate ? multiplied(gated_norm(x, *gate, norm_weight, *eps, offset, gate_act, gate_first,
+                                          group, weight.scalar_type()))
+             : centered ? multiplied(layer_norm(x, norm_weight, norm_bias, *eps))
+             : eps      ? multiplied(rms_norm(x, norm_weight, *eps, offset))
+                        : multiplied(x);
   if (act) y = gated ? act_mul(y, *act) : activate(y, *act);
   if (!residual || y.numel() == 0) return y;
   TORCH_CHECK(residual->sizes() == y.sizes() && residual->scalar_type() == y.scalar_type(),

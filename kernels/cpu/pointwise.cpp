@@ -61,42 +61,9 @@ void scale_row(const T* x, v16f squares, const T* weight, float eps, float offse
     });
 }
 
+// out = (x - mean) / sqrt(variance + eps) * weight + bias
 template <class T>
-void norm_row(const NormArgs& a, const T* x, const T* residual, T* out, T* sum) {
-  const int64_t n = a.width;
-  v16f squares = {};
-  if (a.norms_x) {
-    scale_row(x, squares_of(x, n), static_cast<const T*>(a.x_weight), a.x_eps, a.x_offset, n, sum);
-    x = sum;
-  }
-  if (residual != nullptr) {
-    each_vector(n, [&](int64_t i, int64_t count) LLMC_LAMBDA {
-      store_up_to(sum + i, load_up_to(x + i, count) + load_up_to(residual + i, count), count);
-      const v16f y = load_up_to(sum + i, count);  // rounded, as in the unfused graph
-      squares += y * y;
-    });
-    x = sum;
-  } else {
-    squares = squares_of(x, n);
-  }
-  if (out != nullptr)
-    scale_row(x, squares, static_cast<const T*>(a.weight), a.eps, a.offset, n, out);
-}
-
-template <class T>
-void norm_rows(const NormArgs& a) {
-  parallel_rows(count(a.x), a.width * 4, a.threads, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const T* residual = a.residual.data ? row_pointer<T>(a.residual, i) : nullptr;
-      T* sum = a.sum ? static_cast<T*>(a.sum) + i * a.width : nullptr;
-      T* out = a.out ? static_cast<T*>(a.out) + i * a.width : nullptr;
-      norm_row<T>(a, row_pointer<T>(a.x, i), residual, out, sum);
-    }
-  });
-}
-
-template <class T>
-void layer_norm_row(const LayerNormArgs& a, const T* x, T* out) {
+void center_row(const NormArgs& a, const T* x, T* out) {
   const T *weight = static_cast<const T*>(a.weight), *bias = static_cast<const T*>(a.bias);
   const float n = static_cast<float>(a.width);
   v16f sum = {}, squares = {};
@@ -117,10 +84,40 @@ void layer_norm_row(const LayerNormArgs& a, const T* x, T* out) {
 }
 
 template <class T>
-void layer_norm_rows(const LayerNormArgs& a) {
-  parallel_rows(count(a.x), a.width * 6, a.threads, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i)
-      layer_norm_row<T>(a, row_pointer<T>(a.x, i), static_cast<T*>(a.out) + i * a.width);
+void norm_row(const NormArgs& a, const T* x, const T* residual, T* out, T* sum) {
+  const int64_t n = a.width;
+  v16f squares = {};
+  if (a.norms_x) {
+    scale_row(x, squares_of(x, n), static_cast<const T*>(a.x_weight), a.x_eps, a.x_offset, n, sum);
+    x = sum;
+  }
+  if (residual != nullptr) {
+    each_vector(n, [&](int64_t i, int64_t count) LLMC_LAMBDA {
+      store_up_to(sum + i, load_up_to(x + i, count) + load_up_to(residual + i, count), count);
+      const v16f y = load_up_to(sum + i, count);  // rounded, as in the unfused graph
+      squares += y * y;
+    });
+    x = sum;
+  } else if (!a.centered) {
+    squares = squares_of(x, n);
+  }
+  if (out == nullptr) return;
+  if (a.centered)
+    center_row(a, x, out);
+  else
+    scale_row(x, squares, static_cast<const T*>(a.weight), a.eps, a.offset, n, out);
+}
+
+template <class T>
+void norm_rows(const NormArgs& a) {
+  const int64_t work = a.width * (a.centered ? 6 : 4);
+  parallel_rows(count(a.x), work, a.threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const T* residual = a.residual.data ? row_pointer<T>(a.residual, i) : nullptr;
+      T* sum = a.sum ? static_cast<T*>(a.sum) + i * a.width : nullptr;
+      T* out = a.out ? static_cast<T*>(a.out) + i * a.width : nullptr;
+      norm_row<T>(a, row_pointer<T>(a.x, i), residual, out, sum);
+    }
   });
 }
 
@@ -332,12 +329,8 @@ void copy_typed(const CopyArgs& a) {
 
 }  // namespace
 
-void rms_norm(const NormArgs& a) {
+void norm(const NormArgs& a) {
   with_type(a.dtype, [&](auto t) { norm_rows<decltype(t)>(a); });
-}
-
-void layer_norm(const LayerNormArgs& a) {
-  with_type(a.dtype, [&](auto t) { layer_norm_rows<decltype(t)>(a); });
 }
 
 void gated_rms_norm(const GatedNormArgs& a) {

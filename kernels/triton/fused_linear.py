@@ -4,7 +4,8 @@ weight once.
 One row is multiplied lane by lane, up to FUSED_ROWS rows by tensor cores. The norm's factor is the
 same for a whole row, so it is applied to the sums, and the squares are accumulated along the way.
 A gated norm can have smaller groups: its factor is applied to a tile that holds whole groups, or to
-the sums of a part of the depth that is one group.
+the sums of a part of the depth that is one group. A centered norm would cancel in the sums: each
+program first reads the whole rows for their means and variances, and multiplies normalized inputs.
 Deep, narrow weights are split along their depth; the last program of a tile adds the parts in a
 fixed order, so results are the same in every run, unlike with atomic additions.
 More rows are compute-bound: torch's own linear multiplies them, between other ops of this package.
@@ -64,6 +65,30 @@ def prefetch_tile(
 
 
 @triton.jit
+def mean_and_factor(
+    x, x_row, rows, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """The mean and 1 / sqrt(variance + eps) of each row [BLOCK_M] of K inputs. The sums are of
+    differences to the row's first input, so that a large mean does not cancel."""
+    CHUNK: tl.constexpr = BLOCK_K if BLOCK_K > 2048 // BLOCK_M else 2048 // BLOCK_M
+    m = tl.arange(0, BLOCK_M)
+    at = x + m[:, None] * x_row
+    base = tl.load(at, mask=(m < rows)[:, None], other=0.0).to(tl.float32)
+    sums = tl.zeros([BLOCK_M, CHUNK], tl.float32)
+    squares = tl.zeros([BLOCK_M, CHUNK], tl.float32)
+    for k0 in tl.range(0, K, CHUNK):
+        k = k0 + tl.arange(0, CHUNK)
+        known = (m < rows)[:, None] & (k < K)[None, :]
+        apart = tl.load(at + k[None, :], mask=known, other=0.0).to(tl.float32) - base
+        apart = tl.where(known, apart, 0.0)
+        sums += apart
+        squares += apart * apart
+    mean = tl.sum(sums, axis=1) / K
+    variance = tl.maximum(tl.sum(squares, axis=1) / K - mean * mean, 0.0)
+    return base + mean[:, None], (1 / tl.sqrt_rn(variance + eps))[:, None]
+
+
+@triton.jit
 def linear_tile(
     tile, part, x, weight, bias, norm_weight, residual, out, partial, squares, counter, rows,
     x_row, weight_row, residual_row, eps, offset,
@@ -72,7 +97,8 @@ def linear_tile(
     WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
     ADD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     gate=None, gate_row=0, SILU: tl.constexpr = False, GATE_FIRST: tl.constexpr = False,
-    GROUP: tl.constexpr = 0, AHEAD: tl.constexpr = None,
+    GROUP: tl.constexpr = 0, AHEAD: tl.constexpr = None, CENTERED: tl.constexpr = False,
+    norm_bias=None,
 ):  # fmt: skip
     """Compute the BLOCK_N channels of one tile over part `part` of the depth; the last of SPLITS
     parts stores their results. Returns whether this one was that, and then the sums of squares of
@@ -84,6 +110,7 @@ def linear_tile(
     one. The gate multiplies before the norm if GATE_FIRST, otherwise after it.
     AHEAD: stages of the loop's pipeline, for loops without a product of tensor cores, which Triton
     pipelines only if told to.
+    CENTERED: with a layer_norm, which is not a NORM, WEIGHTED or not.
     """
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
@@ -100,6 +127,8 @@ def linear_tile(
         up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     square = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if CENTERED:
+        mean, factor = mean_and_factor(x, x_row, rows, eps, K, BLOCK_M, BLOCK_K)
     for k0 in tl.range(first, min(first + SPLIT_K, K), BLOCK_K, num_stages=AHEAD):
         k = k0 + tl.arange(0, BLOCK_K)
         reached = tl.full([BLOCK_K], True, tl.int1) if WHOLE else k < K
@@ -109,6 +138,15 @@ def linear_tile(
             other=0.0,
         )  # fmt: skip
         w = tl.load(w_at + k[None, :], mask=known, other=0.0)
+        if CENTERED:
+            normed = (a.to(tl.float32) - mean) * factor
+            if WEIGHTED:
+                gain = tl.load(norm_weight + k, mask=reached, other=0.0)
+                normed *= gain.to(tl.float32)[None, :]
+            if norm_bias is not None:
+                shift = tl.load(norm_bias + k, mask=reached, other=0.0)
+                normed += shift.to(tl.float32)[None, :]
+            a = normed.to(w.dtype) if DOT else normed
         if NORM:
             wide = a.to(tl.float32)
             if gate is not None:
@@ -179,9 +217,9 @@ def linear_tile(
             if NORM and GROUP == 0:
                 total = sum_of_parts(squares_at, tiles * rows, m < rows, SPLITS)
         if NORM and GROUP == 0:
-            factor = (1 / tl.sqrt_rn(total / K + eps))[:, None]
-            y *= factor
-            up *= factor
+            of_row = (1 / tl.sqrt_rn(total / K + eps))[:, None]
+            y *= of_row
+            up *= of_row
         if BIAS:
             y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
             if GATED:
@@ -199,14 +237,14 @@ def linear_tile(
 
 @triton.jit(do_not_specialize=["rows"])
 def few_rows_kernel(
-    x, weight, bias, norm_weight, gate, residual, out, partial, squares, counter, rows, x_row,
-    weight_row, gate_row, residual_row, eps, offset,
+    x, weight, bias, norm_weight, norm_bias, gate, residual, out, partial, squares, counter, rows,
+    x_row, weight_row, gate_row, residual_row, eps, offset,
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
     WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
     ADD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     SILU: tl.constexpr, GATE_FIRST: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    CENTERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile and part of the depth; the arguments are those of `linear_tile`."""
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -217,7 +255,8 @@ def few_rows_kernel(
         tile, part, x, weight, bias, norm_weight, residual, out, partial, squares, counter, rows,
         x_row, weight_row, residual_row, eps, offset,
         N, K, SPLITS, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_K, NORM, WEIGHTED, BIAS, ACT, GATED,
-        ADD, DOT, PRECISION, UPCAST, gate, gate_row, SILU, GATE_FIRST, GROUP, AHEAD,
+        ADD, DOT, PRECISION, UPCAST, gate, gate_row, SILU, GATE_FIRST, GROUP, AHEAD, CENTERED,
+        norm_bias,
     )  # fmt: skip
 
 
@@ -225,14 +264,15 @@ def plan(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
     eps: float | None, offset: float, act: str | None, residual: Tensor | None,
     gate: Tensor | None = None, gate_act: str = "silu", gate_first: bool = False, group: int = 0,
-    gated: bool = True, out: Tensor | None = None,
+    gated: bool = True, centered: bool = False, norm_bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Plan[Tensor]:  # fmt: skip
     """For up to FUSED_ROWS rows. `out`, contiguous, may be the residual itself: each program reads
     the values of its tile before it writes them."""
     depth = x.shape[-1]
     base = plan_without_gate(
         few_rows_kernel, x, weight, bias, norm_weight, eps, offset, act, residual,
-        0 if gate is None else group, gated, out,
+        0 if gate is None else group, gated, centered, out,
     )  # fmt: skip
     (launch,) = base.launches
     is_pipelined = not launch.constants["DOT"] and launch.num_stages > 1
@@ -240,12 +280,13 @@ def plan(
     launch = replace(
         launch,
         args={
-            **launch.args, "gate": gates, "gate_row": 0 if gates is None else gates.stride(0),
+            **launch.args, "norm_bias": norm_bias, "gate": gates,
+            "gate_row": 0 if gates is None else gates.stride(0),
         },
         constants={
             **launch.constants, "SILU": gate_act == "silu", "GATE_FIRST": gate_first,
             "GROUP": 0 if gate is None or group == depth else group,
-            "AHEAD": launch.num_stages if is_pipelined else None,
+            "AHEAD": launch.num_stages if is_pipelined else None, "CENTERED": centered,
         },
     )  # fmt: skip
     return Plan(out=base.out, launches=(launch,))
@@ -254,10 +295,10 @@ def plan(
 def plan_without_gate(
     kernel: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
     eps: float | None, offset: float, act: str | None, residual: Tensor | None, group: int = 0,
-    gated: bool = True, out: Tensor | None = None,
+    gated: bool = True, centered: bool = False, out: Tensor | None = None,
 ) -> Plan[Tensor]:  # fmt: skip
-    """A launch of a kernel that calls `linear_tile`, without the arguments for a norm's gate.
-    `group`: of the gated norm that the caller adds, otherwise 0."""
+    """A launch of a kernel that calls `linear_tile`, without the arguments for a norm's gate or
+    bias. `group`: of the gated norm that the caller adds, otherwise 0."""
     depth, gated = x.shape[-1], gated and act is not None
     channels = weight.shape[0] // (2 if gated else 1)
     flat = x.reshape(-1, depth)
@@ -272,7 +313,7 @@ def plan_without_gate(
     partial = squares = None
     if config.splits > 1:
         partial = x.new_empty(config.splits, rows, weight.shape[0], dtype=torch.float32)
-        if eps is not None:
+        if eps is not None and not centered:
             squares = x.new_empty(config.splits, blocks, rows, dtype=torch.float32)
     launch = Launch(
         kernel=kernel,
@@ -288,7 +329,7 @@ def plan_without_gate(
         constants={
             "N": channels, "K": depth, "SPLITS": config.splits, "SPLIT_K": config.split_k,
             "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
-            "NORM": eps is not None, "WEIGHTED": norm_weight is not None,
+            "NORM": eps is not None and not centered, "WEIGHTED": norm_weight is not None,
             "BIAS": bias is not None, "ACT": act, "GATED": gated, "ADD": more is not None,
             "DOT": rows > 1, "PRECISION": dot_precision(weight.dtype),
             "UPCAST": needs_upcast(weight.dtype), "PDL": pdl,
@@ -313,7 +354,7 @@ def _config(rows: int, weight: Tensor, gated: bool, group: int) -> LinearConfig 
 
 def takes(
     x: Tensor, weight: Tensor, eps: float | None, gate: Tensor | None = None, group: int = 0,
-    gated: bool = False,
+    gated: bool = False, centered: bool = False,
 ) -> bool:  # fmt: skip
     """Whether one kernel computes these rows. `gated`: the activation."""
     rows = x.numel() // x.shape[-1]
@@ -322,13 +363,16 @@ def takes(
     if gate is not None and (not eps or _config(rows, weight, gated, group) is None):
         return False
     # a float16 row before normalization times the norm's weight can overflow float16
-    return weight.dtype != torch.float16 or eps is None
+    return weight.dtype != torch.float16 or eps is None or centered
 
 
 def _normalized(
     x: Tensor, weight: Tensor, norm_weight: Tensor | None, eps: float, offset: float,
-    gate: Tensor | None, gate_act: str, gate_first: bool, group: int,
+    gate: Tensor | None, gate_act: str, gate_first: bool, group: int, centered: bool,
+    norm_bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
+    if centered:
+        return norm.layer_plan(x, norm_weight, norm_bias, eps).run()
     if gate is None:
         return norm.plan(x, norm_weight, eps, offset).run()
     given = (eps, offset, gate_act, gate_first, group, weight.dtype)
@@ -339,13 +383,14 @@ def run(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
     eps: float | None, offset: float, act: str | None, residual: Tensor | None,
     gate: Tensor | None = None, gate_act: str = "silu", gate_first: bool = False, group: int = 0,
-    gated: bool = True,
+    gated: bool = True, centered: bool = False, norm_bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    of_norm = gate, gate_act, gate_first, group
-    if takes(x, weight, eps, gate, group, gated and act is not None):
-        return plan(x, weight, bias, norm_weight, eps, offset, act, residual, *of_norm, gated).run()
+    of_gate, of_mean = (gate, gate_act, gate_first, group), (centered, norm_bias)
+    linear = x, weight, bias, norm_weight, eps, offset, act, residual
+    if takes(x, weight, eps, gate, group, gated and act is not None, centered):
+        return plan(*linear, *of_gate, gated, *of_mean).run()
     if eps is not None:
-        x = _normalized(x, weight, norm_weight, eps, offset, *of_norm)
+        x = _normalized(x, weight, norm_weight, eps, offset, *of_gate, *of_mean)
     if residual is not None and bias is None and act is None:
         # rounded once; torch copies the residual to where the product adds to it
         flat = residual.reshape(-1, weight.shape[0])
@@ -360,20 +405,20 @@ def _run_add(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
     eps: float | None, offset: float, act: str | None,
     gate: Tensor | None = None, gate_act: str = "silu", gate_first: bool = False, group: int = 0,
-    gated: bool = True,
+    gated: bool = True, centered: bool = False, norm_bias: Tensor | None = None,
 ) -> None:  # fmt: skip
-    of_norm = gate, gate_act, gate_first, group
+    of_gate, of_mean = (gate, gate_act, gate_first, group), (centered, norm_bias)
     linear = x, weight, bias, norm_weight, eps, offset, act
     if not out.is_contiguous():
-        out.copy_(run(*linear, out, *of_norm, gated))
-    elif takes(x, weight, eps, gate, group, gated and act is not None):
-        plan(*linear, out, *of_norm, gated, out=out).run()
+        out.copy_(run(*linear, out, *of_gate, gated, *of_mean))
+    elif takes(x, weight, eps, gate, group, gated and act is not None, centered):
+        plan(*linear, out, *of_gate, gated, *of_mean, out=out).run()
     elif bias is None and act is None:  # rounded once, and the product adds to `out` itself
         if eps is not None:
-            x = _normalized(x, weight, norm_weight, eps, offset, *of_norm)
+            x = _normalized(x, weight, norm_weight, eps, offset, *of_gate, *of_mean)
         out.view(-1, weight.shape[0]).addmm_(x.reshape(-1, weight.shape[1]), weight.t())
     else:
-        out += run(*linear, None, *of_norm, gated)
+        out += run(*linear, None, *of_gate, gated, *of_mean)
 
 
 def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -389,9 +434,10 @@ def _supports(
     residual: Tensor | None = None,
     out: Tensor | None = None,
     gate: Tensor | None = None,
+    norm_bias: Tensor | None = None,
     **others: object,
 ) -> bool:
-    tensors = (x, weight, bias, norm_weight, residual, out, gate)
+    tensors = (x, weight, bias, norm_weight, residual, out, gate, norm_bias)
     rounded = None if gate is not None else x  # a gated norm rounds its result to weight's dtype
     return supports_tensors(*tensors) and same_dtype(rounded, weight, bias, residual, out)
 

@@ -1,14 +1,17 @@
-"""The ops of rms_norm.py in Triton: one program per row.
+"""The ops of rms_norm.py and layer_norm.py in Triton: one program per row.
 
 Inductor fuses norms better than this; these are for graphs that run uncompiled on a GPU.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmc.kernels.layer_norm import add_layer_norm, layer_norm
 from llmc.kernels.rms_norm import add_rms_norm, norm_add, norm_add_norm, rms_norm
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.configs import row_warps
@@ -29,12 +32,26 @@ def normalized(y, weight, i, eps, offset, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def centered(y, weight, bias, i, eps, WIDTH: tl.constexpr):
+    """layer_norm of a row y [BLOCK], which is zero beyond WIDTH, in float32."""
+    y = tl.where(i < WIDTH, y - tl.sum(y, axis=0) / WIDTH, 0.0)
+    y *= 1 / tl.sqrt_rn(tl.sum(y * y, axis=0) / WIDTH + eps)
+    if weight is not None:
+        y *= tl.load(weight + i, mask=i < WIDTH, other=0.0).to(tl.float32)
+    if bias is not None:
+        y += tl.load(bias + i, mask=i < WIDTH, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
 def norm_kernel(
-    x, residual, x_weight, weight, out, total, x_row, residual_row, x_eps, x_offset, eps, offset,
+    x, residual, x_weight, weight, bias, out, total, x_row, residual_row, x_eps, x_offset, eps,
+    offset,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, NORM_X: tl.constexpr,
-    PDL: tl.constexpr,
+    CENTERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """NORM_X: x is normalized before it is added. out None: the sum is all that is stored."""
+    """NORM_X: x is normalized before it is added. out None: the sum is all that is stored.
+    CENTERED: the result is a layer_norm."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < WIDTH
@@ -50,7 +67,10 @@ def norm_kernel(
         tl.store(total + row * WIDTH + i, rounded, mask=inside)
         y = rounded.to(tl.float32)
     if out is not None:
-        y = normalized(y, weight, i, eps, offset, WIDTH)
+        if CENTERED:
+            y = centered(y, weight, bias, i, eps, WIDTH)
+        else:
+            y = normalized(y, weight, i, eps, offset, WIDTH)
         tl.store(out + row * WIDTH + i, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -60,7 +80,7 @@ _NONE: _Norm = (None, 0.0, 0.0)
 
 def _launch(
     x: Tensor, residual: Tensor | None, of_x: _Norm | None, norm: _Norm,
-    out: Tensor | None, total: Tensor | None,
+    out: Tensor | None, total: Tensor | None, centered: bool = False, bias: Tensor | None = None,
 ) -> Launch:  # fmt: skip
     width = x.shape[-1]
     flat = x.reshape(-1, width)
@@ -72,13 +92,13 @@ def _launch(
         kernel=norm_kernel,
         grid=(flat.shape[0],),
         args={
-            "x": flat, "residual": other, "x_weight": x_weight, "weight": weight, "out": out,
-            "total": total, "x_row": flat.stride(0), "residual_row": other.stride(0),
+            "x": flat, "residual": other, "x_weight": x_weight, "weight": weight, "bias": bias,
+            "out": out, "total": total, "x_row": flat.stride(0), "residual_row": other.stride(0),
             "x_eps": x_eps, "x_offset": x_offset, "eps": eps, "offset": offset,
         },
         constants={
-            "WIDTH": width, "BLOCK": block,
-            "ADD": residual is not None, "NORM_X": of_x is not None, "PDL": pdl,
+            "WIDTH": width, "BLOCK": block, "ADD": residual is not None,
+            "NORM_X": of_x is not None, "CENTERED": centered, "PDL": pdl,
         },
         num_warps=row_warps(block),
         pdl=pdl,
@@ -116,19 +136,36 @@ def norm_add_norm_plan(
     return Plan(out=(out, total), launches=(launch,))
 
 
-def supports(*, x: Tensor, weight: Tensor | None, **others: object) -> bool:
-    return supports_tensors(x, weight) and x.shape[-1] <= _MAX_WIDTH
+def layer_plan(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Plan[Tensor]:
+    out = x.new_empty(x.shape)
+    launch = _launch(x, None, None, (weight, eps, 0.0), out, None, True, bias)
+    return Plan(out=out, launches=(launch,))
+
+
+def add_layer_plan(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Plan[tuple[Tensor, Tensor]]:
+    out, total = x.new_empty(x.shape), x.new_empty(x.shape)
+    launch = _launch(x, residual, None, (weight, eps, 0.0), out, total, True, bias)
+    return Plan(out=(out, total), launches=(launch,))
+
+
+def supports(
+    *, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, **others: object
+) -> bool:
+    return supports_tensors(x, weight, bias) and x.shape[-1] <= _MAX_WIDTH
 
 
 def _add_supports(
-    *, x: Tensor, residual: Tensor, weight: Tensor | None, next_weight: Tensor | None = None,
-    **others: object,
-) -> bool:  # fmt: skip
+    *, x: Tensor, residual: Tensor, next_weight: Tensor | None = None, **others: Any
+) -> bool:
     fits = x.shape == residual.shape and same_dtype(x, residual)
-    return fits and supports_tensors(residual, next_weight) and supports(x=x, weight=weight)
+    return fits and supports_tensors(residual, next_weight) and supports(x=x, **others)
 
 
 define(rms_norm, plan=plan, supports=supports)
 define(add_rms_norm, plan=add_plan, supports=_add_supports)
 define(norm_add, plan=norm_add_plan, supports=_add_supports)
 define(norm_add_norm, plan=norm_add_norm_plan, supports=_add_supports)
+define(layer_norm, plan=layer_plan, supports=supports)
+define(add_layer_norm, plan=add_layer_plan, supports=_add_supports)

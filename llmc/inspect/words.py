@@ -70,6 +70,7 @@ _WORDS: dict[str, Words] = {
     "norm_add": ("norm", "RMSNorm, then add to the residual stream"),
     "norm_add_norm": ("norm", "RMSNorm, add to the residual stream, then RMSNorm"),
     "layer_norm": ("norm", "center and scale every token (LayerNorm)"),
+    "add_layer_norm": ("norm", "add to the residual stream, then LayerNorm"),
     "rsqrt": ("math", "one over the square root"),
     "mean": ("math", "average over a dimension"),
     "pow": ("math", "raise to a power"),

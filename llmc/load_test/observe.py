@@ -30,10 +30,8 @@ _KIND_OF = {
     **dict.fromkeys(("latent_attention", "rope_latent_attention"), "attention"),
     **dict.fromkeys(("choose_keys", "choose_blocks", "encoder_attention"), "attention"),
     **dict.fromkeys(("rope_write", "rope_write_latent", "write_kv"), "attention"),
-    **dict.fromkeys(
-        ("rms_norm", "add_rms_norm", "norm_add", "norm_add_norm", "gated_rms_norm", "layer_norm"),
-        "norm",
-    ),
+    **dict.fromkeys(("rms_norm", "add_rms_norm", "norm_add", "norm_add_norm"), "norm"),
+    **dict.fromkeys(("gated_rms_norm", "layer_norm", "add_layer_norm"), "norm"),
     **dict.fromkeys(("process_logits", "ban_words", "sample", "sample_rows"), "sampler"),
     **dict.fromkeys(("delta_rule", "selective_scan", "linear_recurrence"), "recurrence"),
     **dict.fromkeys(("conv_delta_rule", "conv_scan"), "recurrence"),

@@ -85,7 +85,7 @@ def test_a_wrong_pass_is_named_and_can_be_disabled(checkpoint: Path) -> None:
     fixed = check_model(given, disable_culprits=True)
     assert fixed.certified
     assert not fixed.passes["wrong_scale"] and not fixed.passes["wrong_attention"]
-    assert fixed.passes["fuse_rms_norm"], "the innocent ones stay on"
+    assert fixed.passes["fuse_norms"], "the innocent ones stay on"
     assert find_certificate(fixed_config(given, certificate)) == fixed
 
 

@@ -45,7 +45,7 @@ def test_inspect_prints_every_section_and_writes_the_page(
     words = ["--memory", "1MiB", "--bandwidth", "10", "--graph", str(page)]
     assert main(["inspect", config_only, *FLAGS, *words]) == 0
     out, err = capsys.readouterr()
-    for text in ("shape", "0-5", "2 of 4", "in 1 MiB", "10 GB/s", "fuse_rms_norm"):
+    for text in ("shape", "0-5", "2 of 4", "in 1 MiB", "10 GB/s", "fuse_norms"):
         assert text in out, text
     assert "2 of 6 layers were captured" in out
     assert not [line for line in out.splitlines() if line != line.rstrip() or len(line) > 120]

@@ -107,13 +107,11 @@ def test_a_browser_draws_the_captured_graph(page: Path, inspection: Inspection) 
 
 @pytest.mark.e2e
 def test_a_browser_draws_what_a_pass_changed(page: Path, inspection: Inspection) -> None:
-    dom = browse(page, "#pass=fuse_rms_norm", "--dump-dom")
-    assert re.search(r'<body[^>]*data-stage="fuse_rms_norm"', dom)
+    dom = browse(page, "#pass=fuse_norms", "--dump-dom")
+    assert re.search(r'<body[^>]*data-stage="fuse_norms"', dom)
     assert re.search(r'class="op gone".*?<code>rsqrt</code>', dom, re.S)
     assert re.search(r'class="op came".*?<code>add_rms_norm</code>', dom, re.S)
-    report = next(
-        s.report for s in inspection.stages if s.report and s.report.name == "fuse_rms_norm"
-    )
+    report = next(s.report for s in inspection.stages if s.report and s.report.name == "fuse_norms")
     chips = re.findall(r'class="chip came">\+(\d+) ([\w.]+)', dom)
     drawn = {name: int(count) for count, name in chips}
     assert report is not None

@@ -61,6 +61,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense, normed twice": ("gemma3_text", {"intermediate_size": DEEP, **SIZES}),
     "dense, rotated first": ("hunyuan_v1_dense", {"intermediate_size": DEEP, **SIZES}),
     "dense, ungated": ("arcee", {"intermediate_size": DEEP, **SIZES}),
+    "dense, centered": ("starcoder2", {"intermediate_size": DEEP, **SIZES}),
+    "dense, centered, in parallel": ("gpt_neox", {"intermediate_size": DEEP}),
     "routed": ("qwen3_moe", {**SIZES}),
     "routed, clamped": ("gpt_oss", {}),
     "routed, corrected": ("glm4_moe", {"n_group": 4, "topk_group": 2, "n_routed_experts": 8}),

@@ -97,6 +97,42 @@ def test_few_rows(
     assert_equals_reference("fused_linear", fused_linear.plan(*case), case)
 
 
+@few
+@given(
+    rows=st.integers(1, FUSED_ROWS),
+    k=st.one_of(st.integers(1, 700), st.integers(2000, 2300)),
+    n=st.integers(1, 40),
+    mean=st.sampled_from([0.0, 3.0, 1000.0]),
+    extras=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+)
+def test_few_rows_after_a_layer_norm(
+    rows: int, k: int, n: int, mean: float, extras: tuple[bool, bool, bool]
+) -> None:
+    """Also where squares of the inputs would be a million times their variance."""
+    weighted, shifted, gated = extras
+    case = (
+        rand(rows, k).double().add(mean).float(),
+        rand(2 * n if gated else n, k, seed=1) * k**-0.5,
+        None,
+        rand(k, seed=3) if weighted else None,
+        1e-5,
+        0.0,
+        "silu" if gated else None,
+        None,
+        None,
+        "silu",
+        False,
+        0,
+        gated,
+        True,
+        rand(k, seed=5) if shifted else None,
+    )
+    want = OPS["fused_linear"].reference(*case)
+    got = fused_linear.plan(*case).run()
+    error = 1e-3 if mean > 3 else 2e-5  # that of the inputs themselves, in float32
+    torch.testing.assert_close(got, want, rtol=error, atol=error)
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of kernels, as they are launched."""

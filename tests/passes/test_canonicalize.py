@@ -92,6 +92,31 @@ def test_a_transposed_linear_becomes_a_linear() -> None:
     assert_idempotent(gm, canonicalize())
 
 
+def test_a_linear_over_rows_whose_shape_is_restored_keeps_the_shape() -> None:
+    """As in GPT-2, whose Conv1D multiplies a matrix of rows."""
+    inputs = {
+        "x": X,
+        "w": weight("w", torch.randn(8, 6, generator=GEN)),
+        "b": weight("b", torch.randn(6, generator=GEN)),
+    }
+
+    def conv1d(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return torch.addmm(b, x.view(-1, x.size(-1)), w).view(*x.size()[:-1], 6)
+
+    def split(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return torch.addmm(b, x.view(-1, 8), w).view(1, -1, 2, 3)
+
+    gm = trace(conv1d, **inputs)
+    clean, (report,) = apply(gm, canonicalize())
+    assert "aten.view.default" not in ops(clean) and report.added == {"aten.linear.default": 1}
+    assert_same(clean, gm, Values.of(**inputs))
+    assert_idempotent(gm, canonicalize())
+    gm = trace(split, **inputs)
+    clean, _ = apply(gm, canonicalize())
+    assert ops(clean)["aten.view.default"] == 2, "which is another shape than that of x"
+    assert_same(clean, gm, Values.of(**inputs))
+
+
 def test_a_product_with_a_turned_weight_becomes_a_linear() -> None:
     inputs = {"x": X, "w": weight("w", torch.randn(6, 8, generator=GEN))}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_graphs import (
     Values,
     apply,
@@ -56,6 +57,24 @@ def test_reshapes_in_between_and_parameters_that_are_read_twice() -> None:
     assert found == {("float32", "exp"), ("float32", "exp", "neg")}
     for got, want in zip(*(run(g, Values.of(**inputs)) for g in (folded, gm)), strict=True):
         assert torch.equal(got, want)
+
+
+def test_a_layer_norms_weight_that_is_stored_less_one() -> None:
+    inputs = {
+        "x": step(X.tensor.bfloat16(), dynamic=1),
+        "w": weight("w", LOG.bfloat16()),
+        "b": weight("b", LOG.bfloat16()),
+    }
+
+    def normed(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return F.layer_norm(x, (6,), w + 1, b, 1e-5), x + (b + 1)
+
+    gm = trace(normed, **inputs)
+    folded, _ = apply(gm, fold_weights())
+    assert histogram(folded)["aten.add.Tensor"] == 2, "a bias is no weight"
+    assert {role.functions for role in roles(folded, WeightInput)} == {(), ("bfloat16", "plus_one")}
+    assert_same(folded, gm, Values.of(**inputs), 0)
+    assert_idempotent(gm, fold_weights())
 
 
 def test_leaves_alone_what_depends_on_tokens() -> None:

@@ -46,6 +46,33 @@ def test_rewrites(act: object, halves: object, swapped: bool) -> None:
     assert_idempotent(gm, fuse_act_mul())
 
 
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_rewrites_two_neighbours_among_more_parts(first: int) -> None:
+    """As of a layer that computes attention and feed-forward block from one input."""
+    sizes = [3, 5]
+    sizes[first:first] = [4, 4]
+
+    def gated(x: Tensor) -> tuple[Tensor, ...]:
+        parts = list(x.split(sizes, dim=-1))
+        gate, up = parts[first : first + 2]
+        return F.silu(gate) * up, *parts[:first], *parts[first + 2 :]
+
+    gm = trace(gated, x=GATE_UP)
+    fused, (report,) = apply(gm, fuse_act_mul())
+    assert report.added == {"llmc.act_mul.default": 1, "aten.slice.Tensor": 1}
+    assert_same(fused, gm, Values.of(x=GATE_UP), 1e-6)
+    assert_idempotent(gm, fuse_act_mul())
+
+
+def test_leaves_alone_parts_that_are_no_neighbours() -> None:
+    def gated(x: Tensor) -> Tensor:
+        gate, _, up, _ = x.split(4, dim=-1)
+        return F.silu(gate) * up
+
+    _, (report,) = apply(trace(gated, x=GATE_UP), fuse_act_mul())
+    assert not report.added and not report.removed
+
+
 def test_leaves_alone_the_second_half_as_gate() -> None:
     """The op activates the first half; a model that gates the other way round must not match."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from llmc.kernels.act_mul import act_mul, activate
 from llmc.kernels.fused_linear import add_linear, fused_linear
 from llmc.kernels.gated_rms_norm import gated_rms_norm
+from llmc.kernels.layer_norm import add_layer_norm, layer_norm
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.passes.edit import arguments, aten, calls, is_call, val
 from llmc.passes.fuse_linears import fuse_linears
@@ -60,6 +61,23 @@ def test_rewrites_a_block() -> None:
     fused, (report,) = apply(gm, fuse_linears())
     assert ops(fused) == {FUSED: 3}
     assert report.removed["aten.linear.default"] == 3 and report.added == {FUSED: 3}
+    assert_same(fused, gm, VALUES)
+    assert_idempotent(gm, fuse_linears())
+
+
+def test_takes_a_layer_norm() -> None:
+    def centered(x: Tensor, wide: Tensor, back: Tensor, gain: Tensor, bias: Tensor) -> list[Tensor]:
+        shift = bias[:16]
+        y = F.linear(layer_norm.overload(x, gain, shift, 1e-6), wide, bias)
+        y = F.linear(act_mul.overload(y, "silu"), back)
+        normed, total = add_layer_norm.overload(y, x, gain, None, 1e-5)
+        return [F.linear(normed, wide), total]
+
+    gm = trace(centered, **INPUTS)
+    fused, _ = apply(gm, fuse_linears())
+    assert {k: v for k, v in ops(fused).items() if "llmc" in k} == {FUSED: 3}
+    first, _, last = (arguments(node) for node in calls(fused.graph, fused_linear.overload))
+    assert first.centered and last.centered and last.norm_bias is None
     assert_same(fused, gm, VALUES)
     assert_idempotent(gm, fuse_linears())
 

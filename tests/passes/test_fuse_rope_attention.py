@@ -14,7 +14,7 @@ from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.rope_attention import rope_attention
 from llmc.kernels.rope_write import rope_write
 from llmc.passes.edit import arguments, aten, calls, emit, set_arguments, val
-from llmc.passes.fuse_rms_norm import fuse_rms_norm
+from llmc.passes.fuse_norms import fuse_norms
 from llmc.passes.fuse_rope_attention import fuse_rope_attention
 from llmc.passes.fuse_rope_write import fuse_rope_write
 from llmc.passes.group_caches import cache_groups
@@ -29,7 +29,7 @@ def before(gm: fx.GraphModule) -> fx.GraphModule:
     passes = (
         page_attention(block_size=BLOCK_SIZE),
         share_rotary(max_positions=POSITIONS),
-        fuse_rms_norm(),
+        fuse_norms(),
         fuse_rope_write(),
     )
     return apply(gm, *passes)[0]

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from llmc.kernels.attention import attention
 from llmc.passes.absorb_mla import absorb_mla
-from llmc.passes.fuse_rms_norm import fuse_rms_norm
+from llmc.passes.fuse_norms import fuse_norms
 from llmc.passes.fuse_rope_attention import fuse_rope_attention
 from llmc.passes.fuse_rope_write import fuse_rope_write
 from llmc.passes.group_caches import cache_groups
@@ -95,7 +95,7 @@ def before(gm: fx.GraphModule) -> fx.GraphModule:
         absorb_mla(),
         page_attention(block_size=BLOCK_SIZE),
         share_rotary(max_positions=POSITIONS),
-        fuse_rms_norm(),
+        fuse_norms(),
     )
     return apply(gm, *passes)[0]
 

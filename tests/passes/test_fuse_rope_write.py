@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from llmc.kernels.rope_write import rope_write
 from llmc.passes.edit import arguments, aten, calls, emit, set_arguments
-from llmc.passes.fuse_rms_norm import fuse_rms_norm
+from llmc.passes.fuse_norms import fuse_norms
 from llmc.passes.fuse_rope_write import fuse_rope_write
 from llmc.passes.inputs import ConstantInput
 from llmc.passes.page_attention import page_attention
@@ -35,7 +35,7 @@ def before(gm: fx.GraphModule) -> fx.GraphModule:
     passes = (
         page_attention(block_size=BLOCK_SIZE),
         share_rotary(max_positions=POSITIONS),
-        fuse_rms_norm(),
+        fuse_norms(),
     )
     return apply(gm, *passes)[0]
 

@@ -82,7 +82,7 @@ def test_the_order_that_passes_rely_on() -> None:
         ("last_token_logits", "append_sampler"),
         ("merge_linears", "fuse_act_mul"),
         ("share_rotary", "fuse_rope_write"),
-        ("fuse_rms_norm", "fuse_rope_write"),
+        ("fuse_norms", "fuse_rope_write"),
         ("page_attention", "fuse_rope_write"),
         ("find_indexers", "page_attention"),
         ("find_entries", "page_entries"),

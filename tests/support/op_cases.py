@@ -79,7 +79,7 @@ FOR_GPUS = {
 }
 # torch's attention serves each text
 WITHOUT_CPP = {*WITHOUT_KERNELS, *FOR_GPUS, "encoder_attention"}
-WITHOUT_TRITON = {*WITHOUT_KERNELS, "bmm", "layer_norm"}  # for GPUs, torch has them
+WITHOUT_TRITON = {*WITHOUT_KERNELS, "bmm"}  # for GPUs, torch has it
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {  # of results that are rounded once from float32
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
