@@ -50,7 +50,8 @@ def rope_attention(
 ) -> Tensor:
     """query [T, H, D], key [T, Hkv, D], value [T, Hkv, Dv] -> [T, H, Dv] in query's dtype.
 
-    The arguments are those of `rope_write`, then those of `paged_attention`. The slot of a token of
+    The arguments are those of `rope_write`, then those of `paged_attention`. Where the tables have
+    no columns, nothing is rotated. The slot of a token of
     a request with a context is where `block_table` has its position, or negative; those of other
     tokens are negative. No request reads or writes a block to which another one writes.
     """
@@ -102,7 +103,7 @@ def make_rope_case(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    width: int = 0,  # rotated channels; 0: all
+    width: int | None = None,  # rotated channels; None: all
     interleaved: bool = False,
     normed: bool = True,
     norm_last: bool = False,
@@ -116,7 +117,7 @@ def make_rope_case(
     )
     of = paged_attention.bind(case)
     gen = torch.Generator(device="cpu").manual_seed(seed + 1)
-    tokens, width = of["query"].shape[0] + padding, width or dim
+    tokens, width = of["query"].shape[0] + padding, dim if width is None else width
     slots, place = place_new_tokens(of, lengths, block_size, padding)
     packed = torch.randn(tokens, (heads + kv_heads) * dim + kv_heads * v_dim, generator=gen)
     q, k, v = packed.to(device, dtype).split([heads * dim, kv_heads * dim, kv_heads * v_dim], -1)
@@ -156,6 +157,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_rope_case(decode, 4, 2, 64, 64, 16, device, dtype, padding=1)
     yield make_rope_case(decode, 4, 2, 64, 64, 16, device, dtype, width=32, norm_last=True)
     yield make_rope_case(decode, 4, 1, 80, 48, 8, device, dtype, width=32, normed=False)
+    yield make_rope_case(decode, 4, 1, 80, 48, 8, device, dtype, width=0, normed=False)
+    yield make_rope_case(decode, 4, 4, 32, 32, 8, device, dtype, width=0, alibi=True, normed=False)
     yield make_rope_case(decode, 6, 2, 48, 32, 16, device, dtype, interleaved=True, softcap=5.0)
     yield make_rope_case(decode, 8, 2, 64, 64, 32, device, dtype, sinks=True, window=20)
     yield make_rope_case(few, 4, 4, 32, 32, 8, device, dtype, chunk=12, padding=1)
@@ -167,3 +170,4 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_rope_case(decode, 8, 2, 64, 48, 16, device, dtype, cache=FP8[0], normed=False)
     yield make_rope_case(decode, 4, 4, 40, 32, 8, device, dtype, cache=FP8[1], window=7)
     yield make_rope_case([(5, 5), (1, 33), (9, 40)], 4, 2, 32, 32, 16, device, dtype)
+    yield make_rope_case([(5, 5), (9, 40)], 4, 2, 32, 32, 16, device, dtype, width=0, normed=False)

@@ -245,8 +245,8 @@ def swapped(node: Any, a: int, b: int) -> Any:
     """The tensor whose dimensions `a` and `b` a call of transpose swaps; None for other nodes."""
     if not is_call(node, aten.transpose.int):
         return None
-    call = arguments(node)
-    return call.self if {call.dim0, call.dim1} == {a, b} else None
+    call, dims = arguments(node), val(node).dim()
+    return call.self if {call.dim0 % dims, call.dim1 % dims} == {a, b} else None
 
 
 def pads_zeros(pad: fx.Node) -> bool:

@@ -29,6 +29,7 @@ from llmc.passes.edit import (
     is_call,
     replace,
     reshaped,
+    swapped,
     through,
     val,
 )
@@ -460,8 +461,8 @@ def _replace(graph: fx.Graph, product: fx.Node, mixed: fx.Node, s: Scoring) -> N
         slopes = add_input(graph, "slopes", ConstantInput(tensor=s.slopes.contiguous()), fake)
     with graph.inserting_before(mixed):
         groups = val(query).shape[1]
-        q, v = _four(graph, query, groups), _four(graph, value, groups)
-        k = emit(graph, aten.transpose.int, _four(graph, key, groups), 2, 3)
+        q, columns, v = (_four(graph, x, groups) for x in (query, key, value))
+        k = emit(graph, aten.transpose.int, columns, 2, 3)
         out = emit(
             graph,
             attention.overload,
@@ -483,6 +484,9 @@ def _replace(graph: fx.Graph, product: fx.Node, mixed: fx.Node, s: Scoring) -> N
             heads_first = emit(graph, aten.to.dtype, heads_first, val(mixed).dtype)
     _prove(graph, mixed, heads_first, (query, key, value))
     replace(mixed, heads_first)
+    rows = swapped(columns, 2, 3)  # before the model transposed them
+    if rows is not None:
+        replace(k, rows)
 
 
 def _prove(graph: fx.Graph, old: fx.Node, new: fx.Node, inputs: tuple[Any, ...]) -> None:

@@ -73,6 +73,12 @@ def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
         h = llmc.fused_linear(a, v, None, None, None, 0.0, None, x)
 
     Before:
+        h = aten.add(aten.add(aten.linear(a, v), aten.linear(b, u)), x)
+    After:
+        llmc.add_linear(x, b, u, None, None, None, 0.0, None)
+        llmc.add_linear(x, a, v, None, None, None, 0.0, None)
+
+    Before:
         y = aten.relu(aten.linear(x, w, b))
     After:
         y = llmc.fused_linear(x, w, b, None, None, 0.0, "relu", None, gated=False)
@@ -92,6 +98,8 @@ def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
     if unwanted is not None:
         return [unwanted]
     graph = gm.graph
+    for node in calls(graph, aten.add.Tensor, *_NORM_OF_SUM):
+        _add_in_turn(graph, node)
     for both in calls(graph, *_NORM_OF_SUM):
         _take_sum_of_norm(graph, both)
     for node in calls(graph, aten.add.Tensor):
@@ -173,6 +181,26 @@ def _addends(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         ):
             return linear, residual
     return None
+
+
+def _add_in_turn(graph: fx.Graph, node: fx.Node) -> None:
+    """Turn the sum of two linears and x into two sums, of which each adds one linear: attention and
+    feed-forward blocks in parallel."""
+    if node.kwargs:
+        return
+    for both, x in operands(node):
+        if not is_call(both, aten.add.Tensor) or both.kwargs or only_user(both) is not node:
+            continue
+        found = _addends(both)
+        if found is None or not _is_linear(found[1]) or only_user(found[1]) is not both:
+            continue
+        if not isinstance(x, fx.Node) or not same_shape(x, both) or _is_linear(x):
+            continue
+        with graph.inserting_before(node):
+            total = emit(graph, aten.add.Tensor, found[1], x)
+        node.args = (found[0], total, *node.args[2:])
+        graph.erase_node(both)
+        return
 
 
 def _take_sum(graph: fx.Graph, node: fx.Node) -> None:

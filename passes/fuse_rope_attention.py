@@ -1,9 +1,10 @@
-"""`fuse_rope_attention`: the rotation that writes a cache and its attention become one op."""
+"""`fuse_rope_attention`: what writes a cache and the attention that reads it become one op."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from llmc.kernels.latent_attention import latent_attention
@@ -14,21 +15,25 @@ from llmc.kernels.rope_latent_attention import rope_latent_attention
 from llmc.kernels.rope_write import rope_write
 from llmc.kernels.rope_write_latent import rope_write_latent
 from llmc.kernels.step_inputs import of_group
+from llmc.kernels.write_kv import write_kv
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import arguments, calls, emit, only_user, replace
+from llmc.passes.edit import arguments, calls, emit, is_call, replace
 from llmc.passes.group_caches import MAX_GROUPS
-from llmc.passes.inputs import StepInput, input_of
+from llmc.passes.inputs import StepInput, add_constant, input_of, step_input
 
 _FUSED = {  # by the ops that write and read
     (rope_write.overload, paged_attention.overload): rope_attention,
     (rope_write_latent.overload, latent_attention.overload): rope_latent_attention,
 }
+_WRITES = {write_kv.overload, *(write for write, _ in _FUSED)}
 _SAME = ("key_cache", "value_cache", "k_scale", "v_scale")
-_UNUSED = {"chosen": None, "v_dim": 0, "distance_bias": None}  # by layers with a rotary embedding
+_UNUSED = {"chosen": None, "v_dim": 0, "distance_bias": None}
 
 
 @graph_pass()
-def fuse_rope_attention(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
+def fuse_rope_attention(
+    gm: fx.GraphModule, *, max_positions: int, unwanted: str | None = None
+) -> Notes:
     """Launch one kernel less in every layer of a decode step. The op itself handles few and many
     tokens differently.
 
@@ -39,28 +44,57 @@ def fuse_rope_attention(gm: fx.GraphModule, *, unwanted: str | None = None) -> N
         o = llmc.rope_attention(q0, k0, v, ..., interleaved, key_cache, value_cache, slot_mapping,
                                 query_start, ..., slopes)
 
-    `rope_write_latent` and `latent_attention` become `rope_latent_attention` in the same way.
+    `rope_write_latent` and `latent_attention` become `rope_latent_attention` in the same way, and
+    `write_kv` and `paged_attention`, of layers without a rotary embedding, become `rope_attention`
+    with tables [max_positions, 0], which rotate no channel.
     """
     if unwanted is not None:
         return [unwanted]
     notes = []
+    empty: list[fx.Node] = []
     for attend in calls(gm.graph, paged_attention.overload, latent_attention.overload):
         write: Any = arguments(attend).query
         op = _FUSED.get((write.target, attend.target))
         if op is None:
-            continue
+            write = _plain_write(attend)
+            if write is None:
+                continue
         reason = _obstacle(write, attend)
-        if reason is None:
-            _fuse(gm.graph, write, attend, op)
-        else:
+        if reason is not None:
             notes.append(f"{attend.name}: {reason}")
+        elif op is not None:
+            _fuse(gm.graph, write, attend, op, {})
+        else:
+            if not empty:
+                table = torch.empty(max_positions, 0)
+                empty.append(add_constant(gm.graph, "no_rotation", table, attend))
+            _fuse(gm.graph, write, attend, rope_attention, _unrotated(gm.graph, empty[0]))
     return notes
+
+
+def _plain_write(attend: fx.Node) -> fx.Node | None:
+    """The call of write_kv that fills the cache, if nothing else writes to it."""
+    writes = [u for u in arguments(attend).key_cache.users if u.target in _WRITES]
+    [write, *others] = writes or [None]
+    is_plain = write is not None and not others and write.target is write_kv.overload
+    return write if is_plain and is_call(attend, paged_attention.overload) else None
+
+
+def _unrotated(graph: fx.Graph, table: fx.Node) -> dict[str, Any]:
+    """The arguments of `rope_write` that `write_kv` does not have."""
+    return {
+        **dict.fromkeys(("query_norm", "key_norm")),
+        **dict.fromkeys(("eps", "norm_offset"), 0.0),
+        **dict.fromkeys(("cos_table", "sin_table"), table),
+        "positions": step_input(graph, "positions"),
+        **dict.fromkeys(("interleaved", "norm_last"), False),
+    }
 
 
 def _obstacle(write: fx.Node, attend: fx.Node) -> str | None:
     """Why the two calls can't be merged, or None."""
     written, given = arguments(write), arguments(attend)
-    if only_user(write) is not attend:
+    if any(user is not attend for user in write.users):
         return "the rotated query is read elsewhere"
     both = vars(written).keys() & set(_SAME)
     if any(getattr(written, name) is not getattr(given, name) for name in both):
@@ -85,8 +119,8 @@ def _same_blocks(slots: Any, table: Any) -> bool:
     return found in [(StepInput(name=slot), StepInput(name=block)) for slot, block in pairs]
 
 
-def _fuse(graph: fx.Graph, write: fx.Node, attend: fx.Node, op: Op) -> None:
-    given = {**vars(arguments(attend)), **vars(arguments(write))}
+def _fuse(graph: fx.Graph, write: fx.Node, attend: fx.Node, op: Op, others: dict[str, Any]) -> None:
+    given = {**vars(arguments(attend)), **vars(arguments(write)), **others}
     with graph.inserting_before(attend):
         fused = emit(graph, op.overload, **{name: given[name] for name in op.defaults})
     replace(attend, fused)

@@ -18,8 +18,9 @@ from llmc.passes.inputs import WeightInput, add_input, input_of
 def merge_linears(gm: fx.GraphModule, *, kept: Sequence[tuple[str, Quantization]] = ()) -> Notes:
     """Run one matrix product where a layer had several (query, key, value; gate, up).
 
-    Weights that are `kept` in their stored format are merged only with others of that format, and
-    routers, which are not quantized, only with linears of one channel: gates of shared experts.
+    Those with a bias and those without are merged apart. Weights that are `kept` in their stored
+    format are merged only with others of that format, and routers, which are not quantized, only
+    with linears of one channel: gates of shared experts.
 
     Before:
         a = aten.linear(x, wa, ba);  b = aten.linear(x, wb, bb)
@@ -28,13 +29,14 @@ def merge_linears(gm: fx.GraphModule, *, kept: Sequence[tuple[str, Quantization]
         a, b = aten.split_with_sizes(ab, [na, nb], -1)
     """
     graph, formats = gm.graph, dict(kept)
-    groups: dict[tuple[fx.Node, Quantization | None], list[fx.Node]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[fx.Node]] = defaultdict(list)
     for node in calls(graph, aten.linear.default):
         given = arguments(node)
         role = input_of(given.weight)
         parts = role.parts if isinstance(role, WeightInput) else ()
         stored = {formats.get(part) for part in parts}
-        groups[given.input, stored.pop() if len(stored) == 1 else None].append(node)
+        format = stored.pop() if len(stored) == 1 else None
+        groups[given.input, format, given.bias is None].append(node)
     notes = []
     for group in (part for whole in groups.values() for part in _apart(whole)):
         if len(group) < 2:
@@ -61,9 +63,6 @@ def _bias(node: fx.Node) -> fx.Node | None:
 
 
 def _why_not(group: list[fx.Node]) -> str | None:
-    biased = [_bias(n) is not None for n in group]
-    if any(biased) and not all(biased):
-        return "some have a bias and some have none"
     for node in group:
         for source in (arguments(node).weight, _bias(node)):
             if source is None:

@@ -131,7 +131,8 @@ def pipeline(
         attend_whole_images(where=options.whole_images),  # before passes for causal attention only
         split_prompts(unwanted=_unless_gpu(options, "FlashAttention")),
         fuse_rope_attention(  # after the passes that match rope_write or paged_attention
-            unwanted=_unless_gpu(options, "this fusion")
+            max_positions=options.max_positions + options.long_context_from,
+            unwanted=_unless_gpu(options, "this fusion"),
         ),
         quantize_linears(  # after merge_linears: it quantizes merged weights as a whole
             format=options.quantization, kept=options.kept

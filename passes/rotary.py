@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
-from llmc.passes.edit import CASTS, arguments, aten, is_call, operands, through, val
+from llmc.passes.edit import CASTS, arguments, aten, is_call, operands, swapped, through, val
 from llmc.passes.inputs import ConstantInput, StepInput, add_input, input_of
 
 _VIEWS = (aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default)
@@ -74,7 +74,9 @@ def _heads_of(flat: Any) -> tuple[Any, bool]:
     node = through(flat, aten.squeeze.dim)
     heads_last = not is_call(node, aten.transpose.int)
     # casts are skipped, here and below: the op uses float32 and rounds once
-    return through(node if heads_last else arguments(node).self, *CASTS), heads_last
+    node = through(node if heads_last else arguments(node).self, *CASTS)
+    back = None if heads_last else swapped(node, 1, 2)  # the model rotated before it transposed
+    return (node, heads_last) if back is None else (through(back, *CASTS), True)
 
 
 def _found(rotary: Rotary | None, heads_last: bool) -> Rotary | None:

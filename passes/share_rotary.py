@@ -6,6 +6,7 @@ anything that a model computes only from positions and its own constants.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -41,7 +42,18 @@ _PER_TOKEN = {
     aten.repeat_interleave.self_int,
     aten.stack.default,
     aten.embedding.default,
+    aten.index.Tensor,
+    aten.split.Tensor,
     aten.flatten.using_ints,
+    operator.getitem,
+}
+# Of constants alone, also these: frequencies that a model computes in every step.
+_OF_CONSTANTS = {
+    *_PER_TOKEN,
+    aten.arange.default,
+    aten.arange.start_step,
+    aten.pow.Scalar,
+    aten.reciprocal.default,
 }
 
 
@@ -65,7 +77,7 @@ def share_rotary(gm: fx.GraphModule, *, max_positions: int) -> Notes:
     texts: dict[fx.Node, str] = {}
     rows: dict[str, fx.Node] = {}  # by what is computed: layers may repeat a computation
     for node in [n for n in graph.nodes if n in bases]:
-        if not _is_float_rows(node, positions):
+        if _token_axis(node, positions) is None:
             notes.append(f"{node.name}: not one row of floats per token")
             continue
         text = _text(node, inside, texts)
@@ -82,7 +94,7 @@ def share_rotary(gm: fx.GraphModule, *, max_positions: int) -> Notes:
                 notes.append(f"{node.name}: its rows are not functions of a single position")
                 continue
             rows[text] = _read_rows(graph, node, table, positions)
-        _use_rows(graph, node, rows[text])
+        _use_rows(graph, node, rows[text], positions)
     return notes
 
 
@@ -130,22 +142,22 @@ def _known(node: fx.Node, positions: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _from_constants(node: fx.Node) -> bool:
-    if node.op != "call_function" or node.target not in _PER_TOKEN:
+    if node.op != "call_function" or node.target not in _OF_CONSTANTS:
         return False
     return all(
         isinstance(input_of(s), ConstantInput) or _from_constants(s) for s in node.all_input_nodes
     )
 
 
-def _is_float_rows(node: fx.Node, positions: fx.Node) -> bool:
+def _token_axis(node: fx.Node, positions: fx.Node) -> int | None:
+    """The dimension of the tokens in a value with one row of floats for each, or None."""
     value = node.meta["val"]
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 3:
+        return None
     tokens = str(val(positions).shape[0])
-    return (
-        isinstance(value, Tensor)
-        and value.is_floating_point()
-        and value.dim() >= 3
-        and [str(s) for s in value.shape[:-1]] == ["1"] * (value.dim() - 2) + [tokens]
-    )
+    others = [str(size) for size in value.shape[:-1]]
+    expected = ["1"] * (len(others) - 1) + [tokens]
+    return others.index(tokens) if sorted(others) == sorted(expected) else None
 
 
 def _evaluate(graph: fx.Graph, target: fx.Node, inside: set[fx.Node], positions: Tensor) -> Tensor:
@@ -165,8 +177,8 @@ def _evaluate(graph: fx.Graph, target: fx.Node, inside: set[fx.Node], positions:
         else:
             args = fx.node.map_arg(node.args, value)
             kwargs = fx.node.map_arg(node.kwargs, value)
-            args = fx.node.map_aggregate(
-                args, lambda a: positions.device if isinstance(a, torch.device) else a
+            args, kwargs = fx.node.map_aggregate(
+                (args, kwargs), lambda a: positions.device if isinstance(a, torch.device) else a
             )
             result = node.target(*args, **kwargs)  # type: ignore[operator]
         env[node] = result
@@ -200,8 +212,12 @@ def _read_rows(graph: fx.Graph, node: fx.Node, table: Tensor, positions: fx.Node
         return emit(graph, aten.index_select.default, source, 0, positions)
 
 
-def _use_rows(graph: fx.Graph, node: fx.Node, rows: fx.Node) -> None:
+def _use_rows(graph: fx.Graph, node: fx.Node, rows: fx.Node, positions: fx.Node) -> None:
+    axis = _token_axis(node, positions)
+    assert axis is not None
     with graph.inserting_before(node):
-        while val(rows).dim() < val(node).dim():
+        for _ in range(axis):
             rows = emit(graph, aten.unsqueeze.default, rows, 0)
+        for _ in range(val(node).dim() - val(rows).dim()):
+            rows = emit(graph, aten.unsqueeze.default, rows, -2)
     node.replace_all_uses_with(rows)

@@ -17,10 +17,12 @@ from llmc.kernels.rope_attention import rope_attention
 from llmc.kernels.rope_write import rope_write
 from llmc.kernels.triton import paged_attention as attention
 from llmc.kernels.triton import rope_write as rope
+from llmc.kernels.triton import write_kv
 from llmc.kernels.triton.attention_rope import Rope
 from llmc.kernels.triton.counters import orders_stores
 from llmc.kernels.triton.define import define
 from llmc.kernels.triton.launch import Plan
+from llmc.kernels.write_kv import write_kv as op_of_writes
 
 _ROPE = tuple(field.name for field in fields(Rope))
 
@@ -40,9 +42,16 @@ def _run(*args: Any) -> Tensor:
     few = few and orders_stores(given["query"].device)
     if few and (hint is None or not Prompts.read(hint).lengths):
         return plan(*args).run()
-    rotated = rope.plan(**{name: given[name] for name in rope_write.defaults}).run()
-    taken = {**given, "query": rotated}
+    taken = {**given, "query": _write(given)}
     return attention.run(*(taken[name] for name in paged_attention.defaults if name in taken))
+
+
+def _write(given: dict[str, Any]) -> Tensor:
+    """Fill the caches; the rotated query."""
+    if given["cos_table"].shape[-1] == 0 and given["query_norm"] is None is given["key_norm"]:
+        write_kv.plan(**{name: given[name] for name in op_of_writes.defaults}).run()
+        return given["query"]  # type: ignore[no-any-return]
+    return rope.plan(**{name: given[name] for name in rope_write.defaults}).run()
 
 
 def _supports(**given: Any) -> bool:

@@ -38,25 +38,27 @@ def turn(src, weight, cos, sin, live, eps, offset, NORM: tl.constexpr,
     whether to read them. cos, sin: pointers to the row for all heads, or [HEADS, 1].
     """
     d = tl.arange(0, DIM_PAD)
-    if INTERLEAVED:
-        partner = tl.where(d % 2 == 0, d + 1, d - 1)
-        sign = tl.where(d % 2 == 0, -1.0, 1.0)
-    else:
-        partner = tl.where(d < WIDTH // 2, d + WIDTH // 2, d - WIDTH // 2)
-        sign = tl.where(d < WIDTH // 2, -1.0, 1.0)
-    turned = d < WIDTH
     x = tl.load(src + d[None, :], mask=live & (d < DIM)[None, :], other=0.0).to(tl.float32)
-    y = tl.load(src + partner[None, :], mask=live & turned[None, :], other=0.0).to(tl.float32)
     if NORM:
         w = tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32) + offset
     if NORM and not NORM_LAST:
         inverse = 1 / tl.sqrt_rn(tl.sum(x * x, axis=1) / DIM + eps)
-        w_partner = tl.load(weight + partner, mask=turned, other=0.0).to(tl.float32) + offset
         x = x * inverse[:, None] * w[None, :]
-        y = y * inverse[:, None] * w_partner[None, :]
-    c = tl.load(cos + d[None, :], mask=turned[None, :], other=1.0)
-    s = tl.load(sin + d[None, :], mask=turned[None, :], other=0.0) * sign[None, :]
-    x = x * c + y * s
+    if WIDTH > 0:
+        if INTERLEAVED:
+            partner = tl.where(d % 2 == 0, d + 1, d - 1)
+            sign = tl.where(d % 2 == 0, -1.0, 1.0)
+        else:
+            partner = tl.where(d < WIDTH // 2, d + WIDTH // 2, d - WIDTH // 2)
+            sign = tl.where(d < WIDTH // 2, -1.0, 1.0)
+        turned = d < WIDTH
+        y = tl.load(src + partner[None, :], mask=live & turned[None, :], other=0.0).to(tl.float32)
+        if NORM and not NORM_LAST:
+            w_partner = tl.load(weight + partner, mask=turned, other=0.0).to(tl.float32) + offset
+            y = y * inverse[:, None] * w_partner[None, :]
+        c = tl.load(cos + d[None, :], mask=turned[None, :], other=1.0)
+        s = tl.load(sin + d[None, :], mask=turned[None, :], other=0.0) * sign[None, :]
+        x = x * c + y * s
     if NORM and NORM_LAST:
         x *= 1 / tl.sqrt_rn(tl.sum(x * x, axis=1) / DIM + eps)[:, None] * w[None, :]
     return x

@@ -282,6 +282,41 @@ def test_leaves_alone_a_sum_of_another_shape() -> None:
     assert not report.added
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("normed", [True, False])
+def test_adds_two_linears_in_turn(first: bool, normed: bool) -> None:
+    """Attention and feed-forward blocks in parallel."""
+
+    def parallel(
+        x: Tensor, wide: Tensor, back: Tensor, gain: Tensor, *rest: Tensor
+    ) -> list[Tensor]:
+        made = x * 2
+        y = F.linear(made, wide)
+        both = F.linear(y[..., :24], back) + F.linear(y[..., 24:], back)
+        if not normed:
+            return [(both + made if first else made + both).sin()]
+        sum_of = (both, made) if first else (made, both)
+        return [F.linear(t, wide) for t in add_layer_norm.overload(*sum_of, gain, None, 1e-5)]
+
+    gm = trace(parallel, **INPUTS)
+    fused, _ = apply(gm, fuse_linears())
+    assert ops(fused)[ADDED] == 2 and "aten.add.Tensor" not in ops(fused)
+    assert_same(fused, gm, VALUES, 1e-5)
+    assert_idempotent(gm, fuse_linears())
+
+
+def test_leaves_together_a_sum_that_is_read_elsewhere() -> None:
+    def parallel(x: Tensor, wide: Tensor, back: Tensor, *rest: Tensor) -> list[Tensor]:
+        y = F.linear(x, wide)
+        both = F.linear(y[..., :24], back) + F.linear(y[..., 24:], back)
+        return [both + x * 2, both]
+
+    gm = trace(parallel, **INPUTS)
+    fused, _ = apply(gm, fuse_linears())
+    assert ops(fused)["aten.add.Tensor"] == 1
+    assert_same(fused, gm, VALUES, 1e-5)
+
+
 def test_rests_where_it_is_unwanted() -> None:
     _, (report,) = apply(trace(block, **INPUTS), fuse_linears(unwanted="no GPU"))
     assert not report.added and report.notes == ("no GPU",)

@@ -7,7 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from tiny_graphs import Values, apply, assert_idempotent, ops, run
-from tiny_layer import BLOCK_SIZE, INPUTS, POSITIONS, half_turn, layer, neighbours, paged_values
+from tiny_layer import (
+    BLOCK_SIZE,
+    INPUTS,
+    POSITIONS,
+    half_turn,
+    layer,
+    neighbours,
+    paged_values,
+    unrotated,
+)
 from torch import fx
 
 from llmc.kernels.paged_attention import paged_attention
@@ -40,7 +49,7 @@ def before(gm: fx.GraphModule) -> fx.GraphModule:
 def test_rewrites(rotary: object, normed: bool) -> None:
     plain = layer(rotary, normed=normed)
     gm = before(plain)
-    fused, (report,) = apply(gm, fuse_rope_attention())
+    fused, (report,) = apply(gm, fuse_rope_attention(max_positions=POSITIONS))
     assert report.removed == BOTH and report.added == {"llmc.rope_attention.default": 1}
     assert not report.notes
     want, got = paged_values(), paged_values()
@@ -50,14 +59,27 @@ def test_rewrites(rotary: object, normed: bool) -> None:
         run(fused, paged_values()), run(plain, Values.of(**INPUTS)), rtol=1e-5, atol=1e-5
     )
     assert cache_groups(fused.graph) == cache_groups(gm.graph) != ()
-    assert_idempotent(gm, fuse_rope_attention())
+    assert_idempotent(gm, fuse_rope_attention(max_positions=POSITIONS))
+
+
+def test_rewrites_a_layer_without_a_rotary_embedding() -> None:
+    plain = layer(unrotated)
+    gm = before(plain)
+    assert ops(gm)["llmc.write_kv.default"] == 1
+    fused, (report,) = apply(gm, fuse_rope_attention(max_positions=POSITIONS))
+    assert report.added == {"llmc.rope_attention.default": 1}
+    want, got = paged_values(), paged_values()
+    torch.testing.assert_close(run(fused, got), run(gm, want), rtol=0, atol=0)
+    torch.testing.assert_close(got.caches, want.caches, rtol=0, atol=0, equal_nan=True)
+    assert cache_groups(fused.graph) == cache_groups(gm.graph) != ()
+    assert_idempotent(gm, fuse_rope_attention(max_positions=POSITIONS))
 
 
 def test_the_hint_of_prompts_is_kept() -> None:
     gm = before(layer())
     (attend,) = calls(gm.graph, paged_attention.overload)
     set_arguments(attend, prompts=step_input(gm.graph, "prompts"))
-    fused, _ = apply(gm, fuse_rope_attention())
+    fused, _ = apply(gm, fuse_rope_attention(max_positions=POSITIONS))
     (node,) = calls(fused.graph, rope_attention.overload)
     assert arguments(node).prompts.name == arguments(attend).prompts.name
 
@@ -110,12 +132,14 @@ def test_leaves_alone_and_says_why(
     (write,) = calls(gm.graph, rope_write.overload)
     (attend,) = calls(gm.graph, paged_attention.overload)
     change(gm, write, attend)
-    same, (report,) = apply(gm, fuse_rope_attention())
+    same, (report,) = apply(gm, fuse_rope_attention(max_positions=POSITIONS))
     assert not report.added and ops(same)["llmc.paged_attention.default"] == 1
     (note,) = report.notes
     assert reason in note
 
 
 def test_rests_where_it_is_unwanted() -> None:
-    _, (report,) = apply(before(layer()), fuse_rope_attention(unwanted="no GPU"))
+    _, (report,) = apply(
+        before(layer()), fuse_rope_attention(max_positions=POSITIONS, unwanted="no GPU")
+    )
     assert not report.added and report.notes == ("no GPU",)

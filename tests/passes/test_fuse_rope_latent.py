@@ -177,18 +177,18 @@ def test_keys_in_the_model_s_order_may_have_more_readers() -> None:
 def test_rotation_and_attention_become_one_op(normed: bool) -> None:
     plain = layer(neighbours, normed=normed)
     gm = apply(before(plain), fuse_rope_write())[0]
-    fused, (report,) = apply(gm, fuse_rope_attention())
+    fused, (report,) = apply(gm, fuse_rope_attention(max_positions=POSITIONS))
     both = {"llmc.rope_write_latent.default": 1, "llmc.latent_attention.default": 1}
     assert report.removed == both and not report.notes
     assert report.added == {"llmc.rope_latent_attention.default": 1}
     assert cache_groups(fused.graph) == cache_groups(gm.graph) != ()
     assert_equal_to(plain, fused)
-    assert_idempotent(gm, fuse_rope_attention())
+    assert_idempotent(gm, fuse_rope_attention(max_positions=POSITIONS))
 
 
 def test_a_second_attention_reads_what_the_fused_op_wrote() -> None:
     plain = layer(half_turn, twice=True)
-    fused, _ = apply(before(plain), fuse_rope_write(), fuse_rope_attention())
+    fused, _ = apply(before(plain), fuse_rope_write(), fuse_rope_attention(max_positions=POSITIONS))
     assert ops(fused)["llmc.rope_latent_attention.default"] == 1
     assert ops(fused)["llmc.latent_attention.default"] == 1
     assert_equal_to(plain, fused)

@@ -123,7 +123,14 @@ def _cast_terms(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x.double() * cos.unsqueeze(1) + turned.double() * sin.unsqueeze(1)).to(x.dtype)
 
 
-@pytest.mark.parametrize("rotary", [_cast_whole, _cast_terms])
+def _cast_between_transposes(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As a model that rotates before it transposes the heads to the front."""
+    y = x.transpose(1, 2).contiguous().double()
+    turned = torch.cat((-y[..., 4:], y[..., :4]), dim=-1)
+    return (y * cos.unsqueeze(2) + turned * sin.unsqueeze(2)).transpose(1, 2).to(x.dtype)
+
+
+@pytest.mark.parametrize("rotary", [_cast_whole, _cast_terms, _cast_between_transposes])
 def test_sees_through_casts(rotary: object) -> None:
     """Some models rotate in a wider dtype; the op does so anyway."""
     plain = layer(rotary)

@@ -9,6 +9,7 @@ from tiny_graphs import (
     apply,
     assert_idempotent,
     assert_same,
+    ops,
     roles,
     step,
     trace,
@@ -70,11 +71,15 @@ def test_leaves_alone_linears_over_different_inputs() -> None:
     assert (report.added, report.removed, report.notes) == ({}, {}, ())
 
 
-def test_leaves_alone_and_says_why_when_one_has_no_bias() -> None:
-    gm = trace(lambda x, a, b, ba: (F.linear(x, a, ba), F.linear(x, b)), x=X, wa=WA, wb=WB, ba=BA)
-    _, (report,) = apply(gm, merge_linears())
-    assert not report.added
-    assert "linear, linear_1: some have a bias and some have none" in report.notes
+def test_merges_linears_with_a_bias_and_those_without_apart() -> None:
+    inputs = {"x": X, "wa": WA, "wb": WB, "wc": WC, "ba": BA}
+    gm = trace(
+        lambda x, a, b, c, ba: (F.linear(x, a, ba), F.linear(x, b), F.linear(x, c)), **inputs
+    )
+    merged, (report,) = apply(gm, merge_linears())
+    assert ops(merged)["aten.linear.default"] == 2 and not report.notes
+    assert [r.parts for r in roles(merged, WeightInput) if len(r.parts) > 1] == [("b", "c")]
+    assert_same(merged, gm, Values.of(**inputs))
 
 
 def test_leaves_alone_a_shared_weight() -> None:

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import torch
-from tiny_graphs import Values, apply, assert_idempotent, assert_same, ops, roles, run, step, trace
+from tiny_graphs import (
+    Values,
+    apply,
+    assert_idempotent,
+    assert_same,
+    constant,
+    ops,
+    roles,
+    run,
+    step,
+    trace,
+)
 from tiny_layer import INPUTS, POSITIONS, layer
 from torch import Tensor
 
@@ -23,6 +34,42 @@ def test_rewrites_cos_and_sin() -> None:
     assert [tuple(t.shape) for t in tables] == [(POSITIONS, 8)] * 2
     assert_same(shared, gm, Values.of(**INPUTS), 0)
     assert_idempotent(gm, SHARE)
+
+
+def test_halves_of_rows_of_a_buffer_that_are_repeated_for_pairs() -> None:
+    """GPT-J's sines and cosines are one buffer, whose rows are then spread over the channels."""
+    buffer = torch.randn(POSITIONS, 8)
+
+    def scaled(positions: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
+        sin, cos = torch.split(buffer[positions.unsqueeze(0)].to(x.dtype), 4, dim=-1)
+        sin, cos = (torch.repeat_interleave(t[:, :, None, :], 2, 3) for t in (sin, cos))
+        return x * cos + sin
+
+    inputs = {
+        "positions": step(torch.arange(3, 10)),
+        "x": step(torch.randn(1, 7, 2, 8), dynamic=1),
+        "buffer": constant(buffer),
+    }
+    gm = trace(scaled, **inputs)
+    shared, (report,) = apply(gm, SHARE)
+    assert not report.notes and "aten.repeat_interleave.self_int" not in ops(shared)
+    assert_same(shared, gm, Values.of(**inputs), 0)
+    assert_idempotent(gm, SHARE)
+
+
+def test_frequencies_that_are_computed_in_every_step() -> None:
+    def angles(positions: Tensor, x: Tensor) -> Tensor:
+        frequency = 1.0 / (1e6 ** (torch.arange(0, 8, 2, dtype=torch.float32) / 8))
+        return x * (positions.unsqueeze(0).unsqueeze(-1).float() * frequency).cos()
+
+    inputs = {
+        "positions": step(torch.arange(3, 10)), "x": step(torch.randn(1, 7, 4), dynamic=1),
+    }  # fmt: skip
+    gm = trace(angles, **inputs)
+    shared, _ = apply(gm, SHARE)
+    assert "aten.index_select.default" in ops(shared)
+    assert not {"aten.pow.Scalar", "aten.arange.start_step", "aten.cos.default"} & set(ops(shared))
+    assert_same(shared, gm, Values.of(**inputs), 0)
 
 
 def test_the_last_position_is_in_the_table() -> None:

@@ -66,6 +66,11 @@ def two_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
 
 
+def unrotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Of a layer without a rotary embedding."""
+    return x
+
+
 def moved_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotated neighbours; the first ones of all pairs come before the second ones."""
     first, second = x[..., ::2], x[..., 1::2]
