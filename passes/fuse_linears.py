@@ -229,8 +229,9 @@ def _take_norm(graph: fx.Graph, node: fx.Node) -> None:
     if not is_fused and not _is_linear(node):
         return
     given = vars(arguments(node)) if is_fused else _product(node)
-    source = given["x"]
-    if given.get("eps") is not None or only_user(source) is not node:
+    source: fx.Node = given["x"]
+    # a short norm in each of two linears takes less time than a kernel before them
+    if len(source.users) > 2 or not all(_may_take(user, source) for user in source.users):
         return
     around = _norm(source, of_quantized=node.target in _QUANTIZED)
     if around is None:
@@ -242,7 +243,16 @@ def _take_norm(graph: fx.Graph, node: fx.Node) -> None:
             **{"act": None, "residual": None, **given, **around},
         )
     replace(node, fused)
-    graph.erase_node(source)
+    if not source.users:
+        graph.erase_node(source)
+
+
+def _may_take(node: fx.Node, norm: fx.Node) -> bool:
+    """Whether a linear, without a norm yet, reads a norm as its x alone."""
+    if not is_call(node, *_FUSED.values()):
+        return _is_linear(node)
+    given = arguments(node)
+    return given.eps is None and given.x is norm and given.residual is not norm
 
 
 def _norm(source: Any, *, of_quantized: bool) -> dict[str, Any] | None:
