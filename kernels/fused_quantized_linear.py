@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from llmc.kernels.act_mul import activated
+from llmc.kernels.layer_norm import layer_norm
 from llmc.kernels.quantized_linear import CHANNELS, quantized_linear
 from llmc.kernels.registry import Case, op
 from llmc.kernels.rms_norm import rms_norm
@@ -33,15 +34,21 @@ def fused_quantized_linear(
     act: str | None,
     residual: Tensor | None,
     gated: bool = True,
+    centered: bool = False,
+    norm_bias: Tensor | None = None,
 ) -> Tensor:
     """act_mul(rms_norm(x) w^T + bias) + residual in x's dtype; each part is optional.
 
     x [..., K]; weight, scale, zero, bias [N] and minimum as in `quantized_linear`, with its exact
     inputs. eps None: no norm; otherwise norm_weight [K] and offset as in `rms_norm`. act as in
     `act_mul`: the result has N / 2 columns, and N is a multiple of 32; if not gated, as in
-    `activate`: it has N. residual: same shape as the result.
+    `activate`: it has N. residual: same shape as the result. If centered, the norm is `layer_norm`
+    with norm_bias [K], without an offset.
     """
-    if eps is not None:
+    if eps is not None and centered:
+        assert offset == 0, "a centered norm has no offset"
+        x = layer_norm.reference(x, norm_weight, norm_bias, eps)
+    elif eps is not None:
         x = rms_norm.reference(x, norm_weight, eps, offset)
     wide = None if bias is None else bias.float()
     y = quantized_linear.reference(x.float(), weight, scale, zero, wide, minimum)
@@ -70,5 +77,9 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
                 x, weight, scale, zero, bias, minimum, gain if i % 4 > 1 else None, eps, offset,
                 act, residual if i % 5 else None,
             )  # fmt: skip
+            if i % 4 == 2:
+                shift = gain.flip(0) if i % 8 == 2 else None
+                linear = (weight, scale, zero, bias, minimum, gain, 1e-5, 0.0, act)
+                yield x, *linear, residual, True, True, shift
             if i % 3 == 1:
                 yield x, weight, scale, zero, bias, minimum, None, None, 0.0, "relu", None, False

@@ -52,9 +52,6 @@ _FUSED = {
 }
 
 
-_QUANTIZED = (quantized_linear.overload, fused_quantized_linear.overload)
-
-
 @graph_pass()
 def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
     """Run fewer, longer kernels for small batches. The op itself handles few and many rows
@@ -233,7 +230,7 @@ def _take_norm(graph: fx.Graph, node: fx.Node) -> None:
     # a short norm in each of two linears takes less time than a kernel before them
     if len(source.users) > 2 or not all(_may_take(user, source) for user in source.users):
         return
-    around = _norm(source, of_quantized=node.target in _QUANTIZED)
+    around = _norm(source)
     if around is None:
         return
     with graph.inserting_before(node):
@@ -255,7 +252,7 @@ def _may_take(node: fx.Node, norm: fx.Node) -> bool:
     return given.eps is None and given.x is norm and given.residual is not norm
 
 
-def _norm(source: Any, *, of_quantized: bool) -> dict[str, Any] | None:
+def _norm(source: Any) -> dict[str, Any] | None:
     """A norm's input and parameters, as the fused op that absorbs it names them."""
     if is_call(source, rms_norm.overload):
         given = arguments(source)
@@ -265,7 +262,7 @@ def _norm(source: Any, *, of_quantized: bool) -> dict[str, Any] | None:
             "eps": given.eps,
             "offset": given.offset,
         }
-    if is_call(source, layer_norm.overload) and not of_quantized:
+    if is_call(source, layer_norm.overload):
         given = arguments(source)
         return {
             "x": given.x,

@@ -43,6 +43,7 @@ from llmc.kernels.triton.linear_configs import (
     gated_rows_config,
     prefers_library,
 )
+from llmc.kernels.triton.norm import mean_and_factor
 from llmc.kernels.triton.state import sigmoid
 
 
@@ -62,30 +63,6 @@ def prefetch_tile(
     prefetch(weight + channel + early)
     if GATED:
         prefetch(weight + channel + N * weight_row.to(tl.int64) + early)
-
-
-@triton.jit
-def mean_and_factor(
-    x, x_row, rows, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """The mean and 1 / sqrt(variance + eps) of each row [BLOCK_M] of K inputs. The sums are of
-    differences to the row's first input, so that a large mean does not cancel."""
-    CHUNK: tl.constexpr = BLOCK_K if BLOCK_K > 2048 // BLOCK_M else 2048 // BLOCK_M
-    m = tl.arange(0, BLOCK_M)
-    at = x + m[:, None] * x_row
-    base = tl.load(at, mask=(m < rows)[:, None], other=0.0).to(tl.float32)
-    sums = tl.zeros([BLOCK_M, CHUNK], tl.float32)
-    squares = tl.zeros([BLOCK_M, CHUNK], tl.float32)
-    for k0 in tl.range(0, K, CHUNK):
-        k = k0 + tl.arange(0, CHUNK)
-        known = (m < rows)[:, None] & (k < K)[None, :]
-        apart = tl.load(at + k[None, :], mask=known, other=0.0).to(tl.float32) - base
-        apart = tl.where(known, apart, 0.0)
-        sums += apart
-        squares += apart * apart
-    mean = tl.sum(sums, axis=1) / K
-    variance = tl.maximum(tl.sum(squares, axis=1) / K - mean * mean, 0.0)
-    return base + mean[:, None], (1 / tl.sqrt_rn(variance + eps))[:, None]
 
 
 @triton.jit
@@ -139,7 +116,7 @@ def linear_tile(
         )  # fmt: skip
         w = tl.load(w_at + k[None, :], mask=known, other=0.0)
         if CENTERED:
-            normed = (a.to(tl.float32) - mean) * factor
+            normed = (a.to(tl.float32) - mean[:, None]) * factor[:, None]
             if WEIGHTED:
                 gain = tl.load(norm_weight + k, mask=reached, other=0.0)
                 normed *= gain.to(tl.float32)[None, :]

@@ -44,6 +44,31 @@ def centered(y, weight, bias, i, eps, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def mean_and_factor(
+    x, x_row, rows, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """The mean and 1 / sqrt(variance + eps) of up to BLOCK_M rows of K inputs, for a linear that
+    normalizes them. The sums are of differences to a row's first input, so that a large mean does
+    not cancel."""
+    CHUNK: tl.constexpr = BLOCK_K if BLOCK_K > 2048 // BLOCK_M else 2048 // BLOCK_M
+    m = tl.arange(0, BLOCK_M)
+    at = x + m[:, None] * x_row
+    base = tl.load(at, mask=(m < rows)[:, None], other=0.0).to(tl.float32)
+    sums = tl.zeros([BLOCK_M, CHUNK], tl.float32)
+    squares = tl.zeros([BLOCK_M, CHUNK], tl.float32)
+    for k0 in tl.range(0, K, CHUNK):
+        k = k0 + tl.arange(0, CHUNK)
+        known = (m < rows)[:, None] & (k < K)[None, :]
+        apart = tl.load(at + k[None, :], mask=known, other=0.0).to(tl.float32) - base
+        apart = tl.where(known, apart, 0.0)
+        sums += apart
+        squares += apart * apart
+    mean = tl.sum(sums, axis=1) / K
+    variance = tl.maximum(tl.sum(squares, axis=1) / K - mean * mean, 0.0)
+    return tl.sum(base, axis=1) + mean, 1 / tl.sqrt_rn(variance + eps)
+
+
+@triton.jit
 def norm_kernel(
     x, residual, x_weight, weight, bias, out, total, x_row, residual_row, x_eps, x_offset, eps,
     offset,

@@ -36,6 +36,7 @@ from llmc.kernels.triton.define import (
 from llmc.kernels.triton.dependent_launch import prefetch, wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors
 from llmc.kernels.triton.linear_configs import LinearConfig, low_bit_config
+from llmc.kernels.triton.norm import mean_and_factor
 
 _FORMATS: dict[torch.dtype, Format] = {
     torch.uint8: "int4",
@@ -290,20 +291,20 @@ def multiplied(
 
 @triton.jit(do_not_specialize=["rows"])
 def low_bit_kernel(
-    x, words, scale, zero, minimum, bias, norm_weight, residual, out, partial, squares, counter,
-    rows, x_row, residual_row, eps, norm_offset,
+    x, words, scale, zero, minimum, bias, norm_weight, norm_bias, residual, out, partial, squares,
+    counter, rows, x_row, residual_row, eps, norm_offset,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
     SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr, PER: tl.constexpr, WORDS: tl.constexpr, MIDDLE: tl.constexpr,
     ZERO: tl.constexpr, MINIMUM: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, WEIGHTED: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
     ADD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
+    CENTERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """words [N / 16, WORDS] int32; scale, zero, minimum [N / 16, K / GROUP, 16]. PARTS: as in
     `load_scale`. If an ACT is GATED, gates [N] come first, and as many channels that they multiply.
     partial [SPLITS, rows, N or 2 N]; squares [SPLITS, tiles, rows], with a NORM, for which there
-    is one tile of rows."""
+    is one tile of rows, as with a layer_norm (CENTERED, without NORM)."""
     BITS: tl.constexpr = 32 // PER
     BLOCK_W: tl.constexpr = BLOCK_K // PER
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -325,6 +326,8 @@ def low_bit_kernel(
         acc = tl.zeros([BLOCK_W, BLOCK_N], tl.float32)
         up_acc = tl.zeros([BLOCK_W, BLOCK_N], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if CENTERED:
+        mean, scaled = mean_and_factor(x, x_row, rows, eps, K, BLOCK_M, BLOCK_K)
     for k0 in tl.range(first, min(first + SPLIT_K, K), BLOCK_K):
         w = k0 // PER + tl.arange(0, BLOCK_W)
         q, factor, offset, least = load_weights(
@@ -343,6 +346,15 @@ def low_bit_kernel(
                 mask=(m < rows)[:, None] & (k < K)[None, :],
                 other=0.0,
             )
+            if CENTERED:
+                normed = (a.to(tl.float32) - mean[:, None]) * scaled[:, None]
+                if WEIGHTED:
+                    gain = tl.load(norm_weight + k, mask=k < K, other=0.0)
+                    normed *= gain.to(tl.float32)[None, :]
+                if norm_bias is not None:
+                    shift = tl.load(norm_bias + k, mask=k < K, other=0.0)
+                    normed += shift.to(tl.float32)[None, :]
+                a = normed.to(a.dtype)
             if NORM:
                 wide = a.to(tl.float32)
                 total += tl.sum(wide * wide, axis=1)
@@ -366,6 +378,14 @@ def low_bit_kernel(
             for i in tl.static_range(PER):
                 reached = w < K // PER
                 one = tl.load(x + w * PER + i, mask=reached, other=0.0).to(tl.float32)
+                if CENTERED:
+                    one = (one - tl.sum(mean, axis=0)) * tl.sum(scaled, axis=0)
+                    if WEIGHTED:
+                        gain = tl.load(norm_weight + w * PER + i, mask=reached, other=0.0)
+                        one *= gain.to(tl.float32)
+                    if norm_bias is not None:
+                        shift = tl.load(norm_bias + w * PER + i, mask=reached, other=0.0)
+                        one += shift.to(tl.float32)
                 if NORM:
                     square += one * one
                     if WEIGHTED:
@@ -406,9 +426,9 @@ def low_bit_kernel(
         if NORM:
             total = sum_of_parts(squares_at, tiles * rows, m < rows, SPLITS)
     if NORM:
-        normed = (1 / tl.sqrt_rn(total / K + eps))[:, None]
-        y *= normed
-        up *= normed
+        of_row = (1 / tl.sqrt_rn(total / K + eps))[:, None]
+        y *= of_row
+        up *= of_row
     if BIAS:
         y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
         if GATED:
@@ -436,6 +456,8 @@ def plan(
     act: str | None = None,
     residual: Tensor | None = None,
     gated: bool = True,
+    centered: bool = False,
+    norm_bias: Tensor | None = None,
 ) -> Plan[Tensor]:
     """With a norm, for up to FUSED_ROWS rows."""
     depth, gated = inputs_of(weight), gated and act is not None
@@ -455,15 +477,15 @@ def plan(
     grid = (cdiv(rows, tiles.block_m), cdiv(channels, tiles.block_n), config.splits)
     if config.splits > 1:  # of an output head, for many rows, it would be hundreds of megabytes
         partial = x.new_empty(config.splits, rows, weight.shape[0] * CHANNELS, dtype=torch.float32)
-        if eps is not None:
+        if eps is not None and not centered:
             squares = x.new_empty(config.splits, grid[1], rows, dtype=torch.float32)
     launch = Launch(
         kernel=low_bit_kernel,
         grid=grid,
         args={
             "x": flat, "words": weight.view(torch.int32), "scale": scale, "zero": zero,
-            "minimum": minimum, "bias": bias, "norm_weight": norm_weight, "residual": more,
-            "out": out, "partial": partial, "squares": squares,
+            "minimum": minimum, "bias": bias, "norm_weight": norm_weight, "norm_bias": norm_bias,
+            "residual": more, "out": out, "partial": partial, "squares": squares,
             "counter": counters(x.device, grid[0] * grid[1]), "rows": rows,
             "x_row": flat.stride(0), "residual_row": 0 if more is None else more.stride(0),
             "eps": eps or 0.0, "norm_offset": offset,
@@ -471,9 +493,10 @@ def plan(
         constants={
             "N": channels, "K": depth, **weight_constants(weight, scale, minimum, depth),
             **_tiles(config), "ZERO": zero is not None, "BIAS": bias is not None,
-            "NORM": eps is not None, "WEIGHTED": norm_weight is not None, "ACT": act,
-            "GATED": gated, "ADD": more is not None, "DOT": rows > 1,
-            "PRECISION": dot_precision(x.dtype), "UPCAST": needs_upcast(x.dtype), "PDL": pdl,
+            "NORM": eps is not None and not centered, "WEIGHTED": norm_weight is not None,
+            "ACT": act, "GATED": gated, "ADD": more is not None, "DOT": rows > 1,
+            "PRECISION": dot_precision(x.dtype), "UPCAST": needs_upcast(x.dtype),
+            "CENTERED": centered, "PDL": pdl,
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -53,14 +53,18 @@ def run_fused(
     act: str | None,
     residual: Tensor | None,
     gated: bool = True,
+    centered: bool = False,
+    norm_bias: Tensor | None = None,
 ) -> Tensor:
     rows = x.numel() // x.shape[-1]
-    if takes(x, eps):
+    if takes(x, eps, centered):
         return plan(
             x, weight, scale, zero, bias, minimum, norm_weight, eps, offset, act, residual,
-            gated,
+            gated, centered, norm_bias,
         ).run()  # fmt: skip
-    if eps is not None:
+    if eps is not None and centered:
+        x = norm.layer_plan(x, norm_weight, norm_bias, eps).run()
+    elif eps is not None:
         x = norm.plan(x, norm_weight, eps, offset).run()
     linear = (x, weight, scale, zero, bias, minimum)
     if (act is None or not gated) and not _is_wide(rows, x, weight, scale, codes=False):
@@ -71,11 +75,12 @@ def run_fused(
     return y if residual is None else y.add_(residual)
 
 
-def takes(x: Tensor, eps: float | None) -> bool:
+def takes(x: Tensor, eps: float | None, centered: bool = False) -> bool:
     """Whether one kernel computes these rows."""
     rows = x.numel() // x.shape[-1]
     # a float16 row before normalization times the norm's weight can overflow float16
-    return 0 < rows <= FUSED_ROWS and (x.dtype != torch.float16 or eps is None)
+    may_overflow = x.dtype == torch.float16 and eps is not None and not centered
+    return 0 < rows <= FUSED_ROWS and not may_overflow
 
 
 def _is_wide(rows: int, x: Tensor, weight: Tensor, scale: Tensor, *, codes: bool) -> bool:
@@ -93,10 +98,11 @@ def _supports_fused(
     residual: Tensor | None,
     act: str | None,
     gated: bool,
+    norm_bias: Tensor | None,
     **product: Any,
 ) -> bool:
     whole = act is None or not gated or product["weight"].shape[0] % 2 == 0
-    fits = supports_tensors(norm_weight, residual) and same_dtype(product["x"], residual)
+    fits = supports_tensors(norm_weight, norm_bias, residual) and same_dtype(product["x"], residual)
     return fits and whole and supports(**product, x_bits=EXACT_BITS)
 
 

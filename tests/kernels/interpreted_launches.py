@@ -62,7 +62,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense, rotated first": ("hunyuan_v1_dense", {"intermediate_size": DEEP, **SIZES}),
     "dense, ungated": ("arcee", {"intermediate_size": DEEP, **SIZES}),
     "dense, centered": ("starcoder2", {"intermediate_size": DEEP, **SIZES}),
-    "dense, centered, in parallel": ("gpt_neox", {"intermediate_size": DEEP}),
+    "dense, centered, parallel": ("gpt_neox", {"intermediate_size": DEEP}),
     "routed": ("qwen3_moe", {**SIZES}),
     "routed, clamped": ("gpt_oss", {}),
     "routed, corrected": ("glm4_moe", {"n_group": 4, "topk_group": 2, "n_routed_experts": 8}),
@@ -80,7 +80,7 @@ LAYERS = {
     "hybrid, routed": "linear_attention",
     "hybrid, gated convolution": "conv",
 }
-QUANTIZED = ("dense in int4", "routed, corrected in int4")
+QUANTIZED = ("dense in int4", "dense, centered in int4", "routed, corrected in int4")
 EXACT = {"dtype": "bfloat16", "activation_bits": 32}  # inputs are not rounded, as on GPUs
 ROWS = (1, FEW, FUSED, MANY)
 # what a further layer launches for each number of rows; "step": what every step launches besides
@@ -108,6 +108,18 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         "5: attention_kernel, 4 few_rows_kernel",
         "5: attention_kernel, 4 few_rows_kernel",
         ("8: act_mul_kernel, 2 aten.addmm_, 2 aten.linear, attention_kernel, 2 norm_kernel"),
+    ),
+    "dense, centered": (
+        "5: attention_kernel, 4 few_rows_kernel",
+        "5: attention_kernel, 4 few_rows_kernel",
+        "5: attention_kernel, 4 few_rows_kernel",
+        ("10: act_mul_kernel, 2 aten.add_, 4 aten.linear, attention_kernel, 2 norm_kernel"),
+    ),
+    "dense, centered, parallel": (
+        "5: attention_kernel, 4 few_rows_kernel",
+        "5: attention_kernel, 4 few_rows_kernel",
+        "5: attention_kernel, 4 few_rows_kernel",
+        ("10: act_mul_kernel, 2 aten.add_, 4 aten.linear, attention_kernel, 2 norm_kernel"),
     ),
     "step": (
         (
@@ -214,6 +226,12 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         "5: attention_kernel, 4 low_bit_kernel",
         "5: attention_kernel, 4 low_bit_kernel",
         "8: act_mul_kernel, attention_kernel, 4 low_bit_kernel, 2 norm_kernel",
+    ),
+    "dense, centered in int4": (
+        "5: attention_kernel, 4 low_bit_kernel",
+        "5: attention_kernel, 4 low_bit_kernel",
+        "5: attention_kernel, 4 low_bit_kernel",
+        "7: attention_kernel, 4 low_bit_kernel, 2 norm_kernel",
     ),
     "routed, corrected in int4": (
         "6: attention_kernel, 2 low_bit_expert_kernel, 2 low_bit_kernel, route_kernel",

@@ -221,14 +221,15 @@ def latent_rope(tokens: int, *, interleaved: bool, cache: torch.dtype = BF16) ->
 
 def rope_decode(
     heads: int, dim: int, *, window: int = 0, cache: torch.dtype = BF16, normed: bool = True,
-    norm_last: bool = False,
+    norm_last: bool = False, width: int | None = None,
 ) -> Plan[Tensor]:  # fmt: skip
     """A decode step of 64 requests; keys and values are views of one projection."""
     q, k, v = meta(64, (heads + 16) * dim).split([heads * dim, 8 * dim, 8 * dim], dim=-1)
     weight = meta(dim) if normed else None
     return rope_attention.plan(
         q.unflatten(-1, (heads, dim)), k.unflatten(-1, (8, dim)), v.unflatten(-1, (8, dim)),
-        weight, weight, 1e-6, 0.0, floats(4096, dim), floats(4096, dim), longs(64), False,
+        weight, weight, 1e-6, 0.0, *(floats(4096, dim if width is None else width) for _ in "cs"),
+        longs(64), False,
         *(blocks(8, 16, dim, cache) for _ in "kv"), longs(64),
         ints(65), ints(64), ints(64, 2048), dim**-0.5, window, 0, 0.0,
         meta(heads) if window else None, None, norm_last=norm_last,
@@ -368,7 +369,9 @@ def low_bit(
     return quantized_linear.plan(meta(rows, 14336), weight, scale, zeros, meta(4096))
 
 
-def low_bit_layer(rows: int, to: Quantization, act: str | None = None) -> Plan[Tensor]:
+def low_bit_layer(
+    rows: int, to: Quantization, act: str | None = None, *, centered: bool = False
+) -> Plan[Tensor]:
     """With a norm if it is gated, otherwise with a residual, as in a decoder layer."""
     size = (4096, 14336) if act is None else (28672, 4096)
     parts = {part: meta(*to.shape(part, *size), dtype=dtype) for part, dtype in to.dtypes.items()}
@@ -376,7 +379,8 @@ def low_bit_layer(rows: int, to: Quantization, act: str | None = None) -> Plan[T
     return quantized_linear.plan(
         meta(rows, size[1]), parts["weight"], parts["scale"], parts.get("zero"), None,
         parts.get("minimum"), meta(size[1]) if normed else None, 1e-6 if normed else None, 0.0,
-        act, None if normed else meta(rows, out),
+        act, None if normed else meta(rows, out), True, centered,
+        meta(size[1]) if centered else None,
     )  # fmt: skip
 
 
@@ -461,6 +465,14 @@ def few_rows(
     return fused_linear.plan(
         meta(rows, depth), meta(channels, depth), None, meta(depth) if normed else None,
         1e-6 if normed else None, 0.0, act, None if normed else meta(rows, channels), gated=gated,
+    )  # fmt: skip
+
+
+def centered_rows(rows: int, channels: int, depth: int, act: str | None) -> Plan[Tensor]:
+    """With a layer_norm and biases."""
+    return fused_linear.plan(
+        meta(rows, depth), meta(channels, depth), meta(channels), meta(depth), 1e-6, 0.0, act, None,
+        gated=False, centered=True, norm_bias=meta(depth),
     )  # fmt: skip
 
 
@@ -621,6 +633,7 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "write_kv": lambda: write_kv.plan(meta(64, 8, 128), meta(64, 8, 128), *caches(64)),
     "rope_write": lambda: rope(interleaved=False, normed=True),
     "rope_write norm last": lambda: rope(interleaved=False, normed=True, norm_last=True),
+    "rope_attention unrotated": lambda: rope_decode(32, 128, normed=False, width=0),
     "rope_attention norm last": lambda: rope_decode(32, 128, norm_last=True),
     "rope_write interleaved": lambda: rope(interleaved=True, normed=False),
     "attention decode": lambda: attention(64, 64, 32, 8, 128),
@@ -725,6 +738,10 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "gated_rms_norm of groups": lambda: grouped_norm(64, 8192),
     "rms_norm": lambda: norm.plan(meta(64, 4096), meta(4096), 1e-6, 0.0),
     "add_rms_norm": lambda: norm.add_plan(meta(64, 4096), meta(64, 4096), meta(4096), 1e-6, 1.0),
+    "layer_norm": lambda: norm.layer_plan(meta(64, 4096), meta(4096), meta(4096), 1e-6),
+    "add_layer_norm": lambda: norm.add_layer_plan(
+        meta(64, 4096), meta(64, 4096), meta(4096), None, 1e-6
+    ),
     "norm_add": lambda: norm.norm_add_plan(meta(64, 4096), meta(64, 4096), meta(4096), 1e-6, 0.0),
     "norm_add_norm": lambda: norm.norm_add_norm_plan(
         meta(64, 4096), meta(64, 4096), meta(4096), 1e-6, 1.0, meta(4096), 1e-6, 1.0
@@ -784,6 +801,8 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "fused_linear few gated": lambda: few_rows(8, 28672, 4096, "silu"),
     "fused_linear row activated": lambda: few_rows(1, 14336, 4096, "relu2", gated=False),
     "fused_linear few activated": lambda: few_rows(8, 14336, 4096, "gelu", gated=False),
+    "fused_linear row centered": lambda: centered_rows(1, 6144, 4096, None),
+    "fused_linear few centered": lambda: centered_rows(16, 16384, 4096, "gelu"),
     "fused_linear row, norm of heads": lambda: gated_rows(1, 4096, 128, first=False),
     "fused_linear few, norm of heads": lambda: gated_rows(8, 4096, 128, first=False),
     "fused_linear row, norm of groups": lambda: gated_rows(1, 10240, 1280, first=True),
@@ -803,6 +822,13 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
         for name, to in FUSED_FORMATS.items()
         for of, rows in (("row", 1), ("few", 8))
         for kind, act in (("gated", "silu"), ("added", None))
+    },
+    **{
+        f"fused_quantized_linear {name} {of} centered": partial(
+            low_bit_layer, rows, FUSED_FORMATS[name], "silu", centered=True
+        )
+        for name in ("int4", "Q4_K")
+        for of, rows in (("row", 1), ("few", 8))
     },
     "quantized_linear Q5_K row": lambda: low_bit(1, "int5", stored=Q5_K),
     "quantized_linear Q5_K many": lambda: low_bit(255, "int5", stored=Q5_K),
