@@ -288,7 +288,10 @@ async def prepare_messages(
 ) -> Input:
     messages = body.messages or ()
     for index, message in enumerate(messages):
-        _check_message(f"messages[{index}]", message)
+        _check_message(f"messages[{index}]", message, is_last=message is messages[-1])
+    begins = any(message.get(name) for message in messages[-1:] for name in _BEGINNINGS)
+    continues = body.continue_final_message or begins
+    messages = [{k: v for k, v in m.items() if k not in _BEGINNINGS} for m in messages]
     try:
         return await llm.prepare.chat(
             messages,
@@ -296,8 +299,8 @@ async def prepare_messages(
             tools=tools,
             documents=body.documents,
             # A new turn can't begin inside the one that is continued, whatever was requested.
-            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-            continue_final_message=body.continue_final_message,
+            add_generation_prompt=body.add_generation_prompt and not continues,
+            continue_final_message=continues,
             template_kwargs=extra,
             splits_reasoning=splits_reasoning,
             max_reasoning_tokens=max_reasoning_tokens,
@@ -308,7 +311,11 @@ async def prepare_messages(
         raise
 
 
-def _check_message(where: str, message: Mapping[str, Any]) -> None:
+# Of a last message that the answer continues: Mistral's and DeepSeek's name, and Moonshot's.
+_BEGINNINGS = ("prefix", "partial")
+
+
+def _check_message(where: str, message: Mapping[str, Any], *, is_last: bool) -> None:
     role = message.get("role")
     if role not in ROLES:
         raise InvalidRequestError(
@@ -326,6 +333,18 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
             f"got {message.get('tool_call_id')!r:.80}",
             param=f"{where}.tool_call_id",
         )
+    for name in _BEGINNINGS:
+        value = message.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise InvalidRequestError(
+                f"{where}.{name} must be true or false, got {value!r:.80}", param=f"{where}.{name}"
+            )
+        if value and not (is_last and role == "assistant"):
+            raise InvalidRequestError(
+                f"{where}.{name} is for a last message of role assistant, which the answer "
+                "continues",
+                param=f"{where}.{name}",
+            )
     if role != "assistant" and message.get("tool_calls") not in (None, []):
         raise InvalidRequestError(
             f"{where}.tool_calls is for messages of role assistant", param=f"{where}.tool_calls"

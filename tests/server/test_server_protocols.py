@@ -281,6 +281,27 @@ def test_a_last_message_of_the_assistant_is_continued(live: Live) -> None:
     assert count == prompt_of(live, [USER, begun], **chat)
 
 
+@pytest.mark.parametrize("name", ["prefix", "partial"])
+def test_the_beginning_of_an_answer_is_continued(live: Live, name: str) -> None:
+    """As Mistral, DeepSeek and Moonshot mark it."""
+    begun = {"role": "assistant", "content": "The answer"}
+    marked = {**begun, name: True}
+    usage = live.post("/v1/chat/completions", {"max_tokens": 5, "messages": [USER, marked]}).json()[
+        "usage"
+    ]
+    assert usage["prompt_tokens"] == prompt_of(live, [USER, begun], continue_final_message=True)
+    assert usage["prompt_tokens"] == prompt_of(live, [USER, marked])
+    assert usage["prompt_tokens"] < prompt_of(live, [USER, {**marked, name: False}])
+    for wrong, where in (
+        ([{**USER, name: True}], "messages[0]"),
+        ([{**begun, name: True}, USER], "messages[0]"),
+        ([USER, {**begun, name: "yes"}], "messages[1]"),
+    ):
+        answer = live.post("/v1/chat/completions", {"max_tokens": 5, "messages": wrong})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == f"{where}.{name}"
+
+
 def asks_with(source: dict[str, Any], **fields: Any) -> dict[str, Any]:
     document = {"type": "document", "source": source, **fields}
     return {"messages": [{"role": "user", "content": [document]}]}
