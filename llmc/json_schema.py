@@ -7,6 +7,7 @@ and a model constrained by such a schema invents keys until it runs out of token
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,6 +31,8 @@ _FORMATS = frozenset(
 )
 
 
+_BRANCHES = ("if", "then", "else")
+_LOOKS_AROUND = re.compile(r"\(\?<?[=!]")
 # What every property's name is, as zod writes it for records.
 _ANY_NAME: tuple[Any, ...] = ({"type": "string"}, {}, True)
 
@@ -44,6 +47,36 @@ def without_annotations(schema: Any) -> Any:
         if one.get("propertyNames") in _ANY_NAME:
             del one["propertyNames"]
     return made
+
+
+def best_effort(schema: Any) -> Any:
+    """The schema without what can't be enforced, for a caller that does not insist on it. JSON
+    values.
+
+    Patterns that look around are left out, and keywords that would keep an object open to keys that
+    nobody lists. The compiler of grammars ignores other keywords that it does not know, and that at
+    most one branch of a `oneOf` may match.
+    """
+    made = copy.deepcopy(schema)
+    for one in _schemas(made):
+        if isinstance(one.get("pattern"), str) and _LOOKS_AROUND.search(one["pattern"]):
+            del one["pattern"]
+        if one.get("unevaluatedProperties") is False:
+            del one["unevaluatedProperties"]
+        for key in ("not", *(() if _adds_keys(one) else _BRANCHES)):
+            one.pop(key, None)
+    if not isinstance(made, dict):
+        return made
+    given = made.get("x-guidance")
+    options = {**(given if isinstance(given, dict) else {}), "lenient": True, "coerce_one_of": True}
+    return {**made, "x-guidance": options}
+
+
+def _adds_keys(schema: Mapping[str, Any]) -> bool:
+    """Whether a branch of if, then and else lists other properties than the schema."""
+    listed = [one.get("properties") for one in map(schema.get, _BRANCHES) if isinstance(one, dict)]
+    known = schema.get("properties")
+    return any(set(names) - set(known or ()) for names in listed if isinstance(names, dict))
 
 
 def closed(schema: Any) -> Any:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmc.errors import InvalidRequestError
-from llmc.json_schema import closed, without_annotations
+from llmc.json_schema import best_effort, closed, without_annotations
 
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_GRAMMAR_DEPTH = 200
@@ -35,6 +35,8 @@ class StructuredOutputsParams:
     grammar: str | None = None  # GBNF (an EBNF) or Lark
     preamble: str = ""  # Lark for text before it, such as reasoning; the rest is `@answer`
     additional_properties: bool = False  # objects of `json` can have keys that they do not list
+    # whether keywords of `json` that can't be enforced are an error; otherwise they are ignored
+    strict: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
         given = self._given()
@@ -42,7 +44,8 @@ class StructuredOutputsParams:
             got = " and ".join(given) if given else "none"
             raise _fail("", f"needs exactly one of {', '.join(_KINDS)}, got {got}")
         if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json, self.additional_properties))
+            text = _schema_text(self.json, self.additional_properties, self.strict)
+            object.__setattr__(self, "json", text)
         if self.choice is not None:
             object.__setattr__(self, "choice", _checked_choice(self.choice))
         for name in ("regex", "grammar"):
@@ -77,7 +80,7 @@ def _fail(name: str, rule: str) -> InvalidRequestError:
     return InvalidRequestError(f"{param} {rule}", param=param)
 
 
-def _schema_text(schema: object, additional_properties: bool) -> str:
+def _schema_text(schema: object, additional_properties: bool, strict: bool) -> str:
     if isinstance(schema, str):
         _check_size("json", schema)  # before it is parsed
         try:
@@ -95,8 +98,9 @@ def _schema_text(schema: object, additional_properties: bool) -> str:
     try:
         text = json.dumps(parsed, ensure_ascii=False)
         _check_size("json", text)  # before it is traversed
-        made = parsed if additional_properties else closed(parsed)
-        return json.dumps(without_annotations(made), ensure_ascii=False)
+        made = parsed if strict else best_effort(parsed)
+        made = without_annotations(made if additional_properties else closed(made))
+        return json.dumps(made, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise _fail("json", f"can't be written as JSON: {error}") from error
 

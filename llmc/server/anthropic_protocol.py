@@ -131,7 +131,7 @@ class CountTokensBody(Body):
         config = self.output_config or OutputConfig()
         fields["reasoning_effort"] = config.effort
         if config.format is not None:
-            described = {"name": "answer", "schema": config.format.schema_}
+            described = {"name": "answer", "schema": config.format.schema_, "strict": True}
             fields["response_format"] = {"type": "json_schema", "json_schema": described}
         return ChatBody.model_validate(fields, strict=True)
 

@@ -214,7 +214,8 @@ class ResponsesBody(Body):
             return None
         if form.type != "json_schema":
             return {"type": form.type}
-        return {"type": form.type, "json_schema": {"name": form.name, "schema": form.schema_}}
+        described = {"name": form.name, "schema": form.schema_, "strict": form.strict}
+        return {"type": form.type, "json_schema": described}
 
 
 def _whole_item(item: Mapping[str, Any]) -> dict[str, Any]:

@@ -243,7 +243,7 @@ JSON_SCHEMA = {
     **_object(("schema",), schema=_any(OBJECT, {"type": "boolean"}), name={}, description={}),
     "additionalProperties": False,
 }
-JSON_SCHEMA["properties"]["strict"] = {}
+JSON_SCHEMA["properties"]["strict"] = _any({"type": "boolean"}, NULL)
 RESPONSE_FORMAT = _any(
     {
         **_object(

@@ -99,7 +99,7 @@ def _of_response_format(given: dict[str, Any]) -> dict[str, Any]:
                 f"got {beside!r:.80}",
                 param="response_format.schema",
             )
-        return {"json": beside}
+        return {"json": beside, "strict": False}
     if kind == "json_object":
         return {"json_object": True}
     described = given.get("json_schema")
@@ -112,7 +112,13 @@ def _of_response_format(given: dict[str, Any]) -> dict[str, Any]:
     _check_keys(
         "response_format.json_schema", described, ("name", "description", "schema", "strict")
     )
-    return {"json": described["schema"]}
+    strict = described.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise InvalidRequestError(
+            f"response_format.json_schema.strict must be true or false, got {strict!r:.80}",
+            param="response_format.json_schema.strict",
+        )
+    return {"json": described["schema"], "strict": strict is True}
 
 
 def _check_keys(where: str, given: dict[str, Any], known: tuple[str, ...]) -> None:

@@ -72,7 +72,10 @@ async def tool_use(
         schema = None if choice.mode == "required" else _schema_of(answer)
         marks = _marks(form, llm.inputs.need_tokenizer("tools"))
         with grammar_from("tools"):
-            text = call_grammar(form, schemas, marks, parallel=parallel, answer=schema)
+            strict = {tool.function.name for tool in body.tools or () if tool.function.strict}
+            text = call_grammar(
+                form, schemas, marks, parallel=parallel, answer=schema, strict=strict
+            )
             grammar = StructuredOutputsParams(grammar=text)
     return ToolUse(form=form, tools=tools, schemas=schemas, parallel=parallel, grammar=grammar)
 

@@ -47,6 +47,32 @@ def test_what_is_closed(schema: Any, expected: Any) -> None:
     assert json.dumps(schema) == before
 
 
+BEST_EFFORT: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"type": "array", "uniqueItems": True, "items": PLAIN}, {"type": "array", "items": CLOSED}),
+    ({"type": "string", "pattern": "^(?!no).*$"}, {"type": "string"}),
+    ({**PLAIN, "unevaluatedProperties": False}, CLOSED),
+    ({**PLAIN, "if": PLAIN, "then": {"required": ["a"]}, "not": {"required": ["b"]}}, CLOSED),
+]
+
+
+@pytest.mark.parametrize(("schema", "meant"), BEST_EFFORT, ids=lambda value: str(value)[:50])
+def test_what_can_not_be_enforced_is_ignored_unless_strict(
+    schema: dict[str, Any], meant: dict[str, Any]
+) -> None:
+    before = json.dumps(schema)
+    relaxed = json.loads(str(StructuredOutputsParams(json=schema, strict=False).json))
+    assert relaxed.pop("x-guidance")["lenient"]
+    ignored = {"uniqueItems"}
+    assert {key: value for key, value in relaxed.items() if key not in ignored} == meant
+    assert json.dumps(schema) == before
+
+
+def test_a_condition_that_names_other_keys_keeps_an_object_open() -> None:
+    schema = {**PLAIN, "if": PLAIN, "then": {"properties": {"b": {"type": "integer"}}}}
+    relaxed = json.loads(str(StructuredOutputsParams(json=schema, strict=False).json))
+    assert "additionalProperties" not in relaxed
+
+
 def test_formats_that_json_schema_does_not_define_are_left_out() -> None:
     """Those of OpenAPI and pydantic; no validator checks them."""
     kinds = {

@@ -35,6 +35,15 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": FORMAT}, "json"),
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json"),
     ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, "json"),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {**SCHEMA, "not": {"required": ["no"]}}},
+            }
+        },
+        "json",
+    ),
     ({"guided_json": SCHEMA}, "json"),
     ({"guided_json": {**SCHEMA, "propertyNames": {"type": "string"}}}, "json"),
     ({"guided_json": json.dumps(SCHEMA)}, "json"),
@@ -63,6 +72,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"regex": "(a"}, "regex"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
     ({"guided_json": False}, "guided_json"),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"not": {}}, "strict": True},
+            }
+        },
+        "response_format",
+    ),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},
         "response_format",

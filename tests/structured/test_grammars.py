@@ -295,3 +295,25 @@ def test_a_process_that_has_died_is_started_again(
     trial.check(StructuredOutputsParams(regex="after"))
     trial.close()
     assert len(processes) == 2
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "uniqueItems": True, "items": {"type": "integer"}},
+        {"type": "array", "contains": {"const": 1}},
+        {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}},
+        {"type": "object", "dependentRequired": {"a": ["b"]}},
+        {"type": "string", "format": "iri"},
+        {"type": "string", "pattern": "^(?!no).*$"},
+        {"oneOf": [{"type": "string"}, {"maxLength": 4}]},
+        {"if": {"const": 1}, "then": {"type": "integer"}},
+    ],
+    ids=lambda schema: str(schema)[:40],
+)
+def test_only_a_strict_schema_is_refused_for_what_can_not_be_enforced(
+    schema: Any, grammars: Grammars
+) -> None:
+    grammars.start(StructuredOutputsParams(json=schema, strict=False))
+    with pytest.raises(InvalidRequestError):
+        grammars.start(StructuredOutputsParams(json=schema))

@@ -65,11 +65,14 @@ class Model:
         text = self.tokenizer.hf.backend_tokenizer.to_str()
         self.grammars = Grammars(LLTokenizer(text, n_vocab=VOCAB_WIDTH, eos_token=EOS))
 
-    def start(self, tools: dict[str, Any], *, parallel: bool = True) -> Matcher:
+    def start(
+        self, tools: dict[str, Any], *, parallel: bool = True, is_strict: bool = True
+    ) -> Matcher:
         hf = self.tokenizer.hf
         marks = self.form.marker_tokens(self.tokenizer.special_texts)
         ids = {mark: hf.convert_tokens_to_ids(mark) for mark in marks}
-        text = call_grammar(self.form, tools, ids, parallel=parallel)
+        strict = tools if is_strict else ()
+        text = call_grammar(self.form, tools, ids, parallel=parallel, strict=strict)
         return self.grammars.start(StructuredOutputsParams(grammar=text))
 
     def say(self, matcher: Matcher, chance: random.Random, *, limit: int = 500) -> str | None:
@@ -136,3 +139,25 @@ def test_one_call_where_one_is_wanted(style: str) -> None:
 def test_a_schema_that_can_not_be_followed_is_refused(style: str, schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError):
         Model(style).start({"f": schema})
+
+
+@pytest.mark.parametrize("style", ["json in tags", "key by key"])
+def test_what_can_not_be_enforced_is_ignored_unless_strict(style: str) -> None:
+    """As schemas of MCP servers have it."""
+    listed = {"type": "array", "uniqueItems": True, "items": {"enum": [1, 2]}, "maxItems": 2}
+    schema = {
+        "type": "object",
+        "properties": {"a": listed, "b": {"type": "string", "pattern": "^(?=x)", "maxLength": 3}},
+        "required": ["a", "b"],
+        "not": {"required": ["c"]},
+    }
+    model, chance = Model(style), random.Random(3)
+    for _ in range(3):
+        text = model.say(model.start({"time-now": schema}, is_strict=False, parallel=False), chance)
+        assert text is not None
+        parser = ToolParser(model.form, TOOLS, streams=False)
+        parser.push(text)
+        parser.finish()
+        assert parser.num_calls == 1
+    with pytest.raises(InvalidRequestError):
+        model.start({"time-now": schema})

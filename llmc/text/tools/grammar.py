@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from llmc.errors import InvalidRequestError
-from llmc.json_schema import closed, without_annotations
+from llmc.json_schema import best_effort, closed, without_annotations
 from llmc.text.tools.arguments import is_text
 from llmc.text.tools.tool_format import ANY_ID, ToolFormat
 
@@ -20,6 +20,11 @@ _WHITE_SPACE = r"(\n[ ]{0,16}|[ ])?"
 # Keywords that a schema of arguments written key by key can have, apart from annotations.
 _OF_KEYS = {"type", "properties", "required", "additionalProperties"}
 _NOTES = {"title", "description", "default", "examples", "$schema", "$id", "$comment"}
+# Those that only forbid what `properties` allows, and the compiler's own.
+_LIMITS = {
+    *("minProperties", "maxProperties", "propertyNames", "dependentRequired", "x-guidance"),
+    *("if", "then", "else"),
+}
 _DEFINITIONS = ("$defs", "definitions")
 # Keywords that can't be enforced for an unquoted string.
 _OF_TEXT = ("pattern", "format")
@@ -32,17 +37,22 @@ def call_grammar(
     *,
     parallel: bool,
     answer: str | None = None,
+    strict: Collection[str] = (),
 ) -> str:
     """The grammar, as text. `tools`: the schemas of the functions to choose from, by name.
     `special`: the ids of the format's special tokens. `answer`: the JSON schema of an answer that
-    calls no function; None: it must call one."""
-    return _Writer(form, special).grammar(tools, parallel=parallel, answer=answer)
+    calls no function; None: it must call one. `strict`: the functions whose schemas may have no
+    keyword that can't be enforced; those of others are ignored."""
+    return _Writer(form, special, strict).grammar(tools, parallel=parallel, answer=answer)
 
 
 class _Writer:
-    def __init__(self, form: ToolFormat, special: Mapping[str, int]) -> None:
+    def __init__(
+        self, form: ToolFormat, special: Mapping[str, int], strict: Collection[str]
+    ) -> None:
         self._form = form
         self._special = special
+        self._strict = strict
         marks = sorted(map(re.escape, special), key=len, reverse=True)
         self._splitter = re.compile("|".join((*marks, re.escape(ANY_ID))))
         self._rules: list[str] = []
@@ -72,6 +82,8 @@ class _Writer:
         form, rule = self._form, f"call_{index}"
         # A function without parameters takes no arguments.
         schema = {"type": "object", **(schema or {"additionalProperties": False})}
+        if name not in self._strict:
+            schema = best_effort(schema)
         schema = without_annotations(closed(schema))
         if form.kind == "object":
             keys = [
@@ -87,7 +99,9 @@ class _Writer:
 
     def _keys(self, rule: str, name: str, schema: Mapping[str, Any]) -> str:
         """Arguments key by key, in the schema's order; those that are not required are optional."""
-        unknown = sorted(schema.keys() - _OF_KEYS - _NOTES - set(_DEFINITIONS))
+        is_strict = name in self._strict
+        allowed = _OF_KEYS | _NOTES | set(_DEFINITIONS) | (set() if is_strict else _LIMITS)
+        unknown = sorted(schema.keys() - allowed)
         if unknown:
             raise _fail(
                 f"the parameters of {name} have {unknown[0]!r:.80}, which can't be enforced"
@@ -108,7 +122,8 @@ class _Writer:
         for index, (key, one) in enumerate(properties.items()):
             pair, here = f"{rule}_pair_{index}", f"{rule}_%s_{index}"
             following = f"{rule}_some_{index + 1}"
-            written = filter(None, self._pair(pair, key, one, definitions))
+            bound = one if is_strict else best_effort(one)
+            written = filter(None, self._pair(pair, key, bound, definitions, is_strict=is_strict))
             self._rules.append(f"{pair}: {' '.join(written)}")
             optional = key not in needed
             skip = f" | {rule}_none_{index + 1}" if optional else ""
@@ -121,7 +136,13 @@ class _Writer:
         return f"{rule}_none_0"
 
     def _pair(
-        self, rule: str, key: str, schema: object, definitions: Mapping[str, Any]
+        self,
+        rule: str,
+        key: str,
+        schema: object,
+        definitions: Mapping[str, Any],
+        *,
+        is_strict: bool,
     ) -> Iterator[str]:
         form = self._form
         yield f"{self._literal(form.key_begin)} {_text(key)} {self._literal(form.key_end)}"
@@ -138,7 +159,7 @@ class _Writer:
             yield self._literal(form.quote + form.value_end)
             return
         for word in _OF_TEXT:
-            if word in schema:
+            if word in schema and is_strict:
                 raise _fail(f"{key!r:.80} has {word!r}, which can't be enforced for its text")
         bounds = [schema.get("minLength", 0), schema.get("maxLength", "")]
         if not all(one == "" or (type(one) is int and one >= 0) for one in bounds):
@@ -176,7 +197,9 @@ def _text(text: str) -> str:
 
 def _json(schema: object) -> str:
     if isinstance(schema, Mapping):
-        schema = {**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
+        given = schema.get("x-guidance")
+        options = {**(given if isinstance(given, dict) else {}), "whitespace_pattern": _WHITE_SPACE}
+        schema = {**schema, "x-guidance": options}
     return "%json " + json.dumps(schema, ensure_ascii=False)
 
 
