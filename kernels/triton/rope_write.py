@@ -39,11 +39,6 @@ def turn(src, weight, cos, sin, live, eps, offset, NORM: tl.constexpr,
     """
     d = tl.arange(0, DIM_PAD)
     x = tl.load(src + d[None, :], mask=live & (d < DIM)[None, :], other=0.0).to(tl.float32)
-    if NORM:
-        w = tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32) + offset
-    if NORM and not NORM_LAST:
-        inverse = 1 / tl.sqrt_rn(tl.sum(x * x, axis=1) / DIM + eps)
-        x = x * inverse[:, None] * w[None, :]
     if WIDTH > 0:
         if INTERLEAVED:
             partner = tl.where(d % 2 == 0, d + 1, d - 1)
@@ -53,9 +48,15 @@ def turn(src, weight, cos, sin, live, eps, offset, NORM: tl.constexpr,
             sign = tl.where(d < WIDTH // 2, -1.0, 1.0)
         turned = d < WIDTH
         y = tl.load(src + partner[None, :], mask=live & turned[None, :], other=0.0).to(tl.float32)
-        if NORM and not NORM_LAST:
+    if NORM:
+        w = tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32) + offset
+    if NORM and not NORM_LAST:
+        inverse = 1 / tl.sqrt_rn(tl.sum(x * x, axis=1) / DIM + eps)
+        x = x * inverse[:, None] * w[None, :]
+        if WIDTH > 0:
             w_partner = tl.load(weight + partner, mask=turned, other=0.0).to(tl.float32) + offset
             y = y * inverse[:, None] * w_partner[None, :]
+    if WIDTH > 0:
         c = tl.load(cos + d[None, :], mask=turned[None, :], other=1.0)
         s = tl.load(sin + d[None, :], mask=turned[None, :], other=0.0) * sign[None, :]
         x = x * c + y * s
