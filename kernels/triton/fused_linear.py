@@ -6,6 +6,7 @@ same for a whole row, so it is applied to the sums, and the squares are accumula
 A gated norm can have smaller groups: its factor is applied to a tile that holds whole groups, or to
 the sums of a part of the depth that is one group. A centered norm would cancel in the sums: each
 program first reads the whole rows for their means and variances, and multiplies normalized inputs.
+From a few rows on, a kernel of its own takes less time.
 Deep, narrow weights are split along their depth; the last program of a tile adds the parts in a
 fixed order, so results are the same in every run, unlike with atomic additions.
 More rows are compute-bound: torch's own linear multiplies them, between other ops of this package.
@@ -37,6 +38,7 @@ from llmc.kernels.triton.define import (
 from llmc.kernels.triton.dependent_launch import prefetch, wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors
 from llmc.kernels.triton.linear_configs import (
+    CENTERED_ROWS,
     FUSED_ROWS,
     LinearConfig,
     few_rows_config,
@@ -335,7 +337,9 @@ def takes(
 ) -> bool:  # fmt: skip
     """Whether one kernel computes these rows. `gated`: the activation."""
     rows = x.numel() // x.shape[-1]
-    if not 0 < rows <= FUSED_ROWS or prefers_library(*weight.shape):
+    if not 0 < rows <= (CENTERED_ROWS if centered else FUSED_ROWS):
+        return False
+    if prefers_library(*weight.shape):
         return False
     if gate is not None and (not eps or _config(rows, weight, gated, group) is None):
         return False
@@ -368,6 +372,7 @@ def run(
         return plan(*linear, *of_gate, gated, *of_mean).run()
     if eps is not None:
         x = _normalized(x, weight, norm_weight, eps, offset, *of_gate, *of_mean)
+        return run(x, weight, bias, None, None, 0.0, act, residual, gated=gated)
     if residual is not None and bias is None and act is None:
         # rounded once; torch copies the residual to where the product adds to it
         flat = residual.reshape(-1, weight.shape[0])
@@ -390,12 +395,13 @@ def _run_add(
         out.copy_(run(*linear, out, *of_gate, gated, *of_mean))
     elif takes(x, weight, eps, gate, group, gated and act is not None, centered):
         plan(*linear, out, *of_gate, gated, *of_mean, out=out).run()
+    elif eps is not None:
+        x = _normalized(x, weight, norm_weight, eps, offset, *of_gate, *of_mean)
+        _run_add(out, x, weight, bias, None, None, 0.0, act, gated=gated)
     elif bias is None and act is None:  # rounded once, and the product adds to `out` itself
-        if eps is not None:
-            x = _normalized(x, weight, norm_weight, eps, offset, *of_gate, *of_mean)
         out.view(-1, weight.shape[0]).addmm_(x.reshape(-1, weight.shape[1]), weight.t())
     else:
-        out += run(*linear, None, *of_gate, gated, *of_mean)
+        out += run(*linear, None, gated=gated)
 
 
 def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -18,6 +18,10 @@ FEW_ROWS = 8  # up to this many rows of x, a linear is bound by reading its weig
 # Up to this many, one kernel with the norm and the activation is faster than the library's products
 # between kernels of their own: by 7 % with 16 rows in layers of an 8B model (H200).
 FUSED_ROWS = 16
+# With a LayerNorm, every tile of channels reads the rows once more. Beyond this many rows, that
+# takes longer than a kernel of its own: of 4,096 inputs, 512 tiles read 16 MiB for 4 rows, about
+# 3 us of an H200's L2 cache. Not measured yet.
+CENTERED_ROWS = 4
 # From this many rows, a quantized weight is dequantized once and the library multiplies. Per value
 # of the weight that moves about 4.5 bytes (read, written, read again), for which an H100 needs the
 # time of the products of 500 rows in bfloat16. A kernel that dequantizes in every tile of rows

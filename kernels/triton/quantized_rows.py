@@ -16,7 +16,7 @@ from llmc.kernels.quantized_linear import EXACT_BITS, quantized_linear
 from llmc.kernels.triton import act_mul, linear_configs, norm
 from llmc.kernels.triton.define import define, same_dtype, supports_tensors
 from llmc.kernels.triton.dequantize import wide_linear
-from llmc.kernels.triton.linear_configs import FUSED_ROWS, wide_config
+from llmc.kernels.triton.linear_configs import CENTERED_ROWS, FUSED_ROWS, wide_config
 from llmc.kernels.triton.quantized_linear import format_of, per_word, plan, supports
 from llmc.kernels.triton.scaled_linear import multiplies_codes, plan_rounded, scaled_linear
 
@@ -62,10 +62,14 @@ def run_fused(
             x, weight, scale, zero, bias, minimum, norm_weight, eps, offset, act, residual,
             gated, centered, norm_bias,
         ).run()  # fmt: skip
-    if eps is not None and centered:
-        x = norm.layer_plan(x, norm_weight, norm_bias, eps).run()
-    elif eps is not None:
-        x = norm.plan(x, norm_weight, eps, offset).run()
+    if eps is not None:
+        x = (
+            norm.layer_plan(x, norm_weight, norm_bias, eps)
+            if centered
+            else norm.plan(x, norm_weight, eps, offset)
+        ).run()
+        plain = (x, weight, scale, zero, bias, minimum, None, None, 0.0)
+        return run_fused(*plain, act, residual, gated)
     linear = (x, weight, scale, zero, bias, minimum)
     if (act is None or not gated) and not _is_wide(rows, x, weight, scale, codes=False):
         return plan(*linear, act=act, residual=residual, gated=False).run()
@@ -80,7 +84,7 @@ def takes(x: Tensor, eps: float | None, centered: bool = False) -> bool:
     rows = x.numel() // x.shape[-1]
     # a float16 row before normalization times the norm's weight can overflow float16
     may_overflow = x.dtype == torch.float16 and eps is not None and not centered
-    return 0 < rows <= FUSED_ROWS and not may_overflow
+    return 0 < rows <= (CENTERED_ROWS if centered else FUSED_ROWS) and not may_overflow
 
 
 def _is_wide(rows: int, x: Tensor, weight: Tensor, scale: Tensor, *, codes: bool) -> bool:

@@ -112,13 +112,13 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
     "dense, centered": (
         "5: attention_kernel, 4 few_rows_kernel",
         "5: attention_kernel, 4 few_rows_kernel",
-        "5: attention_kernel, 4 few_rows_kernel",
+        "7: attention_kernel, 4 few_rows_kernel, 2 norm_kernel",
         ("10: act_mul_kernel, 2 aten.add_, 4 aten.linear, attention_kernel, 2 norm_kernel"),
     ),
     "dense, centered, parallel": (
         "5: attention_kernel, 4 few_rows_kernel",
         "5: attention_kernel, 4 few_rows_kernel",
-        "5: attention_kernel, 4 few_rows_kernel",
+        "7: attention_kernel, 4 few_rows_kernel, 2 norm_kernel",
         ("10: act_mul_kernel, 2 aten.add_, 4 aten.linear, attention_kernel, 2 norm_kernel"),
     ),
     "step": (
@@ -230,7 +230,7 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
     "dense, centered in int4": (
         "5: attention_kernel, 4 low_bit_kernel",
         "5: attention_kernel, 4 low_bit_kernel",
-        "5: attention_kernel, 4 low_bit_kernel",
+        "7: attention_kernel, 4 low_bit_kernel, 2 norm_kernel",
         "7: attention_kernel, 4 low_bit_kernel, 2 norm_kernel",
     ),
     "routed, corrected in int4": (

@@ -802,7 +802,7 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "fused_linear row activated": lambda: few_rows(1, 14336, 4096, "relu2", gated=False),
     "fused_linear few activated": lambda: few_rows(8, 14336, 4096, "gelu", gated=False),
     "fused_linear row centered": lambda: centered_rows(1, 6144, 4096, None),
-    "fused_linear few centered": lambda: centered_rows(16, 16384, 4096, "gelu"),
+    "fused_linear few centered": lambda: centered_rows(4, 16384, 4096, "gelu"),
     "fused_linear row, norm of heads": lambda: gated_rows(1, 4096, 128, first=False),
     "fused_linear few, norm of heads": lambda: gated_rows(8, 4096, 128, first=False),
     "fused_linear row, norm of groups": lambda: gated_rows(1, 10240, 1280, first=True),
@@ -828,7 +828,7 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
             low_bit_layer, rows, FUSED_FORMATS[name], "silu", centered=True
         )
         for name in ("int4", "Q4_K")
-        for of, rows in (("row", 1), ("few", 8))
+        for of, rows in (("row", 1), ("few", 4))
     },
     "quantized_linear Q5_K row": lambda: low_bit(1, "int5", stored=Q5_K),
     "quantized_linear Q5_K many": lambda: low_bit(255, "int5", stored=Q5_K),
