@@ -19,8 +19,12 @@ from llmc.kernels.registry import Case, op
 from llmc.kernels.rms_norm import normalize
 
 
-def _shape(*, x: Tensor, weight: Tensor, act: str | None, gated: bool, **others: object) -> Tensor:
-    return weight.new_empty(*x.shape[:-1], weight.shape[0] // (2 if act and gated else 1))
+def _shape(
+    *, x: Tensor, weight: Tensor, act: str | None, residual: Tensor | None, gated: bool,
+    **others: object,
+) -> Tensor:  # fmt: skip
+    like = weight if residual is None else residual
+    return like.new_empty(*x.shape[:-1], weight.shape[0] // (2 if act and gated else 1))
 
 
 @op(shape=_shape)
@@ -45,7 +49,8 @@ def fused_linear(
 
     x [..., K], weight [N, K], bias [N]. eps None: no norm; otherwise norm_weight [K] and offset
     as in `rms_norm`. act as in `act_mul`: the result has N / 2 columns; if not gated, as in
-    `activate`: it has N. residual: same shape as the result. With a gate [..., K], the norm is
+    `activate`: it has N. residual: same shape as the result, which has its dtype: the weight's or
+    float32. With a norm, x may be float32, too. With a gate [..., K], the norm is
     `gated_rms_norm`, of groups of `group` channels, with gate_act as its act; then x and gate may
     have other dtypes than the weight and the result. If centered, the norm is `layer_norm` with
     norm_bias [K], without a gate and an offset.
@@ -57,13 +62,15 @@ def fused_linear(
         )
     elif eps is not None and centered:
         assert offset == 0, "a centered norm has no offset"
-        x = layer_norm.reference(x, norm_weight, norm_bias, eps)
+        x = layer_norm.reference(x, norm_weight, norm_bias, eps).to(weight.dtype)
     elif eps is not None:
-        x = normalize(x, norm_weight, eps, offset).to(x.dtype)
+        x = normalize(x, norm_weight, eps, offset).to(weight.dtype)
     y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     if act is not None:
         y = activated(y, act, gated)
-    return (y if residual is None else y + residual.float()).to(weight.dtype)
+    if residual is None:
+        return y.to(weight.dtype)
+    return (y + residual.float()).to(residual.dtype)
 
 
 @fused_linear.cases
@@ -175,3 +182,5 @@ def _adding_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             yield residual, *given
             spread = residual.new_zeros(*residual.shape[:-1], residual.shape[-1] + 3)
             yield spread[..., :-3].copy_(residual), *given
+            wide = x if eps is None else x.float()
+            yield residual.float(), wide, *given[1:]

@@ -18,6 +18,7 @@ from llmc.kernels.quantized_linear import EXACT_BITS, quantized_linear
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import (
+    CASTS,
     arguments,
     aten,
     calls,
@@ -174,10 +175,16 @@ def _addends(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
             and only_user(linear) is node
             and isinstance(residual, fx.Node)
             and same_shape(linear, residual)
-            and val(linear).dtype == val(residual).dtype
+            and val(residual).dtype in _sums_of(linear)
         ):
             return linear, residual
     return None
+
+
+def _sums_of(linear: fx.Node) -> tuple[torch.dtype, ...]:
+    """The dtypes of residuals to which a linear's result can be added in one op."""
+    own = val(linear).dtype
+    return (own,) if is_call(linear, quantized_linear.overload) else (own, torch.float32)
 
 
 def _add_in_turn(graph: fx.Graph, node: fx.Node) -> None:
@@ -230,7 +237,7 @@ def _take_norm(graph: fx.Graph, node: fx.Node) -> None:
     # a short norm in each of two linears takes less time than a kernel before them
     if len(source.users) > 2 or not all(_may_take(user, source) for user in source.users):
         return
-    around = _norm(source)
+    around = _norm(source, wide=is_call(node, aten.linear.default, fused_linear.overload))
     if around is None:
         return
     with graph.inserting_before(node):
@@ -252,27 +259,30 @@ def _may_take(node: fx.Node, norm: fx.Node) -> bool:
     return given.eps is None and given.x is norm and given.residual is not norm
 
 
-def _norm(source: Any) -> dict[str, Any] | None:
-    """A norm's input and parameters, as the fused op that absorbs it names them."""
+def _norm(source: Any, *, wide: bool) -> dict[str, Any] | None:
+    """A norm's input and parameters, as the fused op that absorbs it names them. `wide`: the op
+    may read float32, where the model rounds it first."""
+    if not is_call(source, rms_norm.overload, layer_norm.overload):
+        return None
+    given = arguments(source)
+    x = given.x
+    if wide and is_call(x, *CASTS) and val(x.args[0]).dtype == torch.float32:
+        x = x.args[0]
     if is_call(source, rms_norm.overload):
-        given = arguments(source)
         return {
-            "x": given.x,
+            "x": x,
             "norm_weight": given.weight,
             "eps": given.eps,
             "offset": given.offset,
         }
-    if is_call(source, layer_norm.overload):
-        given = arguments(source)
-        return {
-            "x": given.x,
-            "norm_weight": given.weight,
-            "eps": given.eps,
-            "offset": 0.0,
-            "centered": True,
-            "norm_bias": given.bias,
-        }
-    return None
+    return {
+        "x": x,
+        "norm_weight": given.weight,
+        "eps": given.eps,
+        "offset": 0.0,
+        "centered": True,
+        "norm_bias": given.bias,
+    }
 
 
 def _take_gated_norm(graph: fx.Graph, node: fx.Node) -> None:

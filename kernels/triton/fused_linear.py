@@ -286,7 +286,8 @@ def plan_without_gate(
     config = _config(rows, weight, gated, group)
     assert config is not None, "`takes` tells"
     tiles = config.tiles
-    out = weight.new_empty(*x.shape[:-1], channels) if out is None else out
+    like = weight if residual is None else residual
+    out = like.new_empty(*x.shape[:-1], channels) if out is None else out
     pdl = dependent_launch.applies_to(x.device)
     blocks = cdiv(channels, tiles.block_n)
     partial = squares = None
@@ -352,6 +353,8 @@ def _normalized(
     gate: Tensor | None, gate_act: str, gate_first: bool, group: int, centered: bool,
     norm_bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
+    if gate is None:
+        x = x.to(weight.dtype)
     if centered:
         return norm.layer_plan(x, norm_weight, norm_bias, eps).run()
     if gate is None:
@@ -373,7 +376,8 @@ def run(
     if eps is not None:
         x = _normalized(x, weight, norm_weight, eps, offset, *of_gate, *of_mean)
         return run(x, weight, bias, None, None, 0.0, act, residual, gated=gated)
-    if residual is not None and bias is None and act is None:
+    alike = residual is not None and residual.dtype == weight.dtype
+    if residual is not None and alike and bias is None and act is None:
         # rounded once; torch copies the residual to where the product adds to it
         flat = residual.reshape(-1, weight.shape[0])
         return torch.addmm(flat, x.reshape(-1, weight.shape[1]), weight.t()).view(residual.shape)
@@ -398,7 +402,8 @@ def _run_add(
     elif eps is not None:
         x = _normalized(x, weight, norm_weight, eps, offset, *of_gate, *of_mean)
         _run_add(out, x, weight, bias, None, None, 0.0, act, gated=gated)
-    elif bias is None and act is None:  # rounded once, and the product adds to `out` itself
+    elif bias is None and act is None and out.dtype == weight.dtype:
+        # rounded once, and the product adds to `out` itself
         out.view(-1, weight.shape[0]).addmm_(x.reshape(-1, weight.shape[1]), weight.t())
     else:
         out += run(*linear, None, gated=gated)
@@ -421,8 +426,11 @@ def _supports(
     **others: object,
 ) -> bool:
     tensors = (x, weight, bias, norm_weight, residual, out, gate, norm_bias)
-    rounded = None if gate is not None else x  # a gated norm rounds its result to weight's dtype
-    return supports_tensors(*tensors) and same_dtype(rounded, weight, bias, residual, out)
+    # norms round their results to the weight's dtype
+    rounded = x if others.get("eps") is None else None
+    sums = (residual, out)
+    are_sums = all(t is None or t.dtype in (weight.dtype, torch.float32) for t in sums)
+    return supports_tensors(*tensors) and same_dtype(rounded, weight, bias) and are_sums
 
 
 define(fused_linear, run=run, supports=_supports)

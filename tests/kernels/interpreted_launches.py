@@ -385,8 +385,9 @@ def test_launches_of_a_further_layer(kind: str, started: Callable[[str, int], Mo
         assert tuple(besides) == LAUNCHES["step"]
 
 
-def test_a_router_in_float32_takes_no_launch_for_a_cast(tmp_path: Path) -> None:
-    kind = "routed, corrected"
+@pytest.mark.parametrize("kind", ["routed, corrected", "recurrent"])
+def test_float32_within_bfloat16_takes_no_launch_for_a_cast(kind: str, tmp_path: Path) -> None:
+    """A router's weight, or the residual stream."""
     less, more = (
         start(save(kind, layers, tmp_path / str(layers)), dtype="bfloat16") for layers in (2, 3)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -214,6 +215,25 @@ def test_leaves_alone_what_is_read_elsewhere() -> None:
     gm = trace(shared, **INPUTS)
     same, (report,) = apply(gm, fuse_linears())
     assert not report.added and ops(same) == ops(gm)
+
+
+def test_adds_to_a_residual_in_float32() -> None:
+    """As in Mamba, whose norms read it in bfloat16."""
+    inputs = {name: replace(arg, tensor=arg.tensor.bfloat16() / 4) for name, arg in INPUTS.items()}
+
+    def layers(x: Tensor, wide: Tensor, back: Tensor, gain: Tensor, bias: Tensor) -> list[Tensor]:
+        total = x.float() * 2
+        for _ in range(2):
+            y = F.linear(rms_norm.overload(total.bfloat16(), gain, 1e-6, 0.0), wide, bias)
+            total = F.linear(y[..., :24], back) + total
+        return [total.sin()]
+
+    gm = trace(layers, **inputs)
+    fused, _ = apply(gm, fuse_linears())
+    found = ops(fused)
+    assert found[ADDED] == found[FUSED] == 2 and found["aten.to.dtype"] == 1
+    assert_same(fused, gm, Values.of(**inputs), 0.1)
+    assert_idempotent(gm, fuse_linears())
 
 
 def test_two_linears_take_the_norm_that_both_read() -> None:
