@@ -124,8 +124,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         norm_weight, norm_bias = (rand(k) if given else None for given in (weighted, shifted))
         gated = act == "silu"
         residual = rand(*rows, n // 2 if gated else n) if added else None
-        linear = (weight, rand(n), norm_weight, 1e-5, 0.0, act, residual)
-        yield x, *linear, None, "silu", False, 0, gated, True, norm_bias
+        around = (norm_weight, 1e-5, 0.0, act, residual, None, "silu", False, 0, gated)
+        yield x, weight, rand(n), *around, True, norm_bias
     for rows, groups, group, gate_act, first, weighted, added in (
         ((1, 1), 5, 16, "silu", False, True, True),
         ((1, 3), 3, 64, "sigmoid", False, False, True),

@@ -171,13 +171,14 @@ def _matmul_to_linear(graph: fx.Graph, node: fx.Node) -> None:
 
 def _keep_shape(graph: fx.Graph, node: fx.Node) -> None:
     """Multiply a value itself, not its rows as a matrix, if all readers restore its shape."""
+    rows: Any
     rows, *others = node.args
     if not is_call(rows, *_VIEWS):
         return
-    x: Any = rows.args[0]  # type: ignore[union-attr]
+    x = rows.args[0]
     (*lead, depth), width = val(x).shape, val(node).shape[-1]
     restored = [str(size) for size in (*lead, width)]
-    if str(depth) != str(val(rows).shape[-1]) or not node.users:  # type: ignore[arg-type]
+    if str(depth) != str(val(rows).shape[-1]) or not node.users:
         return
     for user in node.users:
         if not is_call(user, *_VIEWS) or [str(size) for size in val(user).shape] != restored:

@@ -193,10 +193,10 @@ def _add_in_turn(graph: fx.Graph, node: fx.Node) -> None:
     if node.kwargs:
         return
     for both, x in operands(node):
-        if not is_call(both, aten.add.Tensor) or both.kwargs or only_user(both) is not node:
+        if not is_call(both, aten.add.Tensor) or both.kwargs or list(both.users) != [node]:
             continue
         found = _addends(both)
-        if found is None or not _is_linear(found[1]) or only_user(found[1]) is not both:
+        if found is None or not _is_linear(found[1]) or list(found[1].users) != [both]:
             continue
         if not isinstance(x, fx.Node) or not same_shape(x, both) or _is_linear(x):
             continue

@@ -169,9 +169,9 @@ def _library_norm(node: fx.Node) -> _Norm | None:
     if len(given.normalized_shape) != 1 or given.eps is None:
         return None
     x, last, parameters = given.input, node, (given.weight, getattr(given, "bias", None))
-    user = only_user(node)
+    user: Any = only_user(node)
     if is_call(x, *CASTS) and is_call(user, *CASTS):
-        narrow = x.args[0]
+        narrow: Any = x.args[0]
         if val(x).dtype.itemsize == 4 and val(user).dtype == val(narrow).dtype:
             x, last = narrow, user
             parameters = tuple(through(p, *CASTS) for p in parameters)

@@ -286,7 +286,7 @@ async def prepare_messages(
     splits_reasoning: bool = False,
     max_reasoning_tokens: int | None = None,
 ) -> Input:
-    messages = body.messages or ()
+    messages = list(body.messages or ())
     for index, message in enumerate(messages):
         _check_message(f"messages[{index}]", message, is_last=message is messages[-1])
     begins = any(message.get(name) for message in messages[-1:] for name in _BEGINNINGS)
