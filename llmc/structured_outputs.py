@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from llmc.errors import InvalidRequestError
@@ -36,7 +36,7 @@ class StructuredOutputsParams:
     preamble: str = ""  # Lark for text before it, such as reasoning; the rest is `@answer`
     additional_properties: bool = False  # objects of `json` can have keys that they do not list
     # whether keywords of `json` that can't be enforced are an error; otherwise they are ignored
-    strict: bool = field(default=True, compare=False)
+    strict: bool = True
 
     def __post_init__(self) -> None:
         given = self._given()

@@ -45,7 +45,7 @@ from llmc.kernels.triton.linear_configs import (
     gated_rows_config,
     prefers_library,
 )
-from llmc.kernels.triton.norm import mean_and_factor
+from llmc.kernels.triton.norm import centered_inputs, mean_and_factor
 from llmc.kernels.triton.state import sigmoid
 
 
@@ -118,14 +118,9 @@ def linear_tile(
         )  # fmt: skip
         w = tl.load(w_at + k[None, :], mask=known, other=0.0)
         if CENTERED:
-            normed = (a.to(tl.float32) - mean[:, None]) * factor[:, None]
-            if WEIGHTED:
-                gain = tl.load(norm_weight + k, mask=reached, other=0.0)
-                normed *= gain.to(tl.float32)[None, :]
-            if norm_bias is not None:
-                shift = tl.load(norm_bias + k, mask=reached, other=0.0)
-                normed += shift.to(tl.float32)[None, :]
-            a = normed.to(w.dtype) if DOT else normed
+            a = centered_inputs(a, mean, factor, norm_weight, norm_bias, k, reached, WEIGHTED)
+            if DOT:
+                a = a.to(w.dtype)
         if NORM:
             wide = a.to(tl.float32)
             if gate is not None:

@@ -69,6 +69,18 @@ def mean_and_factor(
 
 
 @triton.jit
+def centered_inputs(a, mean, factor, weight, bias, k, reached, WEIGHTED: tl.constexpr):
+    """Inputs a [M, K] of a linear, from number k on, after a layer_norm, in float32. mean, factor
+    [M]: see `mean_and_factor`; reached [K]: whether there is an input."""
+    y = (a.to(tl.float32) - mean[:, None]) * factor[:, None]
+    if WEIGHTED:
+        y *= tl.load(weight + k, mask=reached, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        y += tl.load(bias + k, mask=reached, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit
 def norm_kernel(
     x, residual, x_weight, weight, bias, out, total, x_row, residual_row, x_eps, x_offset, eps,
     offset,

@@ -36,7 +36,7 @@ from llmc.kernels.triton.define import (
 from llmc.kernels.triton.dependent_launch import prefetch, wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors
 from llmc.kernels.triton.linear_configs import LinearConfig, low_bit_config
-from llmc.kernels.triton.norm import mean_and_factor
+from llmc.kernels.triton.norm import centered_inputs, mean_and_factor
 
 _FORMATS: dict[torch.dtype, Format] = {
     torch.uint8: "int4",
@@ -347,13 +347,9 @@ def low_bit_kernel(
                 other=0.0,
             )
             if CENTERED:
-                normed = (a.to(tl.float32) - mean[:, None]) * scaled[:, None]
-                if WEIGHTED:
-                    gain = tl.load(norm_weight + k, mask=k < K, other=0.0)
-                    normed *= gain.to(tl.float32)[None, :]
-                if norm_bias is not None:
-                    shift = tl.load(norm_bias + k, mask=k < K, other=0.0)
-                    normed += shift.to(tl.float32)[None, :]
+                normed = centered_inputs(
+                    a, mean, scaled, norm_weight, norm_bias, k, k < K, WEIGHTED
+                )
                 a = normed.to(a.dtype)
             if NORM:
                 wide = a.to(tl.float32)
@@ -379,6 +375,7 @@ def low_bit_kernel(
                 reached = w < K // PER
                 one = tl.load(x + w * PER + i, mask=reached, other=0.0).to(tl.float32)
                 if CENTERED:
+                    # a vector: as a tile of one row, it would take up to twice the registers
                     one = (one - tl.sum(mean, axis=0)) * tl.sum(scaled, axis=0)
                     if WEIGHTED:
                         gain = tl.load(norm_weight + w * PER + i, mask=reached, other=0.0)

@@ -36,17 +36,18 @@ def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
         is_text = body.response_format.get("type") == "text"
         _check_keys("response_format", body.response_format, known[:2] if is_text else known)
     fields = _asking(body)
-    made: StructuredOutputsParams | None = None
+    asked: list[StructuredOutputsParams] = []
     for field in fields:
+        options = _options(field, getattr(body, field))
         with grammar_from(field):
-            asked = StructuredOutputsParams(**_options(field, getattr(body, field)))
+            asked += [StructuredOutputsParams(**{**options, "strict": True})]
+            made = StructuredOutputsParams(**options)
         # A client that does not know the server's version sends one under its old and new name.
-        if made is not None and asked != made:
+        if asked[-1] != asked[0]:
             raise InvalidRequestError(
                 f"{' and '.join(fields)} can't be combined; send only one of them", param=fields[1]
             )
-        made = asked
-    return made
+    return made if fields else None
 
 
 def grammar_field(body: GenerationBody) -> str:

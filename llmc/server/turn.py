@@ -311,7 +311,7 @@ async def prepare_messages(
         raise
 
 
-# Of a last message that the answer continues: Mistral's and DeepSeek's name, and Moonshot's.
+# Of a last message that the answer continues: hosted services have one name or the other.
 _BEGINNINGS = ("prefix", "partial")
 
 

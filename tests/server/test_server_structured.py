@@ -58,6 +58,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "[A-F]{3}", "guided_decoding_backend": "xgrammar"}, "[A-F]{3}"),
     ({"guided_choice": ["one", "two"]}, "one|two"),
     ({"guided_grammar": GRAMMAR}, "<[a-c]{1,2}>"),
+    ({"guided_json": SCHEMA, "response_format": {"type": "json_schema", "schema": SCHEMA}}, "json"),
     ({"json_schema": SCHEMA}, "json"),
     ({"regex": "[A-F]{3}"}, "[A-F]{3}"),
     ({"ebnf": GRAMMAR}, "<[a-c]{1,2}>"),
