@@ -40,9 +40,11 @@ def test_keys_typed_during_an_answer_wait_for_the_next_prompt(shared: Screen) ->
     shared.type("slow answer\r")
     shared.wait("quick")
     shared.type("ahead of time\r")
-    during = shared.wait("long grass.")
+    # one read may bring the next prompt too
+    during, _, after = shared.wait("long grass.").partition("long grass.")
     assert "ahead of time" not in during
-    assert "You said: ahead of time" in shared.wait("You said: ahead of time")
+    if "You said: ahead of time" not in after:
+        shared.wait("You said: ahead of time")
 
 
 def test_the_settings_in_force_are_shown(shared: Screen) -> None:

@@ -144,7 +144,7 @@ def test_passes_say_where_they_match_and_why_not(tmp_path: Path) -> None:
     assert found["page_attention"].layers == (0, 1)
     assert found["append_sampler"].layers == (2,), "behind the layers"
     assert not found["merge_linears"].enabled
-    assert found["fuse_norms"].layers == () and found["fuse_norms"].removed == 0
+    assert found["fuse_gated_norms"].layers == () and found["fuse_gated_norms"].removed == 0
     assert found["split_prompts"].notes, "it says why it rests"
 
 
