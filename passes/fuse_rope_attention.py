@@ -51,7 +51,7 @@ def fuse_rope_attention(
     if unwanted is not None:
         return [unwanted]
     notes = []
-    empty: list[fx.Node] = []
+    no_rotation: fx.Node | None = None
     for attend in calls(gm.graph, paged_attention.overload, latent_attention.overload):
         write: Any = arguments(attend).query
         op = _FUSED.get((write.target, attend.target))
@@ -65,19 +65,18 @@ def fuse_rope_attention(
         elif op is not None:
             _fuse(gm.graph, write, attend, op, {})
         else:
-            if not empty:
+            if no_rotation is None:
                 table = torch.empty(max_positions, 0)
-                empty.append(add_constant(gm.graph, "no_rotation", table, attend))
-            _fuse(gm.graph, write, attend, rope_attention, _unrotated(gm.graph, empty[0]))
+                no_rotation = add_constant(gm.graph, "no_rotation", table, attend)
+            _fuse(gm.graph, write, attend, rope_attention, _unrotated(gm.graph, no_rotation))
     return notes
 
 
 def _plain_write(attend: fx.Node) -> fx.Node | None:
     """The call of write_kv that fills the cache, if nothing else writes to it."""
     writes = [u for u in arguments(attend).key_cache.users if u.target in _WRITES]
-    [write, *others] = writes or [None]
-    is_plain = write is not None and not others and write.target is write_kv.overload
-    return write if is_plain and is_call(attend, paged_attention.overload) else None
+    is_plain = [write.target for write in writes] == [write_kv.overload]
+    return writes[0] if is_plain and is_call(attend, paged_attention.overload) else None
 
 
 def _unrotated(graph: fx.Graph, table: fx.Node) -> dict[str, Any]:

@@ -77,7 +77,8 @@ def share_rotary(gm: fx.GraphModule, *, max_positions: int) -> Notes:
     texts: dict[fx.Node, str] = {}
     rows: dict[str, fx.Node] = {}  # by what is computed: layers may repeat a computation
     for node in [n for n in graph.nodes if n in bases]:
-        if _token_axis(node, positions) is None:
+        axis = _token_axis(node, positions)
+        if axis is None:
             notes.append(f"{node.name}: not one row of floats per token")
             continue
         text = _text(node, inside, texts)
@@ -94,7 +95,7 @@ def share_rotary(gm: fx.GraphModule, *, max_positions: int) -> Notes:
                 notes.append(f"{node.name}: its rows are not functions of a single position")
                 continue
             rows[text] = _read_rows(graph, node, table, positions)
-        _use_rows(graph, node, rows[text], positions)
+        _use_rows(graph, node, rows[text], axis)
     return notes
 
 
@@ -212,9 +213,8 @@ def _read_rows(graph: fx.Graph, node: fx.Node, table: Tensor, positions: fx.Node
         return emit(graph, aten.index_select.default, source, 0, positions)
 
 
-def _use_rows(graph: fx.Graph, node: fx.Node, rows: fx.Node, positions: fx.Node) -> None:
-    axis = _token_axis(node, positions)
-    assert axis is not None
+def _use_rows(graph: fx.Graph, node: fx.Node, rows: fx.Node, axis: int) -> None:
+    """Replace a value by its rows [T, D]; `axis`: the dimension of the tokens in it."""
     with graph.inserting_before(node):
         for _ in range(axis):
             rows = emit(graph, aten.unsqueeze.default, rows, 0)

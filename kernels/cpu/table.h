@@ -10,7 +10,7 @@
 #include "step_rows.h"
 
 #define LLMC_KERNELS(K)                                                                      \
-  K(norm) K(gated_rms_norm) K(act_mul) K(add_to) K(copy_rows) K(write_kv)  \
+  K(norm) K(gated_rms_norm) K(act_mul) K(add_to) K(copy_rows) K(write_kv)                    \
   K(rope_write) K(rope_write_latent) K(paged_attention) K(round_to_fp8) K(choose_keys)       \
   K(sample) K(sample_rows)                                                                   \
   K(token_logprobs) K(process_logits) K(takes_linear) K(linear) K(linear_columns) K(linears) \

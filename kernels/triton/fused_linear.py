@@ -350,10 +350,7 @@ def _normalized(
 ) -> Tensor:  # fmt: skip
     if gate is None:
         x = x.to(weight.dtype)
-    if centered:
-        return norm.layer_plan(x, norm_weight, norm_bias, eps).run()
-    if gate is None:
-        return norm.plan(x, norm_weight, eps, offset).run()
+        return norm.plan(x, norm_weight, eps, offset, centered, norm_bias).run()
     given = (eps, offset, gate_act, gate_first, group, weight.dtype)
     return gated_rms_norm.plan(x, gate, norm_weight, *given).run()
 

@@ -142,9 +142,14 @@ def _launch(
     )  # fmt: skip
 
 
-def plan(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Plan[Tensor]:
+def plan(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, centered: bool = False,
+    bias: Tensor | None = None,
+) -> Plan[Tensor]:  # fmt: skip
+    """An RMSNorm or, if centered, a LayerNorm."""
     out = x.new_empty(x.shape)
-    return Plan(out=out, launches=(_launch(x, None, None, (weight, eps, offset), out, None),))
+    launch = _launch(x, None, None, (weight, eps, offset), out, None, centered, bias)
+    return Plan(out=out, launches=(launch,))
 
 
 def add_plan(
@@ -174,9 +179,7 @@ def norm_add_norm_plan(
 
 
 def layer_plan(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Plan[Tensor]:
-    out = x.new_empty(x.shape)
-    launch = _launch(x, None, None, (weight, eps, 0.0), out, None, True, bias)
-    return Plan(out=out, launches=(launch,))
+    return plan(x, weight, eps, 0.0, True, bias)
 
 
 def add_layer_plan(

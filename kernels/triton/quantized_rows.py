@@ -63,11 +63,7 @@ def run_fused(
             gated, centered, norm_bias,
         ).run()  # fmt: skip
     if eps is not None:
-        x = (
-            norm.layer_plan(x, norm_weight, norm_bias, eps)
-            if centered
-            else norm.plan(x, norm_weight, eps, offset)
-        ).run()
+        x = norm.plan(x, norm_weight, eps, offset, centered, norm_bias).run()
         plain = (x, weight, scale, zero, bias, minimum, None, None, 0.0)
         return run_fused(*plain, act, residual, gated)
     linear = (x, weight, scale, zero, bias, minimum)

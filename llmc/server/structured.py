@@ -36,18 +36,21 @@ def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
         is_text = body.response_format.get("type") == "text"
         _check_keys("response_format", body.response_format, known[:2] if is_text else known)
     fields = _asking(body)
-    asked: list[StructuredOutputsParams] = []
+    made: StructuredOutputsParams | None = None
     for field in fields:
-        options = _options(field, getattr(body, field))
-        with grammar_from(field):
-            asked += [StructuredOutputsParams(**{**options, "strict": True})]
-            made = StructuredOutputsParams(**options)
-        # A client that does not know the server's version sends one under its old and new name.
-        if asked[-1] != asked[0]:
-            raise InvalidRequestError(
-                f"{' and '.join(fields)} can't be combined; send only one of them", param=fields[1]
-            )
-    return made if fields else None
+        made = _made(field, body)
+    # A client that does not know the server's version sends one under its old and new name.
+    if len(fields) > 1 and len({_made(field, body, strict=True) for field in fields}) > 1:
+        raise InvalidRequestError(
+            f"{' and '.join(fields)} can't be combined; send only one of them", param=fields[1]
+        )
+    return made
+
+
+def _made(field: str, body: GenerationBody, **others: Any) -> StructuredOutputsParams:
+    options = _options(field, getattr(body, field))
+    with grammar_from(field):
+        return StructuredOutputsParams(**{**options, **others})
 
 
 def grammar_field(body: GenerationBody) -> str:

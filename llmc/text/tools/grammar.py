@@ -116,14 +116,14 @@ class _Writer:
             )
         given = {key: one for key, one in given.items() if key not in never}
         properties = {**given, **{str(key): {} for key in needed if key not in given}}
-        definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
+        of_all = (*_DEFINITIONS, "x-guidance")
+        shared = {key: schema[key] for key in of_all if key in schema}
         separator = self._literal(self._form.value_sep)
         # `none`: no key has been written yet; `some`: other keys come before.
         for index, (key, one) in enumerate(properties.items()):
             pair, here = f"{rule}_pair_{index}", f"{rule}_%s_{index}"
             following = f"{rule}_some_{index + 1}"
-            bound = one if is_strict else best_effort(one)
-            written = filter(None, self._pair(pair, key, bound, definitions, is_strict=is_strict))
+            written = filter(None, self._pair(pair, key, one, shared, is_strict=is_strict))
             self._rules.append(f"{pair}: {' '.join(written)}")
             optional = key not in needed
             skip = f" | {rule}_none_{index + 1}" if optional else ""
@@ -140,14 +140,14 @@ class _Writer:
         rule: str,
         key: str,
         schema: object,
-        definitions: Mapping[str, Any],
+        shared: Mapping[str, Any],
         *,
         is_strict: bool,
     ) -> Iterator[str]:
         form = self._form
         yield f"{self._literal(form.key_begin)} {_text(key)} {self._literal(form.key_end)}"
         if (form.values_are_json and not form.quote) or not is_text(schema):
-            bound = {**schema, **definitions} if isinstance(schema, Mapping) else schema
+            bound = {**schema, **shared} if isinstance(schema, Mapping) else schema
             yield _json(bound)
             yield self._literal(form.value_end)
             return
