@@ -29,9 +29,11 @@ constexpr int64_t kMaxRows = 512;          // rows whose sums stay in the L2 cac
 #ifdef LLMC_AVX512
 constexpr int64_t kHalf = kLanes;  // a panel can't be narrower than a register
 constexpr int kGroup = 24, kHalfGroup = 24;  // channels whose sums fit in registers
+constexpr int kPairGroup = 12;               // the same by two panels
 #else
 constexpr int64_t kHalf = kLanes / 2;
 constexpr int kGroup = 6, kHalfGroup = 12;
+constexpr int kPairGroup = 0;  // a panel is two registers already
 #endif
 
 // One of each per thread, shared by all types.
@@ -49,24 +51,29 @@ struct Next {  // the part of the weight to prefetch, and the channel of it that
   int64_t n, k, m;
 };
 
-// c[M][kLanes] (+)= w[M] by the first kRows lanes of a panel.
-template <class Source, int M, int kRows>
-void tile(const Source& source, const float* w, const float* x, int64_t depth, float* c, bool add,
-          const Next* next) {
-  constexpr int V = kRows / kNative;
+// c[panel][M][kLanes] (+)= w[M] by the first kRows lanes of P panels, which are `apart` in x. Each
+// value of the weight that is loaded is multiplied by P * kRows / kNative registers: with one, as
+// many loads as products are under way, which Intel's processors can't keep up with.
+template <class Source, int M, int kRows, int P = 1>
+void tile(const Source& source, const float* w, const float* x, int64_t apart, int64_t depth,
+          float* c, bool add, const Next* next) {
+  constexpr int kEach = kRows / kNative, V = P * kEach;
+  const auto sums = [c](int m, int v) {
+    return c + (v / kEach * kBlock + m) * kLanes + v % kEach * kNative;
+  };
   vf acc[M][V];
 #pragma GCC unroll 24
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v)
-      acc[m][v] = add ? load_as<vf>(c + m * kLanes + v * kNative) : vf{};
+    for (int v = 0; v < V; ++v) acc[m][v] = add ? load_as<vf>(sums(m, v)) : vf{};
   for (int64_t first = 0; first < depth; first += kFetchStep) {
     if (next) source.fetch(next->n, next->k + first, next->m, M);
     const int64_t end = std::min(first + kFetchStep, depth);
     for (int64_t k = first; k < end; ++k, x += kRows) {
       vf lane[V];
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) lane[v] = load_as<vf>(x + v * kNative);
+      for (int v = 0; v < V; ++v)
+        lane[v] = load_as<vf>(x + v / kEach * apart + v % kEach * kNative);
 #pragma GCC unroll 24
       for (int m = 0; m < M; ++m) {
         const float value = Source::kByInput ? w[k * kBlock + m] : w[m * kStride + k];
@@ -78,8 +85,7 @@ void tile(const Source& source, const float* w, const float* x, int64_t depth, f
 #pragma GCC unroll 24
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v)
-      store_as(c + m * kLanes + v * kNative, acc[m][v]);
+    for (int v = 0; v < V; ++v) store_as(sums(m, v), acc[m][v]);
 }
 
 struct Panels {  // rows [row, row + rows) of x; the last panel may be a half one
@@ -142,16 +148,21 @@ void block(const LinearArgs& a, const Source& source, const Panels& x, int64_t n
     source.widen(n, count, k, depth, weight);
     const bool ends = k + step >= a.depth;
     Next next{ends ? n + kBlock : n, ends ? 0 : k + step, 0};
-    for (int64_t p = 0; p < x.count; ++p) {
+    for (int64_t p = 0; p < x.count;) {
       const bool half = x.half && p + 1 == x.count;
-      const int group = half ? kHalfGroup : kGroup;
+      const int64_t alike = kHalf < kLanes && x.half ? x.count - 1 : x.count;
+      const bool pair = kPairGroup && p + 2 <= alike;
       const float* panel = x.data + p * x.floats + k * (half ? kHalf : kLanes);
+      int group = half ? kHalfGroup : kGroup;
       auto run = half ? &tile<Source, kHalfGroup, kHalf> : &tile<Source, kGroup, kLanes>;
+      if constexpr (kPairGroup)
+        if (pair) group = kPairGroup, run = &tile<Source, kPairGroup, kLanes, 2>;
       for (int64_t m = 0; m < count; m += group) {
         next.m = m;
-        run(source, weight + m * (Source::kByInput ? 1 : kStride), panel, depth,
+        run(source, weight + m * (Source::kByInput ? 1 : kStride), panel, x.floats, depth,
             sums + (p * kBlock + m) * kLanes, k > 0, p == 0 ? &next : nullptr);
       }
+      p += pair ? 2 : 1;
     }
   }
   for (int64_t p = 0; p < x.count; ++p)
