@@ -21,8 +21,11 @@ from bench.linear_work import cold_copies, picked_experts
 from llmc.config import EngineConfig
 from llmc.inspect.inspect import inspect_model
 from llmc.kernels.expert_linear import expert_linear, sort_experts
-from llmc.kernels.fused_linear import add_linear, fused_linear
-from llmc.kernels.fused_quantized_linear import fused_quantized_linear
+from llmc.kernels.fused_linear import add_linear, fused_linear, norm_add_linear
+from llmc.kernels.fused_quantized_linear import (
+    fused_quantized_linear,
+    norm_add_quantized_linear,
+)
 from llmc.kernels.latent_attention import latent_attention
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.quantized_expert_linear import quantized_expert_linear
@@ -35,8 +38,9 @@ from llmc.kernels.sum_expert_linear import sum_expert_linear, sum_quantized_expe
 from llmc.passes.edit import arguments, aten, is_call, val
 
 _PRODUCTS = (
-    fused_linear, quantized_linear, fused_quantized_linear, route, expert_linear,
-    quantized_expert_linear, sum_expert_linear, sum_quantized_expert_linear,
+    fused_linear, norm_add_linear, quantized_linear, fused_quantized_linear,
+    norm_add_quantized_linear, route, expert_linear, quantized_expert_linear, sum_expert_linear,
+    sum_quantized_expert_linear,
 )  # fmt: skip
 _ATTENTION = (paged_attention, rope_attention, latent_attention, rope_latent_attention)
 _OPS: Mapping[Any, Op] = {op.overload: op for op in (*_PRODUCTS, *_ATTENTION)}

@@ -1,7 +1,7 @@
 """`fused_linear`: a linear with the norm before it and the activation or residual sum after it.
 
 The norm may have a gate, as `gated_rms_norm`, or be centered, as `layer_norm`. `add_linear` adds
-the same to the residual in place.
+the same to the residual in place; `norm_add_linear` reads a sum with another norm in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llmc.kernels.act_mul import activated
 from llmc.kernels.gated_rms_norm import gated_rms_norm
 from llmc.kernels.layer_norm import layer_norm
 from llmc.kernels.registry import Case, op
-from llmc.kernels.rms_norm import normalize
+from llmc.kernels.rms_norm import norm_add, normalize
 
 
 def _shape(
@@ -184,3 +184,44 @@ def _adding_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             yield spread[..., :-3].copy_(residual), *given
             wide = x if eps is None else x.float()
             yield residual.float(), wide, *given[1:]
+
+
+def _shapes(
+    *, x: Tensor, weight: Tensor, act: str | None, gated: bool, **others: object
+) -> tuple[Tensor, Tensor]:
+    return _shape(x=x, weight=weight, act=act, residual=None, gated=gated), x.new_empty(x.shape)
+
+
+@op(shape=_shapes)
+def norm_add_linear(
+    x: Tensor,
+    residual: Tensor,
+    x_weight: Tensor | None,
+    x_eps: float,
+    x_offset: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float | None,
+    offset: float,
+    act: str | None,
+    gated: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(fused_linear of the sum, the sum): `norm_add` and the linear that reads it.
+
+    x, residual [..., K], x_weight [K], all in the weight's dtype: the sum [..., K] is residual +
+    rms_norm(x), with x_eps and x_offset. The other arguments as in `fused_linear`.
+    """
+    total = norm_add.reference(x, residual, x_weight, x_eps, x_offset)
+    linear = (weight, bias, norm_weight, eps, offset, act, None)
+    return fused_linear.reference(total, *linear, gated=gated), total
+
+
+@norm_add_linear.cases
+def _sum_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    for x, weight, bias, norm_weight, eps, offset, act, residual, *others in _cases(device, dtype):
+        if len(others) not in (0, 5):  # with a gate, or centered
+            continue
+        more = torch.full_like(x, 0.3) - x.flip(-1)
+        gain = x.flatten(0, -2)[0].flip(0) / 2 if residual is None else None
+        yield x, more, gain, 1e-5, offset, weight, bias, norm_weight, eps, offset, act, *others[4:]

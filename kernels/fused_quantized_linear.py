@@ -1,5 +1,5 @@
 """`fused_quantized_linear`: `quantized_linear` with the norm before it and the activation or
-residual sum after it, as `fused_linear`."""
+residual sum after it, as `fused_linear`; `norm_add_quantized_linear` as `norm_add_linear`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmc.kernels.act_mul import activated
 from llmc.kernels.layer_norm import layer_norm
 from llmc.kernels.quantized_linear import CHANNELS, quantized_linear
 from llmc.kernels.registry import Case, op
-from llmc.kernels.rms_norm import rms_norm
+from llmc.kernels.rms_norm import norm_add, rms_norm
 
 
 def _shape(*, x: Tensor, weight: Tensor, act: str | None, gated: bool, **others: object) -> Tensor:
@@ -83,3 +83,46 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
                 yield x, *linear, residual, True, True, shift
             if i % 3 == 1:
                 yield x, weight, scale, zero, bias, minimum, None, None, 0.0, "relu", None, False
+
+
+def _shapes(
+    *, x: Tensor, weight: Tensor, act: str | None, gated: bool, **others: object
+) -> tuple[Tensor, Tensor]:
+    return _shape(x=x, weight=weight, act=act, gated=gated), x.new_empty(x.shape)
+
+
+@op(shape=_shapes)
+def norm_add_quantized_linear(
+    x: Tensor,
+    residual: Tensor,
+    x_weight: Tensor | None,
+    x_eps: float,
+    x_offset: float,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    minimum: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float | None,
+    offset: float,
+    act: str | None,
+    gated: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(fused_quantized_linear of the sum, the sum): `norm_add` and the linear that reads it.
+
+    x, residual and the sum [..., K], x_weight [K], all in one dtype: the sum is residual +
+    rms_norm(x), with x_eps and x_offset. The other arguments as in `fused_quantized_linear`.
+    """
+    total = norm_add.reference(x, residual, x_weight, x_eps, x_offset)
+    linear = (weight, scale, zero, bias, minimum, norm_weight, eps, offset, act, None, gated)
+    return fused_quantized_linear.reference(total, *linear), total
+
+
+@norm_add_quantized_linear.cases
+def _sum_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    for x, *linear in _cases(device, dtype):
+        *around, residual = linear[:10]
+        if len(linear) in (10, 11):  # not centered
+            gain = None if residual is None else x.flatten(0, -2)[0].flip(0) / 2
+            yield x, x.flip(-1) / 2 + 0.3, gain, 1e-5, around[7], *around, *linear[10:]

@@ -183,6 +183,11 @@ def only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
+def items_of(node: fx.Node) -> dict[int, fx.Node]:
+    """The calls that read the results of a call with several, by number."""
+    return {arguments(u).index: u for u in node.users if is_call(u, operator.getitem)}
+
+
 def same_shape(a: fx.Node, b: fx.Node) -> bool:
     """Whether two values have the same shape; compares symbols by name, so no guard is added."""
     return [str(s) for s in val(a).shape] == [str(s) for s in val(b).shape]

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, fx
 
 from llmc.kernels.act_mul import act_mul
-from llmc.kernels.fused_linear import add_linear, fused_linear
-from llmc.kernels.fused_quantized_linear import fused_quantized_linear
+from llmc.kernels.fused_linear import add_linear, fused_linear, norm_add_linear
+from llmc.kernels.fused_quantized_linear import (
+    fused_quantized_linear,
+    norm_add_quantized_linear,
+)
 from llmc.kernels.gated_rms_norm import gated_rms_norm
 from llmc.kernels.layer_norm import add_layer_norm, layer_norm
 from llmc.kernels.quantized_linear import EXACT_BITS, quantized_linear
-from llmc.kernels.rms_norm import add_rms_norm, rms_norm
+from llmc.kernels.rms_norm import add_rms_norm, norm_add, norm_add_norm, rms_norm
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import (
     CASTS,
@@ -24,6 +27,7 @@ from llmc.passes.edit import (
     calls,
     emit,
     is_call,
+    items_of,
     keeps_order,
     only_user,
     operands,
@@ -51,6 +55,7 @@ _FUSED = {
     aten.linear.default: fused_linear.overload,
     quantized_linear.overload: fused_quantized_linear.overload,
 }
+_QUANTIZED = ("weight", "scale", "zero", "bias", "minimum")
 
 
 @graph_pass()
@@ -86,7 +91,15 @@ def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
     After:
         y = llmc.fused_linear(x, w, b, g, eps, 0.0, None, None, centered=True, norm_bias=c)
 
-    and llmc.quantized_linear becomes llmc.fused_quantized_linear in the same way, never in place.
+    Before:
+        y, h = llmc.norm_add_norm(x, r, g, eps, 0.0, g2, eps, 0.0);  z = aten.linear(y, w)
+    After:
+        z, h = llmc.norm_add_linear(x, r, g, eps, 0.0, w, None, g2, eps, 0.0, None)
+
+    and where the linear reads llmc.norm_add's sum itself, without the norm after it.
+
+    llmc.quantized_linear becomes llmc.fused_quantized_linear or llmc.norm_add_quantized_linear in
+    the same way, never in place.
 
     Before:
         o = aten.linear(llmc.gated_rms_norm(x, z, g, eps, 0.0, "silu", False, group, dtype), w)
@@ -116,6 +129,8 @@ def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
         _take_norm(graph, node)
     for node in calls(graph, aten.linear.default, fused_linear.overload):
         _take_gated_norm(graph, node)
+    for node in calls(graph, norm_add.overload, norm_add_norm.overload):
+        _join_reader(graph, node)
     _add_in_place(graph)
     return []
 
@@ -216,7 +231,7 @@ def _take_sum(graph: fx.Graph, node: fx.Node) -> None:
 def _take_sum_of_norm(graph: fx.Graph, both: fx.Node) -> None:
     """Fuse the sum into the linear and leave a plain norm of it, for the next linear to absorb."""
     found = _addends(both)
-    items = {arguments(u).index: u for u in both.users if is_call(u, operator.getitem)}
+    items = items_of(both)
     if found is None or len(items) != len(both.users):
         return
     with graph.inserting_before(both):
@@ -322,6 +337,50 @@ def _take_gated_norm(graph: fx.Graph, node: fx.Node) -> None:
             group=norm.group,
         )
     replace(node, fused)
+
+
+def _join_reader(graph: fx.Graph, node: fx.Node) -> None:
+    """Fuse a sum with a norm in it, and perhaps one of it, into the only linear that reads it."""
+    given = arguments(node)
+    is_normed_again = is_call(node, norm_add_norm.overload)
+    results, of_sum = {0: node, 1: node}, (None, None, 0.0)
+    if is_normed_again:
+        results = items_of(node)
+        of_sum = given.next_weight, given.next_eps, given.next_offset
+    normed = results.get(0)
+    if normed is None:
+        return
+    readers = [user for user in normed.users if _reads(user, normed)]
+    if len(readers) != 1 or (is_normed_again and len(normed.users) != 1):
+        return
+    (linear,) = readers
+    around = vars(arguments(linear))
+    is_quantized = "scale" in around
+    weights = [around[name] for name in (_QUANTIZED if is_quantized else ("weight", "bias"))]
+    if any(w is not None and w.op != "placeholder" for w in weights):
+        return  # it may be computed later
+    if val(linear).dtype != val(given.x).dtype:
+        return
+    op = norm_add_quantized_linear if is_quantized else norm_add_linear
+    with graph.inserting_before(node):
+        both = emit(
+            graph, op.overload, given.x, given.residual, given.weight, given.eps, given.offset,
+            *weights, *of_sum, around.get("act"), around.get("gated", True),
+        )  # fmt: skip
+        y, added = (emit(graph, operator.getitem, both, i) for i in (0, 1))
+    replace(linear, y)
+    if 1 in results:
+        replace(results[1], added)
+
+
+def _reads(node: fx.Node, x: fx.Node) -> bool:
+    """Whether a linear with neither norm nor residual reads x."""
+    if _is_linear(node):
+        return _product(node)["x"] is x
+    if not is_call(node, *_FUSED.values()):
+        return False
+    given = arguments(node)
+    return given.x is x and given.eps is None and given.residual is None
 
 
 def _repeated(graph: fx.Graph, weight: fx.Node | None, width: int) -> fx.Node | None:

@@ -10,6 +10,7 @@ from torch import fx
 from llmc.kernels.latent_attention import latent_attention
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.registry import Op
+from llmc.kernels.rms_norm import rms_norm
 from llmc.kernels.rope_attention import rope_attention
 from llmc.kernels.rope_latent_attention import rope_latent_attention
 from llmc.kernels.rope_write import rope_write
@@ -17,7 +18,7 @@ from llmc.kernels.rope_write_latent import rope_write_latent
 from llmc.kernels.step_inputs import of_group
 from llmc.kernels.write_kv import write_kv
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import arguments, calls, emit, is_call, replace
+from llmc.passes.edit import arguments, aten, calls, emit, is_call, replace, through, val
 from llmc.passes.group_caches import MAX_GROUPS
 from llmc.passes.inputs import StepInput, add_constant, input_of, step_input
 
@@ -46,7 +47,7 @@ def fuse_rope_attention(
 
     `rope_write_latent` and `latent_attention` become `rope_latent_attention` in the same way, and
     `write_kv` and `paged_attention`, of layers without a rotary embedding, become `rope_attention`
-    with tables [max_positions, 0], which rotate no channel.
+    with tables [max_positions, 0], which rotate no channel, and with the norms of queries and keys.
     """
     if unwanted is not None:
         return [unwanted]
@@ -68,7 +69,8 @@ def fuse_rope_attention(
             if no_rotation is None:
                 table = torch.empty(max_positions, 0)
                 no_rotation = add_constant(gm.graph, "no_rotation", table, attend)
-            _fuse(gm.graph, write, attend, rope_attention, _unrotated(gm.graph, no_rotation))
+            others = _unrotated(gm.graph, write, attend, no_rotation)
+            _fuse(gm.graph, write, attend, rope_attention, others)
     return notes
 
 
@@ -79,15 +81,50 @@ def _plain_write(attend: fx.Node) -> fx.Node | None:
     return writes[0] if is_plain and is_call(attend, paged_attention.overload) else None
 
 
-def _unrotated(graph: fx.Graph, table: fx.Node) -> dict[str, Any]:
-    """The arguments of `rope_write` that `write_kv` does not have."""
-    return {
+def _unrotated(graph: fx.Graph, write: fx.Node, attend: fx.Node, table: fx.Node) -> dict[str, Any]:
+    """The arguments of `rope_write` that `write_kv` does not have, or has after norms of heads."""
+    query, key = arguments(attend).query, arguments(write).key
+    norms = [arguments(norm) for norm in (_norm_of(query), _norm_of(key)) if norm is not None]
+    taken: dict[str, Any] = {
         **dict.fromkeys(("query_norm", "key_norm")),
         **dict.fromkeys(("eps", "norm_offset"), 0.0),
+    }
+    if len(norms) == 2 and len({(norm.eps, norm.offset) for norm in norms}) == 1:
+        of_query, of_key = norms
+        with graph.inserting_before(attend):
+            query, key = _moved(graph, query, of_query.x), _moved(graph, key, of_key.x)
+        taken = {
+            "query_norm": of_query.weight, "key_norm": of_key.weight, "eps": of_key.eps,
+            "norm_offset": of_key.offset,
+        }  # fmt: skip
+    return {
+        **taken,
+        "query": query,
+        "key": key,
         **dict.fromkeys(("cos_table", "sin_table"), table),
         "positions": step_input(graph, "positions"),
         **dict.fromkeys(("interleaved", "norm_last"), False),
     }
+
+
+_MOVES = (aten.squeeze.dim, aten.transpose.int)
+
+
+def _norm_of(heads: fx.Node) -> fx.Node | None:
+    """The norm of each of the heads [T, H, D], if they are its result."""
+    norm = through(heads, *_MOVES)
+    if not is_call(norm, rms_norm.overload):
+        return None
+    weight, width = arguments(norm).weight, val(heads).shape[-1]
+    is_per_head = weight is not None and val(weight).shape[0] == val(norm).shape[-1] == width
+    return norm if is_per_head else None
+
+
+def _moved(graph: fx.Graph, like: fx.Node, x: fx.Node) -> fx.Node:
+    """x after the moves that lead from a norm to `like`."""
+    if not is_call(like, *_MOVES):
+        return x
+    return emit(graph, like.target, _moved(graph, like.args[0], x), *like.args[1:])  # type: ignore[arg-type]
 
 
 def _obstacle(write: fx.Node, attend: fx.Node) -> str | None:

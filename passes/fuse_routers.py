@@ -22,6 +22,7 @@ from llmc.passes.edit import (
     calls,
     emit,
     is_call,
+    items_of,
     only_user,
     operands,
     positional,
@@ -95,7 +96,7 @@ def fuse_routers(gm: fx.GraphModule, *, absorbs_norms: bool = True) -> Notes:
 
 def _is_router(topk: fx.Node) -> bool:
     """Whether the numbers of the highest values do nothing but choose experts and their weights."""
-    index = _items(topk).get(1)
+    index = items_of(topk).get(1)
     if index is None:
         return False
     chosen = [user for user in index.users if not is_call(user, aten.gather.default)]
@@ -109,12 +110,8 @@ def _only_chooses(user: fx.Node, index: fx.Node) -> bool:
     return is_linear and arguments(user).expert is index
 
 
-def _items(node: fx.Node) -> dict[int, fx.Node]:
-    return {arguments(u).index: u for u in node.users if is_call(u, operator.getitem)}
-
-
 def _find(topk: fx.Node) -> _Router | None:
-    given, items = arguments(topk), _items(topk)
+    given, items = arguments(topk), items_of(topk)
     if not given.largest or not _is_last(topk, given.dim):
         return None
     values = items.get(0)
@@ -232,7 +229,7 @@ def _topk_of(item: Any, index: int) -> fx.Node | None:
 
 
 def _choose(graph: fx.Graph, topk: fx.Node, found: _Router) -> None:
-    items = _items(topk)
+    items = items_of(topk)
     old = [found.weight]
     quotient = None if found.normalized else _quotient(found.weight)
     eps, factor = 0.0, 1.0
@@ -356,7 +353,7 @@ def add_residual(graph: fx.Graph, made: fx.Node, absorbs_norms: bool) -> None:
         mixed, both = both, only_user(both)
     if both is None or not is_call(both, add_rms_norm.overload):
         return
-    given, items = arguments(both), _items(both)
+    given, items = arguments(both), items_of(both)
     residual = next((other for sum_, other in operands(both) if sum_ is mixed), None)
     if residual is None or not same_shape(shaped, residual) or len(items) != len(both.users):
         return

@@ -1,12 +1,13 @@
-"""`fused_linear`, `add_linear` and `linear` in Triton: for few rows, one kernel, which streams the
-weight once.
+"""`fused_linear`, `add_linear`, `norm_add_linear` and `linear` in Triton: for few rows, one kernel,
+which streams the weight once.
 
 One row is multiplied lane by lane, up to FUSED_ROWS rows by tensor cores. The norm's factor is the
 same for a whole row, so it is applied to the sums, and the squares are accumulated along the way.
 A gated norm can have smaller groups: its factor is applied to a tile that holds whole groups, or to
 the sums of a part of the depth that is one group. A centered norm would cancel in the sums: each
 program first reads the whole rows for their means and variances, and multiplies normalized inputs.
-From a few rows on, a kernel of its own takes less time.
+So it does for a norm before a residual sum before the norm; the programs of the first tile store
+the sum. From a few rows on, a kernel of its own takes less time.
 Deep, narrow weights are split along their depth; the last program of a tile adds the parts in a
 fixed order, so results are the same in every run, unlike with atomic additions.
 More rows are compute-bound: torch's own linear multiplies them, between other ops of this package.
@@ -23,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.fused_linear import add_linear, fused_linear
+from llmc.kernels.fused_linear import add_linear, fused_linear, norm_add_linear
 from llmc.kernels.linear import linear
 from llmc.kernels.triton import act_mul, dependent_launch, gated_rms_norm, norm
 from llmc.kernels.triton.act_mul import activated
@@ -45,7 +46,12 @@ from llmc.kernels.triton.linear_configs import (
     gated_rows_config,
     prefers_library,
 )
-from llmc.kernels.triton.norm import centered_inputs, mean_and_factor
+from llmc.kernels.triton.norm import (
+    centered_inputs,
+    factor_of_rows,
+    mean_and_factor,
+    sum_with_norm,
+)
 from llmc.kernels.triton.state import sigmoid
 
 
@@ -77,7 +83,8 @@ def linear_tile(
     ADD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     gate=None, gate_row=0, SILU: tl.constexpr = False, GATE_FIRST: tl.constexpr = False,
     GROUP: tl.constexpr = 0, AHEAD: tl.constexpr = None, CENTERED: tl.constexpr = False,
-    norm_bias=None,
+    norm_bias=None, before=None, x_weight=None, total_out=None, before_row=0, x_eps=0.0,
+    x_offset=0.0,
 ):  # fmt: skip
     """Compute the BLOCK_N channels of one tile over part `part` of the depth; the last of SPLITS
     parts stores their results. Returns whether this one was that, and then the sums of squares of
@@ -90,6 +97,8 @@ def linear_tile(
     AHEAD: stages of the loop's pipeline, for loops without a product of tensor cores, which Triton
     pipelines only if told to.
     CENTERED: with a layer_norm, which is not a NORM, WEIGHTED or not.
+    before [rows, K]: the inputs are the sum of these and of rms_norm(x), which tile 0 stores in
+    total_out [rows, K].
     """
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
@@ -108,6 +117,8 @@ def linear_tile(
     total = tl.zeros([BLOCK_M], tl.float32)
     if CENTERED:
         mean, factor = mean_and_factor(x, x_row, rows, eps, K, BLOCK_M, BLOCK_K)
+    if before is not None:
+        x_factor = factor_of_rows(x, x_row, rows, x_eps, K, BLOCK_M, BLOCK_K)
     for k0 in tl.range(first, min(first + SPLIT_K, K), BLOCK_K, num_stages=AHEAD):
         k = k0 + tl.arange(0, BLOCK_K)
         reached = tl.full([BLOCK_K], True, tl.int1) if WHOLE else k < K
@@ -116,6 +127,14 @@ def linear_tile(
             x + m[:, None] * x_row + k[None, :], mask=(m < rows)[:, None] & reached[None, :],
             other=0.0,
         )  # fmt: skip
+        if before is not None:
+            known_inputs = (m < rows)[:, None] & reached[None, :]
+            more = tl.load(
+                before + m[:, None] * before_row + k[None, :], mask=known_inputs, other=0.0
+            )
+            a = sum_with_norm(a, x_factor[:, None], more, x_weight, x_offset, k, reached)
+            stored_by = known_inputs & (tile == 0)  # no branch: it would end the pipeline
+            tl.store(total_out + m[:, None] * K + k[None, :], a, mask=stored_by)
         w = tl.load(w_at + k[None, :], mask=known, other=0.0)
         if CENTERED:
             a = centered_inputs(a, mean, factor, norm_weight, norm_bias, k, reached, WEIGHTED)
@@ -211,8 +230,9 @@ def linear_tile(
 
 @triton.jit(do_not_specialize=["rows"])
 def few_rows_kernel(
-    x, weight, bias, norm_weight, norm_bias, gate, residual, out, partial, squares, counter, rows,
-    x_row, weight_row, gate_row, residual_row, eps, offset,
+    x, weight, bias, norm_weight, norm_bias, gate, residual, before, x_weight, out, total_out,
+    partial, squares, counter, rows, x_row, weight_row, gate_row, residual_row, before_row, eps,
+    offset, x_eps, x_offset,
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
     WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
@@ -230,7 +250,7 @@ def few_rows_kernel(
         x_row, weight_row, residual_row, eps, offset,
         N, K, SPLITS, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_K, NORM, WEIGHTED, BIAS, ACT, GATED,
         ADD, DOT, PRECISION, UPCAST, gate, gate_row, SILU, GATE_FIRST, GROUP, AHEAD, CENTERED,
-        norm_bias,
+        norm_bias, before, x_weight, total_out, before_row, x_eps, x_offset,
     )  # fmt: skip
 
 
@@ -255,7 +275,7 @@ def plan(
         launch,
         args={
             **launch.args, "norm_bias": norm_bias, "gate": gates,
-            "gate_row": 0 if gates is None else gates.stride(0),
+            "gate_row": 0 if gates is None else gates.stride(0), **norm.NO_SUM,
         },
         constants={
             **launch.constants, "SILU": gate_act == "silu", "GATE_FIRST": gate_first,
@@ -264,6 +284,23 @@ def plan(
         },
     )  # fmt: skip
     return Plan(out=base.out, launches=(launch,))
+
+
+def sum_plan(
+    x: Tensor, residual: Tensor, x_weight: Tensor | None, x_eps: float, x_offset: float,
+    weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float | None,
+    offset: float, act: str | None, gated: bool = True,
+) -> Plan[tuple[Tensor, Tensor]]:  # fmt: skip
+    """`norm_add_linear` for up to CENTERED_ROWS rows."""
+    linear = plan(x, weight, bias, norm_weight, eps, offset, act, None, gated=gated)
+    (launch,) = linear.launches
+    if launch.constants["DOT"] and launch.constants["GATED"]:
+        # two weights and two inputs of several rows would need more than the registers there are,
+        # and than the 99 KiB of shared memory of consumer GPUs
+        depth = min(launch.constants["BLOCK_K"], 256 // weight.element_size())
+        launch = replace(launch, constants={**launch.constants, "BLOCK_K": depth})
+    linear = replace(linear, launches=(launch,))
+    return norm.with_sum(linear, x, residual, x_weight, x_eps, x_offset)
 
 
 def plan_without_gate(
@@ -401,6 +438,19 @@ def _run_add(
         out += run(*linear, None, gated=gated)
 
 
+def run_sum(
+    x: Tensor, residual: Tensor, x_weight: Tensor | None, x_eps: float, x_offset: float,
+    weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float | None,
+    offset: float, act: str | None, gated: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    of_x, of_sum = (x_weight, x_eps, x_offset), (norm_weight, eps, offset)
+    rows = x.numel() // x.shape[-1]
+    if rows <= CENTERED_ROWS and takes(x, weight, eps):
+        return sum_plan(x, residual, *of_x, weight, bias, *of_sum, act, gated).run()
+    y, total = norm.sum_of_norm(x, residual, *of_x, *of_sum)
+    return run(y, weight, bias, None, None, 0.0, act, None, gated=gated), total
+
+
 def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return run(x, weight, bias, None, None, 0.0, None, None)
 
@@ -425,6 +475,16 @@ def _supports(
     return supports_tensors(*tensors) and same_dtype(rounded, weight, bias) and are_sums
 
 
+def _sum_supports(
+    *, x: Tensor, residual: Tensor, x_weight: Tensor | None, weight: Tensor, bias: Tensor | None,
+    norm_weight: Tensor | None, **others: object,
+) -> bool:  # fmt: skip
+    fits = norm.supports(x=x, weight=x_weight) and x.shape == residual.shape
+    tensors = (residual, weight, bias, norm_weight)
+    return fits and supports_tensors(*tensors) and same_dtype(x, residual, weight, bias)
+
+
 define(fused_linear, run=run, supports=_supports)
 define(add_linear, run=_run_add, supports=_supports)
+define(norm_add_linear, run=run_sum, supports=_sum_supports)
 define(linear, run=_run_linear, supports=_supports)

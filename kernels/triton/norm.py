@@ -5,6 +5,8 @@ Inductor fuses norms better than this; these are for graphs that run uncompiled 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import triton
@@ -66,6 +68,33 @@ def mean_and_factor(
     mean = tl.sum(sums, axis=1) / K
     variance = tl.maximum(tl.sum(squares, axis=1) / K - mean * mean, 0.0)
     return tl.sum(base, axis=1) + mean, 1 / tl.sqrt_rn(variance + eps)
+
+
+@triton.jit
+def factor_of_rows(
+    x, x_row, rows, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """1 / sqrt(mean(x^2) + eps) of up to BLOCK_M rows of K inputs, for `sum_with_norm`."""
+    CHUNK: tl.constexpr = BLOCK_K if BLOCK_K > 2048 // BLOCK_M else 2048 // BLOCK_M
+    m = tl.arange(0, BLOCK_M)
+    squares = tl.zeros([BLOCK_M, CHUNK], tl.float32)
+    for k0 in tl.range(0, K, CHUNK):
+        k = k0 + tl.arange(0, CHUNK)
+        known = (m < rows)[:, None] & (k < K)[None, :]
+        y = tl.load(x + m[:, None] * x_row + k[None, :], mask=known, other=0.0).to(tl.float32)
+        squares += y * y
+    return 1 / tl.sqrt_rn(tl.sum(squares, axis=1) / K + eps)
+
+
+@triton.jit
+def sum_with_norm(a, factor, more, weight, offset, k, reached):
+    """Inputs [..., K] of a linear, from number k on: the sum of `more` and of a after an rms_norm.
+    Both steps are rounded, as in `norm_add`. factor [..., 1]: see `factor_of_rows`; reached [K]:
+    whether there is an input."""
+    y = a.to(tl.float32) * factor
+    if weight is not None:
+        y *= tl.load(weight + k, mask=reached, other=0.0).to(tl.float32) + offset
+    return (y.to(a.dtype).to(tl.float32) + more.to(tl.float32)).to(a.dtype)
 
 
 @triton.jit
@@ -176,6 +205,41 @@ def norm_add_norm_plan(
     of_x, of_sum = (weight, eps, offset), (next_weight, next_eps, next_offset)
     launch = _launch(x, residual, of_x, of_sum, out, total)
     return Plan(out=(out, total), launches=(launch,))
+
+
+def sum_of_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float,
+    next_weight: Tensor | None, next_eps: float | None, next_offset: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`norm_add_norm` or, without next_eps, `norm_add` as both results."""
+    of_x = (weight, eps, offset)
+    if next_eps is None:
+        total = norm_add_plan(x, residual, *of_x).run()
+        return total, total
+    return norm_add_norm_plan(x, residual, *of_x, next_weight, next_eps, next_offset).run()
+
+
+# the arguments of `with_sum` for a kernel's other plans
+NO_SUM: Mapping[str, Any] = {
+    "before": None, "x_weight": None, "total_out": None, "before_row": 0, "x_eps": 0.0,
+    "x_offset": 0.0,
+}  # fmt: skip
+
+
+def with_sum(
+    linear: Plan[Tensor], x: Tensor, residual: Tensor, weight: Tensor | None, eps: float,
+    offset: float,
+) -> Plan[tuple[Tensor, Tensor]]:  # fmt: skip
+    """The plan of a linear which reads a sum, the second result, that its kernel makes of x as
+    `norm_add` does."""
+    (launch,) = linear.launches
+    total, before = x.new_empty(x.shape), residual.reshape(-1, x.shape[-1])
+    of_sum = {
+        "before": before, "x_weight": weight, "total_out": total, "before_row": before.stride(0),
+        "x_eps": eps, "x_offset": offset,
+    }  # fmt: skip
+    launch = replace(launch, args={**launch.args, **of_sum})
+    return Plan(out=(linear.out, total), launches=(launch,))
 
 
 def layer_plan(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Plan[Tensor]:

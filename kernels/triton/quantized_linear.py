@@ -24,7 +24,7 @@ from llmc.kernels.quantized_linear import (
     inputs_of,
     packed_format,
 )
-from llmc.kernels.triton import dependent_launch
+from llmc.kernels.triton import dependent_launch, norm
 from llmc.kernels.triton.act_mul import activated
 from llmc.kernels.triton.counters import counters, is_last, sum_of_parts
 from llmc.kernels.triton.define import (
@@ -36,7 +36,12 @@ from llmc.kernels.triton.define import (
 from llmc.kernels.triton.dependent_launch import prefetch, wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors
 from llmc.kernels.triton.linear_configs import LinearConfig, low_bit_config
-from llmc.kernels.triton.norm import centered_inputs, mean_and_factor
+from llmc.kernels.triton.norm import (
+    centered_inputs,
+    factor_of_rows,
+    mean_and_factor,
+    sum_with_norm,
+)
 
 _FORMATS: dict[torch.dtype, Format] = {
     torch.uint8: "int4",
@@ -291,8 +296,9 @@ def multiplied(
 
 @triton.jit(do_not_specialize=["rows"])
 def low_bit_kernel(
-    x, words, scale, zero, minimum, bias, norm_weight, norm_bias, residual, out, partial, squares,
-    counter, rows, x_row, residual_row, eps, norm_offset,
+    x, words, scale, zero, minimum, bias, norm_weight, norm_bias, residual, before, x_weight, out,
+    total_out, partial, squares, counter, rows, x_row, residual_row, before_row, eps, norm_offset,
+    x_eps, x_offset,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
     SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr, PER: tl.constexpr, WORDS: tl.constexpr, MIDDLE: tl.constexpr,
@@ -304,7 +310,8 @@ def low_bit_kernel(
     """words [N / 16, WORDS] int32; scale, zero, minimum [N / 16, K / GROUP, 16]. PARTS: as in
     `load_scale`. If an ACT is GATED, gates [N] come first, and as many channels that they multiply.
     partial [SPLITS, rows, N or 2 N]; squares [SPLITS, tiles, rows], with a NORM, for which there
-    is one tile of rows, as with a layer_norm (CENTERED, without NORM)."""
+    is one tile of rows, as with a layer_norm (CENTERED, without NORM), and with a sum of `before`
+    and of rms_norm(x), which the programs of the first channels store in total_out [rows, K]."""
     BITS: tl.constexpr = 32 // PER
     BLOCK_W: tl.constexpr = BLOCK_K // PER
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -328,6 +335,9 @@ def low_bit_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     if CENTERED:
         mean, scaled = mean_and_factor(x, x_row, rows, eps, K, BLOCK_M, BLOCK_K)
+    if before is not None:
+        stores_sum = tl.program_id(1) == 0
+        x_factor = factor_of_rows(x, x_row, rows, x_eps, K, BLOCK_M, BLOCK_K)
     for k0 in tl.range(first, min(first + SPLIT_K, K), BLOCK_K):
         w = k0 // PER + tl.arange(0, BLOCK_W)
         q, factor, offset, least = load_weights(
@@ -346,6 +356,11 @@ def low_bit_kernel(
                 mask=(m < rows)[:, None] & (k < K)[None, :],
                 other=0.0,
             )
+            if before is not None:
+                here = (m < rows)[:, None] & (k < K)[None, :]
+                more = tl.load(before + m[:, None] * before_row + k[None, :], mask=here, other=0.0)
+                a = sum_with_norm(a, x_factor[:, None], more, x_weight, x_offset, k, k < K)
+                tl.store(total_out + m[:, None] * K + k[None, :], a, mask=here & stores_sum)
             if CENTERED:
                 normed = centered_inputs(
                     a, mean, scaled, norm_weight, norm_bias, k, k < K, WEIGHTED
@@ -373,7 +388,14 @@ def low_bit_kernel(
             square = tl.zeros([BLOCK_W], tl.float32)
             for i in tl.static_range(PER):
                 reached = w < K // PER
-                one = tl.load(x + w * PER + i, mask=reached, other=0.0).to(tl.float32)
+                one = tl.load(x + w * PER + i, mask=reached, other=0.0)
+                if before is not None:
+                    k = w * PER + i
+                    more = tl.load(before + k, mask=reached, other=0.0)
+                    scaled = tl.sum(x_factor, axis=0)
+                    one = sum_with_norm(one, scaled, more, x_weight, x_offset, k, reached)
+                    tl.store(total_out + k, one, mask=reached & stores_sum)
+                one = one.to(tl.float32)
                 if CENTERED:
                     # a vector: as a tile of one row, it would take up to twice the registers
                     one = (one - tl.sum(mean, axis=0)) * tl.sum(scaled, axis=0)
@@ -485,7 +507,7 @@ def plan(
             "residual": more, "out": out, "partial": partial, "squares": squares,
             "counter": counters(x.device, grid[0] * grid[1]), "rows": rows,
             "x_row": flat.stride(0), "residual_row": 0 if more is None else more.stride(0),
-            "eps": eps or 0.0, "norm_offset": offset,
+            "eps": eps or 0.0, "norm_offset": offset, **norm.NO_SUM,
         },
         constants={
             "N": channels, "K": depth, **weight_constants(weight, scale, minimum, depth),

@@ -1,4 +1,4 @@
-"""`quantized_linear` and `fused_quantized_linear` on GPUs: the kernels for the number of rows.
+"""`quantized_linear`, with what is fused around it, on GPUs: the kernels for the number of rows.
 
 Up to FUSED_ROWS rows are one kernel, with the norm, the activation and the sum. That number was
 measured for weights in 16 bits; how many rows it should be here is NOT YET MEASURED.
@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmc.kernels.fused_quantized_linear import fused_quantized_linear
+from llmc.kernels.fused_quantized_linear import (
+    fused_quantized_linear,
+    norm_add_quantized_linear,
+)
 from llmc.kernels.quantized_linear import EXACT_BITS, quantized_linear
 from llmc.kernels.triton import act_mul, linear_configs, norm
 from llmc.kernels.triton.define import define, same_dtype, supports_tensors
@@ -75,6 +78,31 @@ def run_fused(
     return y if residual is None else y.add_(residual)
 
 
+def run_sum(
+    x: Tensor,
+    residual: Tensor,
+    x_weight: Tensor | None,
+    x_eps: float,
+    x_offset: float,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    minimum: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float | None,
+    offset: float,
+    act: str | None,
+    gated: bool = True,
+) -> tuple[Tensor, Tensor]:
+    of_x, of_sum = (x_weight, x_eps, x_offset), (norm_weight, eps, offset)
+    linear = (weight, scale, zero, bias, minimum)
+    if x.numel() // x.shape[-1] <= CENTERED_ROWS and takes(x, eps):
+        return norm.with_sum(plan(x, *linear, *of_sum, act, None, gated), x, residual, *of_x).run()
+    y, total = norm.sum_of_norm(x, residual, *of_x, *of_sum)
+    return run_fused(y, *linear, None, None, 0.0, act, None, gated), total
+
+
 def takes(x: Tensor, eps: float | None, centered: bool = False) -> bool:
     """Whether one kernel computes these rows."""
     rows = x.numel() // x.shape[-1]
@@ -106,5 +134,12 @@ def _supports_fused(
     return fits and whole and supports(**product, x_bits=EXACT_BITS)
 
 
+def _supports_sum(*, x: Tensor, residual: Tensor, x_weight: Tensor | None, **linear: Any) -> bool:
+    fits = norm.supports(x=x, weight=x_weight) and x.shape == residual.shape
+    fits = fits and supports_tensors(residual) and same_dtype(x, residual)
+    return fits and _supports_fused(x=x, residual=None, norm_bias=None, **linear)
+
+
+define(norm_add_quantized_linear, run=run_sum, supports=_supports_sum)
 define(quantized_linear, run=run, supports=supports)
 define(fused_quantized_linear, run=run_fused, supports=_supports_fused)

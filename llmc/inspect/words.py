@@ -19,8 +19,16 @@ GROUPS = {
 _WORDS: dict[str, Words] = {
     "linear": ("matmul", "multiply by a weight matrix"),
     "fused_linear": ("matmul", "multiply by a weight matrix, with the norm and the sum around it"),
+    "norm_add_linear": (
+        "matmul",
+        "RMSNorm, add to the residual stream, multiply by a weight matrix",
+    ),
     "add_linear": ("matmul", "multiply by a weight matrix, and add to the residual stream"),
     "quantized_linear": ("matmul", "multiply by a weight matrix in 4 to 8 bits"),
+    "norm_add_quantized_linear": (
+        "matmul",
+        "RMSNorm, add to the residual stream, multiply by a weight matrix in 4 to 8 bits",
+    ),
     "fused_quantized_linear": (
         "matmul",
         "multiply by a weight matrix in 4 to 8 bits, with the norm and the sum around it",

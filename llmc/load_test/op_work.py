@@ -145,12 +145,12 @@ def _adapter_shape(tensor: Tensor, given: Mapping[str, Any]) -> torch.Size:
 
 def _operations(call: Call) -> int:
     given, name = call.given, call.name
-    if name in ("linear", "fused_linear", "add_linear"):
+    if name in ("linear", "fused_linear", "add_linear", "norm_add_linear"):
         x, weight = (given[n] for n in given if n in ("x", "input", "weight"))
         return int(2 * x.numel() * weight.shape[0])
     if name == "route":
         return int(2 * given["x"].numel() * given["router"].shape[0])
-    if name in ("quantized_linear", "fused_quantized_linear"):
+    if name.endswith("quantized_linear"):
         return int(2 * given["x"].numel() * given["weight"].shape[0] * CHANNELS)
     if name.endswith("expert_linear"):
         sums = call.result.shape[-1] * (1 if given.get("act") is None else 2)

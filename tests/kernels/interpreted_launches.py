@@ -59,6 +59,7 @@ SIZES = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {"intermediate_size": DEEP, **SIZES}),
     "dense, normed twice": ("gemma3_text", {"intermediate_size": DEEP, **SIZES}),
+    "dense, normed after": ("exaone4", {"intermediate_size": DEEP, **SIZES}),
     "dense, rotated first": ("hunyuan_v1_dense", {"intermediate_size": DEEP, **SIZES}),
     "dense, ungated": ("arcee", {"intermediate_size": DEEP, **SIZES}),
     "dense, centered": ("starcoder2", {"intermediate_size": DEEP, **SIZES}),
@@ -75,12 +76,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 LAYERS = {
     "dense": "full_attention",
     "dense, normed twice": "full_attention",
+    "dense, normed after": "full_attention",
     "routed, clamped": "full_attention",
     "hybrid": "linear_attention",
     "hybrid, routed": "linear_attention",
     "hybrid, gated convolution": "conv",
 }
-QUANTIZED = ("dense in int4", "dense, centered in int4", "routed, corrected in int4")
+QUANTIZED = (
+    "dense in int4", "dense, normed twice in int4", "dense, centered in int4",
+    "routed, corrected in int4",
+)  # fmt: skip
 EXACT = {"dtype": "bfloat16", "activation_bits": 32}  # inputs are not rounded, as on GPUs
 ROWS = (1, FEW, FUSED, MANY)
 # what a further layer launches for each number of rows; "step": what every step launches besides
@@ -92,8 +97,14 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         ("8: act_mul_kernel, 2 aten.addmm_, 2 aten.linear, attention_kernel, 2 norm_kernel"),
     ),
     "dense, normed twice": (
+        "5: attention_kernel, 4 few_rows_kernel",
+        "5: attention_kernel, 4 few_rows_kernel",
         "7: attention_kernel, 4 few_rows_kernel, 2 norm_kernel",
-        "7: attention_kernel, 4 few_rows_kernel, 2 norm_kernel",
+        "8: act_mul_kernel, 4 aten.linear, attention_kernel, 2 norm_kernel",
+    ),
+    "dense, normed after": (
+        "5: attention_kernel, 4 few_rows_kernel",
+        "5: attention_kernel, 4 few_rows_kernel",
         "7: attention_kernel, 4 few_rows_kernel, 2 norm_kernel",
         "8: act_mul_kernel, 4 aten.linear, attention_kernel, 2 norm_kernel",
     ),
@@ -225,6 +236,12 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         "5: attention_kernel, 4 low_bit_kernel",
         "5: attention_kernel, 4 low_bit_kernel",
         "5: attention_kernel, 4 low_bit_kernel",
+        "8: act_mul_kernel, attention_kernel, 4 low_bit_kernel, 2 norm_kernel",
+    ),
+    "dense, normed twice in int4": (
+        "5: attention_kernel, 4 low_bit_kernel",
+        "5: attention_kernel, 4 low_bit_kernel",
+        "7: attention_kernel, 4 low_bit_kernel, 2 norm_kernel",
         "8: act_mul_kernel, attention_kernel, 4 low_bit_kernel, 2 norm_kernel",
     ),
     "dense, centered in int4": (

@@ -13,10 +13,10 @@ from tiny_graphs import Arg, Values, apply, assert_idempotent, assert_same, ops,
 from torch import Tensor
 
 from llmc.kernels.act_mul import act_mul, activate
-from llmc.kernels.fused_linear import add_linear, fused_linear
+from llmc.kernels.fused_linear import add_linear, fused_linear, norm_add_linear
 from llmc.kernels.gated_rms_norm import gated_rms_norm
 from llmc.kernels.layer_norm import add_layer_norm, layer_norm
-from llmc.kernels.rms_norm import add_rms_norm, rms_norm
+from llmc.kernels.rms_norm import add_rms_norm, norm_add, norm_add_norm, rms_norm
 from llmc.passes.edit import arguments, aten, calls, is_call, val
 from llmc.passes.fuse_linears import fuse_linears
 from llmc.passes.quantize_linears import quantize_linears
@@ -26,6 +26,8 @@ GEN = torch.Generator().manual_seed(0)
 FUSED = "llmc.fused_linear.default"
 FUSED_LOW = "llmc.fused_quantized_linear.default"
 ADDED = "llmc.add_linear.default"
+SUMMED = "llmc.norm_add_linear.default"
+SUMMED_LOW = "llmc.norm_add_quantized_linear.default"
 
 
 def rand(*shape: int) -> Tensor:
@@ -418,3 +420,64 @@ def test_never_writes_to_memory_that_others_use(kind: str) -> None:
     fused, _ = apply(gm, fuse_linears())
     assert ops(fused)[FUSED] == 1 and ADDED not in ops(fused)
     assert_same(fused, gm, Values.of(x=INPUTS["x"], square=SQUARE))
+
+
+SANDWICH: dict[str, Arg] = {
+    **QUANTIZED,
+    "next": weight("next", rand(64, 64) / 8),
+    "next_back": weight("next_back", rand(64, 32) / 8),
+}
+
+
+def sandwich(
+    x: Tensor, wide: Tensor, back: Tensor, gain: Tensor, bias: Tensor, *others: Tensor
+) -> list[Tensor]:
+    """Norms after the blocks; before the first of two linears, another of the sum."""
+    last, after, after_back = others
+    y = F.linear(act_mul.overload(F.linear(x, wide), "silu"), back)
+    normed, total = norm_add_norm.overload(y, x, gain, 1e-6, 1.0, None, 1e-5, 0.0)
+    y = F.linear(act_mul.overload(F.linear(normed, after, bias), "gelu"), after_back)
+    total = norm_add.overload(y, total, gain, 1e-6, 0.0)
+    return [F.linear(total, last), total]
+
+
+def test_a_linear_takes_a_sum_with_a_norm_in_it() -> None:
+    gm = trace(sandwich, **SANDWICH)
+    fused, (report,) = apply(gm, fuse_linears())
+    assert report.added.items() >= {FUSED: 1, SUMMED: 2}.items()
+    first, last = (arguments(node) for node in calls(fused.graph, norm_add_linear.overload))
+    assert (first.act, first.x_offset, first.eps) == ("gelu", 1.0, 1e-5)
+    assert (last.act, last.x_offset, last.eps) == (None, 0.0, None)
+    assert_same(fused, gm, Values.of(**SANDWICH))
+    assert_idempotent(gm, fuse_linears())
+
+
+@pytest.mark.parametrize("format", ["int4", "int8"])
+def test_a_quantized_linear_takes_a_sum_with_a_norm_in_it(format: Any) -> None:
+    gm, _ = apply(trace(sandwich, **SANDWICH), quantize_linears(format=format))
+    fused, _ = apply(gm, fuse_linears())
+    assert ops(fused)[SUMMED_LOW] == 2
+    assert_same(fused, gm, Values.of(**SANDWICH))
+    assert_idempotent(gm, fuse_linears())
+
+
+def test_leaves_alone_a_sum_that_two_linears_read() -> None:
+    """Each would store it."""
+
+    def apart(x: Tensor, wide: Tensor, back: Tensor, gain: Tensor, *rest: Tensor) -> list[Tensor]:
+        total = norm_add.overload(x, x, gain, 1e-6, 0.0)
+        return [F.linear(total, wide), F.linear(total, rest[-1])]
+
+    given = {**INPUTS, "square": SQUARE}
+    gm = trace(apart, **given)
+    fused, (report,) = apply(gm, fuse_linears())
+    assert not report.changed
+
+
+def test_leaves_alone_a_sum_before_a_weight_that_is_computed_later() -> None:
+    def tied(x: Tensor, wide: Tensor, back: Tensor, gain: Tensor, *rest: Tensor) -> Tensor:
+        total = norm_add.overload(x, x, gain, 1e-6, 0.0)
+        return F.linear(total, wide * 2)
+
+    _, (report,) = apply(trace(tied, **INPUTS), fuse_linears())
+    assert not report.changed

@@ -62,12 +62,16 @@ def test_rewrites(rotary: object, normed: bool) -> None:
     assert_idempotent(gm, fuse_rope_attention(max_positions=POSITIONS))
 
 
-def test_rewrites_a_layer_without_a_rotary_embedding() -> None:
-    plain = layer(unrotated)
+@pytest.mark.parametrize("normed", ["", "projected", "transposed"])
+def test_rewrites_a_layer_without_a_rotary_embedding(normed: str) -> None:
+    plain = layer(unrotated, normed=bool(normed), at=normed)
     gm = before(plain)
     assert ops(gm)["llmc.write_kv.default"] == 1
     fused, (report,) = apply(gm, fuse_rope_attention(max_positions=POSITIONS))
-    assert report.added == {"llmc.rope_attention.default": 1}
+    assert report.added["llmc.rope_attention.default"] == 1
+    assert "llmc.rms_norm.default" not in ops(fused)
+    (attend,) = calls(fused.graph, rope_attention.overload)
+    assert (arguments(attend).key_norm is not None) == bool(normed)
     want, got = paged_values(), paged_values()
     torch.testing.assert_close(run(fused, got), run(gm, want), rtol=0, atol=0)
     torch.testing.assert_close(got.caches, want.caches, rtol=0, atol=0, equal_nan=True)

@@ -72,9 +72,9 @@ WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", "running_max", *CO
 # passes for GPUs alone insert them
 FOR_GPUS = {
     *("route", "sort_experts"),
-    "fused_quantized_linear",
+    *("fused_quantized_linear", "norm_add_quantized_linear"),
     *("sum_expert_linear", "sum_quantized_expert_linear"),
-    *("sample_rows", "add_linear", "conv_delta_rule", "conv_scan"),
+    *("sample_rows", "add_linear", "norm_add_linear", "conv_delta_rule", "conv_scan"),
     *("rope_attention", "rope_latent_attention"),
 }
 # torch's attention serves each text

@@ -384,6 +384,12 @@ def low_bit_layer(
     )  # fmt: skip
 
 
+def sandwiched_low_bit(rows: int, to: Quantization) -> Plan[Any]:
+    """A gated layer with another norm, and a sum, before its norm."""
+    sums = (meta(rows, 4096), meta(rows, 4096), meta(4096), 1e-6, 1.0)
+    return norm.with_sum(low_bit_layer(rows, to, "gelu_tanh"), *sums)
+
+
 def dequantized(
     format: Format, group: int, scale: Scale, *, zero: bool = False, minimum: bool = False
 ) -> Plan[Tensor]:
@@ -473,6 +479,15 @@ def centered_rows(rows: int, channels: int, depth: int, act: str | None) -> Plan
     return fused_linear.plan(
         meta(rows, depth), meta(channels, depth), meta(channels), meta(depth), 1e-6, 0.0, act, None,
         gated=False, centered=True, norm_bias=meta(depth),
+    )  # fmt: skip
+
+
+def sandwiched_rows(rows: int, channels: int, depth: int, act: str | None) -> Plan[Any]:
+    """With the norm and the sum before it, and if it has an activation, with another norm."""
+    normed = act is not None
+    return fused_linear.sum_plan(
+        meta(rows, depth), meta(rows, depth), meta(depth), 1e-6, 1.0, meta(channels, depth), None,
+        meta(depth) if normed else None, 1e-6 if normed else None, 1.0, act,
     )  # fmt: skip
 
 
@@ -634,6 +649,7 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "rope_write": lambda: rope(interleaved=False, normed=True),
     "rope_write norm last": lambda: rope(interleaved=False, normed=True, norm_last=True),
     "rope_attention unrotated": lambda: rope_decode(32, 128, normed=False, width=0),
+    "rope_attention unrotated, normed": lambda: rope_decode(32, 128, width=0),
     "rope_attention norm last": lambda: rope_decode(32, 128, norm_last=True),
     "rope_write interleaved": lambda: rope(interleaved=True, normed=False),
     "attention decode": lambda: attention(64, 64, 32, 8, 128),
@@ -803,6 +819,10 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "fused_linear few activated": lambda: few_rows(8, 14336, 4096, "gelu", gated=False),
     "fused_linear row centered": lambda: centered_rows(1, 6144, 4096, None),
     "fused_linear few centered": lambda: centered_rows(4, 16384, 4096, "gelu"),
+    "norm_add_linear row": lambda: sandwiched_rows(1, 6144, 4096, None),
+    "norm_add_linear row gated": lambda: sandwiched_rows(1, 28672, 4096, "gelu_tanh"),
+    "norm_add_linear few": lambda: sandwiched_rows(4, 6144, 4096, None),
+    "norm_add_linear few gated": lambda: sandwiched_rows(4, 28672, 4096, "gelu_tanh"),
     "fused_linear row, norm of heads": lambda: gated_rows(1, 4096, 128, first=False),
     "fused_linear few, norm of heads": lambda: gated_rows(8, 4096, 128, first=False),
     "fused_linear row, norm of groups": lambda: gated_rows(1, 10240, 1280, first=True),
@@ -826,6 +846,13 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     **{
         f"fused_quantized_linear {name} {of} centered": partial(
             low_bit_layer, rows, FUSED_FORMATS[name], "silu", centered=True
+        )
+        for name in ("int4", "Q4_K")
+        for of, rows in (("row", 1), ("few", 4))
+    },
+    **{
+        f"norm_add_quantized_linear {name} {of}": partial(
+            sandwiched_low_bit, rows, FUSED_FORMATS[name]
         )
         for name in ("int4", "Q4_K")
         for of, rows in (("row", 1), ("few", 4))
