@@ -45,7 +45,10 @@ COMPILED = fake_triton.install()
 CONTEXT = 1201  # blocks per request are not a multiple of four
 ROWS = 20
 LONG = 300  # tokens of a prompt that other kernels compute
-MODELS = {"dense": "llama", "latent": "deepseek_v3", "routed": "qwen3_moe", "recurrent": "mamba2"}
+MODELS = {
+    "dense": "llama", "normed twice": "gemma3_text", "latent": "deepseek_v3",
+    "routed": "qwen3_moe", "recurrent": "mamba2",
+}  # fmt: skip
 _numbers = itertools.count()
 
 
