@@ -55,7 +55,7 @@ _FUSED = {
     aten.linear.default: fused_linear.overload,
     quantized_linear.overload: fused_quantized_linear.overload,
 }
-_QUANTIZED = ("weight", "scale", "zero", "bias", "minimum")
+_OF_LINEAR = {"weight", "scale", "zero", "bias", "minimum", "act", "gated"}
 
 
 @graph_pass()
@@ -176,6 +176,13 @@ def _product(linear: fx.Node) -> dict[str, Any]:
     return {names.get(name, name): value for name, value in given.items() if name != "x_bits"}
 
 
+def _as_fused(linear: fx.Node) -> dict[str, Any]:
+    """A linear's arguments, as the fused op that it is or could be names them."""
+    if is_call(linear, *_FUSED.values()):
+        return vars(arguments(linear))
+    return {"act": None, "residual": None, **_product(linear)}
+
+
 def _halves(linear: fx.Node) -> bool:
     """Whether gates, and the channels that they multiply, are whole blocks of a weight."""
     is_quantized = is_call(linear, quantized_linear.overload)
@@ -247,7 +254,7 @@ def _take_norm(graph: fx.Graph, node: fx.Node) -> None:
     is_fused = node.target in _FUSED.values()
     if not is_fused and not _is_linear(node):
         return
-    given = vars(arguments(node)) if is_fused else _product(node)
+    given = _as_fused(node)
     source: fx.Node = given["x"]
     # a short norm in each of two linears takes less time than a kernel before them
     if len(source.users) > 2 or not all(_may_take(user, source) for user in source.users):
@@ -259,7 +266,7 @@ def _take_norm(graph: fx.Graph, node: fx.Node) -> None:
         fused = emit(
             graph,
             node.target if is_fused else _FUSED[node.target],
-            **{"act": None, "residual": None, **given, **around},
+            **{**given, **around},
         )
     replace(node, fused)
     if not source.users:
@@ -269,7 +276,7 @@ def _take_norm(graph: fx.Graph, node: fx.Node) -> None:
 def _may_take(node: fx.Node, norm: fx.Node) -> bool:
     """Whether a linear, without a norm yet, reads a norm as its x alone."""
     if not is_call(node, *_FUSED.values()):
-        return _is_linear(node)
+        return _is_linear(node) and _product(node)["x"] is norm
     given = arguments(node)
     return given.eps is None and given.x is norm and given.residual is not norm
 
@@ -350,37 +357,28 @@ def _join_reader(graph: fx.Graph, node: fx.Node) -> None:
     normed = results.get(0)
     if normed is None:
         return
-    readers = [user for user in normed.users if _reads(user, normed)]
+    readers = [user for user in normed.users if _may_take(user, normed)]
     if len(readers) != 1 or (is_normed_again and len(normed.users) != 1):
         return
     (linear,) = readers
-    around = vars(arguments(linear))
-    is_quantized = "scale" in around
-    weights = [around[name] for name in (_QUANTIZED if is_quantized else ("weight", "bias"))]
-    if any(w is not None and w.op != "placeholder" for w in weights):
-        return  # it may be computed later
-    if val(linear).dtype != val(given.x).dtype:
+    around = _as_fused(linear)
+    if around["residual"] is not None or val(linear).dtype != val(given.x).dtype:
         return
-    op = norm_add_quantized_linear if is_quantized else norm_add_linear
+    own = {name: value for name, value in around.items() if name in _OF_LINEAR}
+    if any(isinstance(v, fx.Node) and v.op != "placeholder" for v in own.values()):
+        return  # it may be computed later
+    norm_weight, eps, offset = of_sum
+    op = norm_add_quantized_linear if "scale" in own else norm_add_linear
     with graph.inserting_before(node):
         both = emit(
-            graph, op.overload, given.x, given.residual, given.weight, given.eps, given.offset,
-            *weights, *of_sum, around.get("act"), around.get("gated", True),
+            graph, op.overload, x=given.x, residual=given.residual, x_weight=given.weight,
+            x_eps=given.eps, x_offset=given.offset, norm_weight=norm_weight, eps=eps,
+            offset=offset, **own,
         )  # fmt: skip
         y, added = (emit(graph, operator.getitem, both, i) for i in (0, 1))
     replace(linear, y)
     if 1 in results:
         replace(results[1], added)
-
-
-def _reads(node: fx.Node, x: fx.Node) -> bool:
-    """Whether a linear with neither norm nor residual reads x."""
-    if _is_linear(node):
-        return _product(node)["x"] is x
-    if not is_call(node, *_FUSED.values()):
-        return False
-    given = arguments(node)
-    return given.x is x and given.eps is None and given.residual is None
 
 
 def _repeated(graph: fx.Graph, weight: fx.Node | None, width: int) -> fx.Node | None:

@@ -249,7 +249,7 @@ def _fuse(graph: fx.Graph, norm: _Norm) -> None:
         if _is_like(a, x) and _is_like(b, x):
             with graph.inserting_before(x):
                 both = emit(graph, op_of_sum.overload, a, b, *norm.parameters)
-                y, total = (_item(graph, both, i) for i in (0, 1))
+                y, total = (emit(graph, operator.getitem, both, i) for i in (0, 1))
             norm.last.replace_all_uses_with(y)
             x.replace_all_uses_with(total)
             return
@@ -286,9 +286,3 @@ def _is_like(node: Any, total: fx.Node) -> bool:
         and same_shape(node, total)
         and val(node).dtype == val(total).dtype
     )
-
-
-def _item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
-    item = graph.call_function(operator.getitem, (node, index))
-    item.meta["val"] = node.meta["val"][index]
-    return item

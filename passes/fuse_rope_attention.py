@@ -18,7 +18,17 @@ from llmc.kernels.rope_write_latent import rope_write_latent
 from llmc.kernels.step_inputs import of_group
 from llmc.kernels.write_kv import write_kv
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import arguments, aten, calls, emit, is_call, replace, through, val
+from llmc.passes.edit import (
+    arguments,
+    aten,
+    calls,
+    emit,
+    is_call,
+    positional,
+    replace,
+    through,
+    val,
+)
 from llmc.passes.group_caches import MAX_GROUPS
 from llmc.passes.inputs import StepInput, add_constant, input_of, step_input
 
@@ -124,7 +134,8 @@ def _moved(graph: fx.Graph, like: fx.Node, x: fx.Node) -> fx.Node:
     """x after the moves that lead from a norm to `like`."""
     if not is_call(like, *_MOVES):
         return x
-    return emit(graph, like.target, _moved(graph, like.args[0], x), *like.args[1:])  # type: ignore[arg-type]
+    source, *how = positional(like)
+    return emit(graph, like.target, _moved(graph, source, x), *how)
 
 
 def _obstacle(write: fx.Node, attend: fx.Node) -> str | None:

@@ -36,6 +36,8 @@ constexpr int kGroup = 6, kHalfGroup = 12;
 constexpr int kPairGroup = 0;  // a panel is two registers already
 #endif
 
+static_assert(!kPairGroup || kHalf == kLanes);
+
 // One of each per thread, shared by all types.
 inline Arena& panel_arena() {
   static thread_local Arena arena;
@@ -150,8 +152,7 @@ void block(const LinearArgs& a, const Source& source, const Panels& x, int64_t n
     Next next{ends ? n + kBlock : n, ends ? 0 : k + step, 0};
     for (int64_t p = 0; p < x.count;) {
       const bool half = x.half && p + 1 == x.count;
-      const int64_t alike = kHalf < kLanes && x.half ? x.count - 1 : x.count;
-      const bool pair = kPairGroup && p + 2 <= alike;
+      const bool pair = kPairGroup && p + 2 <= x.count;  // then a half panel is as wide as others
       const float* panel = x.data + p * x.floats + k * (half ? kHalf : kLanes);
       int group = half ? kHalfGroup : kGroup;
       auto run = half ? &tile<Source, kHalfGroup, kHalf> : &tile<Source, kGroup, kLanes>;
