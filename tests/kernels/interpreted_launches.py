@@ -325,6 +325,7 @@ def start(path: Path, **options: Any) -> ModelRunner:
             lambda **given: PipelineOptions(**{**given, "device_type": "cuda"}),
         )
         # Before it serves, an engine runs steps, which take the interpreter seconds.
+        patch.setattr(Launch, "run", lambda launch: None)
         patch.setattr(profile, "_PROFILE_TOKENS_CPU", 16)
         patch.setattr(profile, "verify_packing", lambda *given, **named: None)
         return tiny_engine.start(path, max_num_seqs=MANY, **options).started.runner
