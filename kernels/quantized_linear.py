@@ -413,7 +413,7 @@ class Quantization:
 
 def quantization_of(format: Format, channels: int, depth: int) -> Quantization | None:
     """The format for a weight of this shape; None if the op does not support the shape."""
-    if channels % CHANNELS or depth % INPUTS or not channels:
+    if channels % CHANNELS or depth % INPUTS or not channels * depth:
         return None
     if format == "int4":
         group = next(g for g in GROUPS if depth % g == 0)

@@ -72,8 +72,9 @@ def unchanged(fn: Callable[..., Any], *notes: str) -> None:
     assert all(part in note for part, note in zip(notes, report.notes, strict=True))
 
 
-def test_leaves_alone_channels_that_lie_together() -> None:
-    unchanged(lambda x, w, v: [y.exp() for y in F.linear(x, w).split([4, 20], dim=-1)] + [v])
+@pytest.mark.parametrize("parts", [(4, 20), (4, 0, 20)], ids=str)
+def test_leaves_alone_channels_that_lie_together(parts: tuple[int, ...]) -> None:
+    unchanged(lambda x, w, v: [y.exp() for y in F.linear(x, w).split(parts, dim=-1)] + [v])
 
 
 def test_leaves_alone_results_that_are_also_read_whole_or_only_in_part() -> None:

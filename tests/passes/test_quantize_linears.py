@@ -195,6 +195,8 @@ def test_leaves_alone_and_says_why() -> None:
     assert "it is a router" in left_alone(routed, x=X, w=W)
     odd = left_alone(F.linear, x=X, w=made("odd", 20, 64))
     assert "20 channels of 64 inputs do not divide into blocks" in odd
+    empty = left_alone(F.linear, x=step(torch.zeros(5, 0)), w=made("empty", 48, 0))
+    assert "48 channels of 0 inputs do not divide into blocks" in empty
 
 
 def test_a_head_has_eight_bits_in_every_format() -> None:
