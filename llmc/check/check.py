@@ -165,9 +165,13 @@ def _subject(
     adapters: Sequence[LoRARequest],
     rounded_as: BuiltModel | None = None,
 ) -> Subject:
-    """The model to check. `rounded_as`: first round the weights as in this model, which serves."""
+    """The model to check. `rounded_as`: first round its weights, and buffers that it computes, as in
+    this model, which serves."""
     source = identity.source
     built = build_as_stored(source)
+    if rounded_as is not None:
+        for name in built.buffers.keys() & rounded_as.buffers.keys():
+            built.buffers[name] = rounded_as.buffers[name].to(built.buffers[name].dtype)
     captured = capture_model(built, source.device, outline=identity.options.outline)
     encode = None
     if source.files.has_tokenizer:

@@ -123,7 +123,7 @@ class Subject:
         graph, _ = run_passes(self.captured.graph, (canonicalize(), *meant, *passes))
         device = self.captured.device
         geometry = self._geometry(num_groups=1)
-        call = lower(graph, self._bind(graph, geometry)).call
+        step = lower(graph, self._bind(graph, geometry))
         logits = []
         for sequence in self.sequences:
             ids = torch.tensor(sequence.token_ids, device=device)
@@ -131,8 +131,8 @@ class Subject:
             given = {"token_ids": ids, "positions": positions}
             if selects:
                 given["logits_index"] = torch.arange(len(ids), device=device)
-            with torch.inference_mode():
-                out = call(**given)
+            with torch.inference_mode():  # models without attention may not read positions
+                out = step.call(**{name: given[name] for name in step.inputs})
             rows = out if selects else out[0]
             assert isinstance(rows, Tensor)
             logits.append(rows.to("cpu", torch.float32, copy=True))

@@ -117,6 +117,22 @@ def test_quantizing_is_certified(quantization: str, tmp_path: Path) -> None:
     assert results["quantize_linears"].limit.relative == 2e-5
 
 
+def test_quantizing_a_model_that_reads_no_positions_is_certified(tmp_path: Path) -> None:
+    save_random(tiny_config("mamba2"), tmp_path)
+    found = check_model(config(tmp_path, quantization="int8"), longest_prompt=8)
+    assert found.certified and "quantize_linears" in {result.name for result in found.changed}
+
+
+def test_a_number_that_the_served_model_has_in_bfloat16_is_rounded_in_float32_too(
+    tmp_path: Path,
+) -> None:
+    """The factor of embeddings, which is a buffer of the model's dtype that checkpoints lack."""
+    save_random(tiny_config("gemma3_text"), tmp_path)
+    found = check_model(config(tmp_path, dtype="bfloat16"), longest_prompt=8)
+    assert found.certified
+    assert found.float32 is not None and found.float32.relative < 5e-6
+
+
 @pytest.mark.parametrize("name", ["float16", "fp8_e4m3", "int8"])
 def test_a_narrower_cache_is_compared_with_the_models_own(name: str, checkpoint: Path) -> None:
     given = config(checkpoint, kv_cache_dtype=name)
