@@ -111,14 +111,20 @@ class Subject:
 
         Only parts that can't run as captured are replaced: loops for one number of tokens, and
         masks without values. Before `quantize_linears`, the rows of the output head are selected
-        (all of them), since it tells the head, which keeps more bits, by that.
+        (all of them), since it tells the head, which keeps more bits, by that, and the weights that
+        latent attention reads unquantized become attention's.
         """
         selects = any(p.name == "quantize_linears" for p in passes)
+        absorbs = [
+            p
+            for p in self.options.passes
+            if p.name == "absorb_mla" and p.is_on(self.options.switches)
+        ]
         meant = (
             find_key_biases(max_positions=0, block_size=1),
             find_entries(),
             find_linear_attention(),
-            *([last_token_logits()] if selects else ()),
+            *([last_token_logits(), *absorbs] if selects else ()),
         )
         graph, _ = run_passes(self.captured.graph, (canonicalize(), *meant, *passes))
         device = self.captured.device

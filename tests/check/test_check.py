@@ -123,6 +123,17 @@ def test_quantizing_a_model_that_reads_no_positions_is_certified(tmp_path: Path)
     assert found.certified and "quantize_linears" in {result.name for result in found.changed}
 
 
+@pytest.mark.parametrize("passes", [{}, {"absorb_mla": False}], ids=["latent", "by head"])
+def test_quantizing_a_model_with_latent_attention_is_certified(
+    passes: dict[str, bool], tmp_path: Path
+) -> None:
+    """Latent attention reads one of its weights unquantized."""
+    sizes = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
+    save_random(tiny_config("deepseek_v3", moe_intermediate_size=32, **sizes), tmp_path)
+    found = check_model(config(tmp_path, quantization="int8", passes=passes), longest_prompt=8)
+    assert found.certified and "quantize_linears" in {result.name for result in found.changed}
+
+
 def test_a_number_that_the_served_model_has_in_bfloat16_is_rounded_in_float32_too(
     tmp_path: Path,
 ) -> None:
