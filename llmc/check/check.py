@@ -165,8 +165,8 @@ def _subject(
     adapters: Sequence[LoRARequest],
     rounded_as: BuiltModel | None = None,
 ) -> Subject:
-    """The model to check. `rounded_as`: first round its weights, and buffers that it computes, as in
-    this model, which serves."""
+    """The model to check. `rounded_as`: first round its weights, and the buffers that it computes,
+    as in this model, which serves."""
     source = identity.source
     built = build_as_stored(source)
     if rounded_as is not None:

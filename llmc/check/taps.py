@@ -34,8 +34,17 @@ def tap_layers(gm: fx.GraphModule, *, buffers: Sequence[Tensor]) -> Notes:
         h [1, T, N] = the output of a layer
     After:
         buffer[:T].copy_(h[0])
+
+    Raises CompileError if earlier passes left another value between two layers: that of streams
+    which are mixed there, for example.
     """
     outputs = layer_outputs(gm.graph)
     for layer, (hidden, buffer) in enumerate(zip(outputs, buffers, strict=True)):
+        shape = val(hidden).shape
+        if len(shape) != 3 or shape[2] != buffer.shape[1]:
+            raise CompileError(
+                f"the hidden state {hidden.name} has the shape {list(shape)}, which differs from "
+                f"[1, tokens, {buffer.shape[1]}] in the captured graph"
+            )
         copy_out(hidden, buffer, f"tap_{layer}")
     return []

@@ -134,6 +134,15 @@ def test_quantizing_a_model_with_latent_attention_is_certified(
     assert found.certified and "quantize_linears" in {result.name for result in found.changed}
 
 
+def test_a_model_whose_layers_pass_several_streams_on_is_compared_by_its_logits(
+    tmp_path: Path,
+) -> None:
+    tiny_config("hy_v4").save_pretrained(tmp_path)
+    found = check_model(config(tmp_path, load_format="dummy"), longest_prompt=8)
+    assert found.certified and not found.layers
+    assert any(note.startswith("hidden states are not compared") for note in found.notes)
+
+
 def test_a_number_that_the_served_model_has_in_bfloat16_is_rounded_in_float32_too(
     tmp_path: Path,
 ) -> None:
