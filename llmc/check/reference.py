@@ -295,7 +295,7 @@ def _run(
     last: dict[nn.Module, Tensor] = {}  # each layer's last output: models may loop over layers
 
     def hook(layer: nn.Module, args: Any, output: Any) -> None:
-        value = output[0] if isinstance(output, tuple) else output
+        value = output[0] if isinstance(output, tuple | list) else output
         last[layer] = value.detach()[0].to("cpu", torch.float32, copy=True)
 
     members = list(module.get_submodule(layers).children()) if layers else []

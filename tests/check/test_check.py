@@ -143,6 +143,12 @@ def test_a_model_whose_layers_pass_several_streams_on_is_compared_by_its_logits(
     assert any(note.startswith("hidden states are not compared") for note in found.notes)
 
 
+def test_a_model_whose_layers_return_lists_is_certified(tmp_path: Path) -> None:
+    save_random(tiny_config("openai-gpt"), tmp_path)
+    found = check_model(config(tmp_path), longest_prompt=8)
+    assert found.certified and len(found.layers) == 2
+
+
 def test_a_number_that_the_served_model_has_in_bfloat16_is_rounded_in_float32_too(
     tmp_path: Path,
 ) -> None:
