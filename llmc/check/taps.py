@@ -17,13 +17,16 @@ def tap_buffers(
     graph: fx.Graph, num_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
     """A buffer [tokens, N] per layer; CompileError if a layer's output is not [1, T, N]."""
-    buffers = []
-    for node in layer_outputs(graph):
-        shape = val(node).shape
-        if len(shape) != 3 or str(shape[0]) != "1":
-            raise CompileError(f"the hidden state {node.name} has an unusual shape {list(shape)}")
-        buffers.append(torch.zeros(num_tokens, int(shape[2]), dtype=dtype, device=device))
-    return buffers
+    widths = [_width(node) for node in layer_outputs(graph)]
+    return [torch.zeros(num_tokens, width, dtype=dtype, device=device) for width in widths]
+
+
+def _width(hidden: fx.Node) -> int:
+    """N of a hidden state [1, T, N]; CompileError if it has another shape."""
+    shape = val(hidden).shape
+    if len(shape) != 3 or str(shape[0]) != "1":
+        raise CompileError(f"the hidden state {hidden.name} has an unusual shape {list(shape)}")
+    return int(shape[2])
 
 
 @graph_pass(cached=False)
@@ -40,11 +43,11 @@ def tap_layers(gm: fx.GraphModule, *, buffers: Sequence[Tensor]) -> Notes:
     """
     outputs = layer_outputs(gm.graph)
     for layer, (hidden, buffer) in enumerate(zip(outputs, buffers, strict=True)):
-        shape = val(hidden).shape
-        if len(shape) != 3 or shape[2] != buffer.shape[1]:
+        width, captured = _width(hidden), buffer.shape[1]
+        if width != captured:
             raise CompileError(
-                f"the hidden state {hidden.name} has the shape {list(shape)}, which differs from "
-                f"[1, tokens, {buffer.shape[1]}] in the captured graph"
+                f"the hidden state {hidden.name} has {width} channels after the first passes, "
+                f"and {captured} in the captured graph"
             )
         copy_out(hidden, buffer, f"tap_{layer}")
     return []

@@ -115,17 +115,14 @@ class Subject:
         latent attention reads unquantized become attention's.
         """
         selects = any(p.name == "quantize_linears" for p in passes)
-        absorbs = [
-            p
-            for p in self.options.passes
-            if p.name == "absorb_mla" and p.is_on(self.options.switches)
-        ]
-        meant = (
+        meant: list[Pass] = [
             find_key_biases(max_positions=0, block_size=1),
             find_entries(),
             find_linear_attention(),
-            *([last_token_logits(), *absorbs] if selects else ()),
-        )
+        ]
+        if selects:
+            on = [p for p in self.options.passes if p.is_on(self.options.switches)]
+            meant += [last_token_logits(), *(p for p in on if p.name == "absorb_mla")]
         graph, _ = run_passes(self.captured.graph, (canonicalize(), *meant, *passes))
         device = self.captured.device
         geometry = self._geometry(num_groups=1)
