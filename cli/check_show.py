@@ -34,6 +34,14 @@ def show(certificate: Certificate) -> None:
             style="dim",
         )
     )
+    if certificate.average == "median":
+        console.print(
+            Text(
+                "  errors of the median token: rounding changes what single tokens choose "
+                "(experts or keys)",
+                style="dim",
+            )
+        )
     if certificate.adapters:
         names = ", ".join(adapter.split()[0] for adapter in certificate.adapters)
         console.print(Text(f"  with each of the LoRA adapters {names}, and with none", style="dim"))
@@ -80,10 +88,10 @@ def _measurements(certificate: Certificate) -> Table:
     row("largest error", f"{found.max_abs:.1e}", "", f"{noise.max_abs:.1e}" if noise else "", True)
     row(
         "KL divergence, nats a token",
-        f"{found.kl_mean:.1e}",
+        f"{found.kl:.1e}",
         f"{limit.kl:.1e}",
-        f"{noise.kl_mean:.1e}" if noise else "",
-        found.kl_mean <= limit.kl,
+        f"{noise.kl:.1e}" if noise else "",
+        found.kl <= limit.kl,
     )
     ties = f" ({found.num_ties} ties)" if found.num_ties else ""
     row(
@@ -96,7 +104,7 @@ def _measurements(certificate: Certificate) -> Table:
     for changed in certificate.changed:
         row(
             f"with {changed.name}, compared with {changed.beside}",
-            f"{changed.logits.relative:.1e}, KL {changed.logits.kl_mean:.1e}",
+            f"{changed.logits.relative:.1e}, KL {changed.logits.kl:.1e}",
             f"{changed.limit.relative:.1e}, KL {changed.limit.kl:.1e}",
             "",
             changed.is_good,

@@ -19,6 +19,7 @@ from llmc.kernels.quantized_embedding import quantized_embedding
 from llmc.passes.edit import CASTS, arguments, aten, emit, is_call, through
 from llmc.passes.inputs import StepInput, WeightInput, add_constant, input_of
 
+_READ = (*CASTS, aten.layer_norm.default, aten.rms_norm.default)  # by what follows a layer
 _NUMBERED = re.compile(r"^(.*?)\.(\d+)\.")
 
 
@@ -140,12 +141,11 @@ def _end(calls: list[_Call], layer: int) -> int:
         return cuts[-1] if cuts else until - 1
     if not cuts:
         return until - 1
-    # The first such value, or what a user pass computed from it; a cast belongs to its reader.
-    return next((i for i in cuts if i + 1 not in cuts or _is_cast(calls[i + 1].node)), cuts[-1])
-
-
-def _is_cast(node: fx.Node) -> bool:
-    return is_call(node, *CASTS)
+    # The first such value, or what a user pass computed from it; a cast or a norm without weights
+    # belongs to its reader.
+    return next(
+        (i for i in cuts if i + 1 not in cuts or is_call(calls[i + 1].node, *_READ)), cuts[-1]
+    )
 
 
 def _is_later(anchor: int | None, layer: int) -> bool:

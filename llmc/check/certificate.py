@@ -20,7 +20,7 @@ import torch
 import llmc.kernels
 from llmc.cache_dir import files_digest, write_atomically
 from llmc.check.bisect import Culprit, Kind
-from llmc.check.compare import LogitsDeviation, Tolerance
+from llmc.check.compare import Average, LogitsDeviation, Tolerance
 from llmc.kernels.cpu.levels import cpu_model, pick_level
 from llmc.weights.tensors import open_tensors, weight_files
 
@@ -81,6 +81,7 @@ class Certificate:
     num_tokens: int
     num_steps: int
     longest_prompt: int
+    average: Average  # of errors in `dtype`, over tokens; in float32 always the mean
     limit: Tolerance
     noise: LogitsDeviation | None  # of the model's own rounding
     logits: LogitsDeviation

@@ -7,7 +7,6 @@ capture -> passes -> kernels -> step, over the same tokens ------+-> compare -> 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import importlib
@@ -86,7 +85,7 @@ def check_model(
     with clock.phase("run transformers") as detail:
         reference = run_reference(
             source.files.path,
-            copy.deepcopy(source.load_hf_config()),
+            source.load_hf_config(),
             source.stored,
             subject.sequences,
             dtype=source.dtype,
@@ -291,6 +290,7 @@ def _certificate(
         num_tokens=sum(len(s.token_ids) for s in subject.sequences),
         num_steps=len(subject.steps),
         longest_prompt=longest,
+        average=served.average,
         limit=served.limit,
         noise=served.noise,
         logits=served.logits,

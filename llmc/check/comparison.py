@@ -12,6 +12,7 @@ from llmc.check.bisect import Culprit, Diagnosis, Kind, bisect
 from llmc.check.certificate import ChangedResult, LayerResult
 from llmc.check.compare import (
     TOLERANCES,
+    Average,
     LogitsDeviation,
     Tolerance,
     allowed,
@@ -35,6 +36,7 @@ class Comparison:
     subject: Subject
     reference: Reference
     variant: Variant  # the compared one: passes that change the model on purpose are off
+    average: Average  # of errors, over tokens
     stated: Tolerance  # of the dtype
     limit: Tolerance  # the same, allowing for the model's own rounding
     noise: LogitsDeviation | None  # of the model's own rounding
@@ -85,19 +87,21 @@ class Comparison:
             tapped, _ = _run_tapped(self.subject, self.reference, variant)
         if tapped is None:
             return self._allows(self._measure(self.subject.run(variant)))
-        layers = _layer_results(tapped, self.reference, self.stated)
+        layers = _layer_results(tapped, self.reference, self.stated, self.average)
         return self._allows(self._measure(tapped.logits)) and all(x.is_good for x in layers)
 
     def _first_layer(self, variant: Variant) -> int | None:
         tapped, _ = _run_tapped(self.subject, self.reference, variant)
-        results = _layer_results(tapped, self.reference, self.stated) if tapped else ()
+        results = (
+            _layer_results(tapped, self.reference, self.stated, self.average) if tapped else ()
+        )
         return next((x.layer for x in results if not x.is_good), None)
 
     def _allows(self, found: LogitsDeviation | None) -> bool:
         return found is None or within(found, self.limit)
 
     def _measure(self, logits: list[Tensor]) -> LogitsDeviation:
-        return _measure(logits, self.reference, self.stated)
+        return _measure(logits, self.reference, self.stated, self.average)
 
 
 def compare(
@@ -108,9 +112,10 @@ def compare(
     rounds, compare the step with the step without that pass, and with a narrower KV cache with the
     step that has one in the model's dtype."""
     stated = TOLERANCES[str(subject.built.dtype).removeprefix("torch.")]
+    average = _average(subject, stated)
     noise = None
     if reference.has_noise:
-        noise = _measure(reference.rounded.logits, reference, stated)
+        noise = _measure(reference.rounded.logits, reference, stated, average)
     changing = [
         p
         for p in subject.options.passes
@@ -121,8 +126,8 @@ def compare(
     plain = Variant(switches={**switches, **off})
     variant = Variant(switches=plain.switches, level=level)
     tapped, note = _run_tapped(subject, reference, plain)
-    logits = _measure(subject.run(plain), reference, stated)
-    compiled = _measure(subject.run(variant), reference, stated) if level else None
+    logits = _measure(subject.run(plain), reference, stated, average)
+    compiled = _measure(subject.run(variant), reference, stated, average) if level else None
     late = [p for p in changing if p.place == "late"]
     notes = [note] if note else []
     notes += [f"{p.name} changes the model late, so its effect can't be compared" for p in late]
@@ -130,12 +135,13 @@ def compare(
         subject=subject,
         reference=reference,
         variant=variant,
+        average=average,
         stated=stated,
         limit=allowed(stated, noise),
         noise=noise,
         logits=logits,
         compiled=compiled,
-        layers=_layer_results(tapped, reference, stated) if tapped else (),
+        layers=_layer_results(tapped, reference, stated, average) if tapped else (),
         changed=(
             *_compare_changed(subject, changing, off, switches, stated),
             *_compare_rounded(subject, rounding, switches, level),
@@ -145,8 +151,16 @@ def compare(
     )
 
 
-def _measure(logits: list[Tensor], reference: Reference, stated: Tolerance) -> LogitsDeviation:
-    return logits_deviation(reference.exact.logits, logits, 2 * stated.relative)
+def _average(subject: Subject, limit: Tolerance) -> Average:
+    """How to average errors with this limit: rounding may change what a model chooses."""
+    is_exact = limit == TOLERANCES["float32"]
+    return "mean" if is_exact or not subject.chooses else "median"
+
+
+def _measure(
+    logits: list[Tensor], reference: Reference, stated: Tolerance, average: Average
+) -> LogitsDeviation:
+    return logits_deviation(reference.exact.logits, logits, 2 * stated.relative, average)
 
 
 def _run_tapped(subject: Subject, reference: Reference, variant: Variant) -> tuple[Run | None, str]:
@@ -164,12 +178,14 @@ def _shapes(run: Run) -> list[list[torch.Size]]:
     return [[tensor.shape for tensor in layer] for layer in run.hidden]
 
 
-def _layer_results(run: Run, reference: Reference, stated: Tolerance) -> tuple[LayerResult, ...]:
+def _layer_results(
+    run: Run, reference: Reference, stated: Tolerance, average: Average
+) -> tuple[LayerResult, ...]:
     exact, rounded = reference.exact.hidden, reference.rounded.hidden
     results = []
     for i, (want, have) in enumerate(zip(exact, run.hidden, strict=True)):
-        noise = deviation(want, rounded[i]) if reference.has_noise else None
-        found = deviation(want, have)
+        noise = deviation(want, rounded[i], average) if reference.has_noise else None
+        found = deviation(want, have, average)
         results.append(
             LayerResult(
                 layer=i,
@@ -195,7 +211,7 @@ def _compare_changed(
             continue
         wanted = subject.run_captured((p,))
         have = subject.run(Variant(switches={**switches, **off, p.name: True}))
-        results.append(_changed(p, "the model with it", wanted, have, stated))
+        results.append(_changed(subject, p, "the model with it", wanted, have, stated))
     return tuple(results)
 
 
@@ -212,7 +228,7 @@ def _compare_rounded(
         without = replace(variant, switches={**switches, p.name: False})
         wanted, have = subject.run(without), subject.run(variant)
         limit = _rounding_limit(subject, variant)
-        results.append(_changed(p, "the step without it", wanted, have, limit))
+        results.append(_changed(subject, p, "the step without it", wanted, have, limit))
     return tuple(results)
 
 
@@ -227,6 +243,7 @@ def _compare_cache(
     plain = Variant(switches=switches, level=level)
     own_name = str(own).removeprefix("torch.")
     found = _result(
+        subject,
         subject.run(plain),
         subject.run(replace(plain, kv_cache_dtype=name)),
         TOLERANCES["float8" if wanted in FP8 else "bfloat16" if wanted == torch.int8 else name],
@@ -251,13 +268,21 @@ def _rounding_limit(subject: Subject, variant: Variant) -> Tolerance:
 
 
 def _changed(
-    p: Pass, beside: str, wanted: Sequence[Tensor], have: Sequence[Tensor], limit: Tolerance
+    subject: Subject,
+    p: Pass,
+    beside: str,
+    wanted: Sequence[Tensor],
+    have: Sequence[Tensor],
+    limit: Tolerance,
 ) -> ChangedResult:
     switch = f"--disable-pass {p.name}"
-    return _result(wanted, have, limit, kind="pass", name=p.name, beside=beside, switch=switch)
+    return _result(
+        subject, wanted, have, limit, kind="pass", name=p.name, beside=beside, switch=switch
+    )
 
 
 def _result(
+    subject: Subject,
     wanted: Sequence[Tensor],
     have: Sequence[Tensor],
     limit: Tolerance,
@@ -267,7 +292,7 @@ def _result(
     beside: str,
     switch: str,
 ) -> ChangedResult:
-    found = logits_deviation(wanted, have, 2 * limit.relative)
+    found = logits_deviation(wanted, have, 2 * limit.relative, _average(subject, limit))
     return ChangedResult(
         kind=kind,
         name=name,

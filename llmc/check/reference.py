@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from llmc.check.compare import deviation
 from llmc.check.tokens import TokenSequence
+from llmc.compiler.build import switch_off
 from llmc.compiler.heads import taken, without_head
 from llmc.errors import CheckpointError
 from llmc.host_memory import host_memory
@@ -94,6 +95,8 @@ def run_reference(
     With `dummy_seed` the weights are random, the same as the step's. Weights `stored` quantized are
     passed dequantized, because a quantizer's own kernels would compute different values.
     """
+    hf_config = copy.deepcopy(hf_config)
+    switch_off(hf_config)
     if dummy_seed is not None:
         module = _make(hf_config, dtype, trust_remote_code)
         _fill(DummyWeights(dummy_seed), dict(module.named_parameters()))
@@ -102,17 +105,21 @@ def run_reference(
         weights = open_tensors(path, stored, dtype)
         _fill(CheckpointWeights(module, weights), module.state_dict())
     else:
-        module = _load(path, copy.deepcopy(hf_config), dtype, trust_remote_code)
+        module = _load(path, hf_config, dtype, trust_remote_code)
     saved = module.state_dict().keys()
     unset = {name: v for name, v in (constructed or {}).items() if name not in saved}
     for name, value in unset.items():
         module.get_buffer(name).copy_(value)
     module = module.to(device).eval()
+    own = {name: buffer.clone() for name, buffer in module.named_buffers()}
     adapters = [_for_module(module, adapter, experts or {}) for adapter in adapters]
     rounded = _run(module, sequences, layers, device, adapters)
     exact = rounded
     if dtype != torch.float32 and _float32_fits(module, device):
         module = module.float()
+        for name, buffer in module.named_buffers():  # the run may have rounded them in place
+            if name in own and own[name].shape == buffer.shape:
+                buffer.copy_(own[name])
         for name, table in {**tables, **unset}.items():
             module.get_buffer(name).copy_(table)
         exact = _run(module, sequences, layers, device, adapters)

@@ -23,10 +23,12 @@ from llmc.compiler.program import (
     graph_weights,
     rewrite,
 )
+from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.quantized_linear import Quantization
 from llmc.kernels.registry import OPS
 from llmc.passes.base import Pass, run_passes
 from llmc.passes.canonicalize import canonicalize
+from llmc.passes.edit import aten, is_call
 from llmc.passes.find_entries import find_entries
 from llmc.passes.find_key_biases import find_key_biases
 from llmc.passes.find_linear_attention import find_linear_attention
@@ -70,6 +72,12 @@ class Subject:
     def needed(self) -> frozenset[str]:
         """Passes without which the sequences can't be computed."""
         return frozenset({"apply_lora"} if self.adapters else ())
+
+    @property
+    def chooses(self) -> bool:
+        """Whether tokens choose experts or keys: rounding can change such a choice."""
+        ops = aten.topk.default, expert_linear.overload
+        return any(is_call(node, *ops) for node in self.captured.graph.graph.nodes)
 
     def matches(self, p: Pass) -> bool:
         """Whether a pass changes anything in this model."""

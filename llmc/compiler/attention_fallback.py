@@ -8,6 +8,7 @@ attention, which `passes/find_attention.py` then recognizes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,7 +73,8 @@ def capture_model(
 
 
 def _build_eager(built: BuiltModel) -> BuiltModel:
-    """The same model with eager attention and the same number of layers (`inspect` keeps fewer)."""
+    """The same model with eager attention, with the same number of layers (`inspect` keeps fewer)
+    and the same values of buffers (`llmc check` rounds them)."""
     eager = build(
         built.source_config,
         built.dtype,
@@ -86,4 +88,5 @@ def _build_eager(built: BuiltModel) -> BuiltModel:
     kept, layers = built.module.get_submodule(path), eager.module.get_submodule(path)
     if isinstance(kept, nn.ModuleList) and isinstance(layers, nn.ModuleList):
         del layers[len(kept) :]
-    return eager
+    same = {name: built.buffers[name] for name in eager.buffers.keys() & built.buffers.keys()}
+    return replace(eager, buffers={**eager.buffers, **same})

@@ -72,6 +72,13 @@ class BuiltModel:
     left: frozenset[str] = frozenset()  # buffers for what loops over experts leave in attributes
 
 
+def switch_off(config: Any) -> None:
+    """Switch off in a config what llmc does not compute and what does not change results."""
+    for field, off in _SWITCHED_OFF.items():
+        if getattr(config, field, off):
+            setattr(config, field, off)
+
+
 def build(
     config: Any,
     dtype: torch.dtype,
@@ -93,9 +100,7 @@ def build(
         _check_causal(config)
     interface.register()
     config._attn_implementation = attention
-    for field, off in _SWITCHED_OFF.items():
-        if getattr(config, field, off):
-            setattr(config, field, off)
+    switch_off(config)
 
     def make(dtype: torch.dtype) -> nn.Module:
         try:

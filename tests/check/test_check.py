@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -157,6 +158,30 @@ def test_a_number_that_the_served_model_has_in_bfloat16_is_rounded_in_float32_to
     found = check_model(config(tmp_path, dtype="bfloat16"), longest_prompt=8)
     assert found.certified
     assert found.float32 is not None and found.float32.relative < 5e-6
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("model_type", ["ctrl", "xglm", "olmo", "rwkv"])
+def test_in_float32_both_sides_compute_the_same(model_type: str, tmp_path: Path) -> None:
+    """Each has what one side might round or scale alone: a table that the model's code rounds when
+    it runs, one that is captured with another attention, a last norm without weights, and weights
+    that transformers halves every few layers."""
+    save_random(tiny_config(model_type), tmp_path)
+    found = check_model(config(tmp_path, dtype="bfloat16"), longest_prompt=8)
+    assert found.certified and len(found.layers) == 2
+    assert found.float32 is not None and found.float32.relative < 2e-6
+
+
+@pytest.mark.parametrize("model_type", ["ernie4_5_moe", "gpt_oss"])
+def test_single_tokens_may_choose_other_experts_in_bfloat16(
+    model_type: str, tmp_path: Path
+) -> None:
+    save_random(tiny_config(model_type), tmp_path)
+    given = config(tmp_path, dtype="bfloat16")
+    found = check_model(given)
+    assert found.certified and found.average == "median"
+    wrong = check_model(dataclasses.replace(given, extra_passes=[planted.wrong_scale()]))
+    assert [c.name for c in wrong.culprits] == ["wrong_scale"], "seen in float32"
 
 
 @pytest.mark.parametrize("name", ["float16", "fp8_e4m3", "int8"])

@@ -62,7 +62,7 @@ def test_the_best_token_counts_unless_it_is_a_tie() -> None:
     swapped = [torch.tensor([[0.0, 5.0, 0.0], [0.999, 1.0, -5.0]])]
     found = logits_deviation(want, swapped, tie=0.01)
     assert (found.top1, found.num_ties, found.num_tokens) == (0.5, 1, 2)
-    assert found.kl_max > found.kl_mean > 1
+    assert found.kl_max > found.kl > 1
     same = logits_deviation(want, want, tie=0.01)
     assert same.kl_max == 0 and same.relative == 0 and same.top1 == 1
     for stated in TOLERANCES.values():
@@ -87,6 +87,23 @@ def test_logits_that_both_sides_set_to_minus_infinity_are_equal() -> None:
         wrong[1][2, 3] = float(value)
         assert not within(logits_deviation(want, wrong, tie=0.01), TOLERANCES["bfloat16"])
         assert not within(logits_deviation(wrong, want, tie=0.01), TOLERANCES["bfloat16"])
+
+
+def test_a_median_is_that_of_the_tokens() -> None:
+    torch.manual_seed(0)
+    want = [torch.randn(9, 40), torch.randn(4, 40)]
+    have = [x + 0.01 * torch.randn(x.shape) for x in want]
+    other = [x.clone() for x in have]
+    other[0][3] = torch.randn(40)  # one chose otherwise
+    plain, found = (deviation(want, x, "median").relative for x in (have, other))
+    assert plain == pytest.approx(0.01, rel=0.2) and found == pytest.approx(plain, rel=0.2)
+    assert deviation(want, other).relative > 0.3
+    logits = logits_deviation(want, other, 0.01, "median")
+    assert logits.relative == found and logits.kl < 1e-3 < logits.kl_max
+    worse = [x + 0.02 * torch.randn(x.shape) for x in want]
+    assert deviation(want, worse, "median").relative > 1.6 * plain
+    other[0][3, 0] = float("nan")
+    assert deviation(want, other, "median").relative == float("inf")
 
 
 def test_rounding_may_be_twice_the_models_own() -> None:

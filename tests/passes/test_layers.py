@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from shared_captures import capture_once
+from tiny_configs import tiny_config
 from tiny_layer import layer
 from tiny_models import FAMILIES, make_config
 
@@ -40,6 +41,12 @@ def test_the_output_of_each_layer_is_found(family: str) -> None:
     numbers = [layers.of[n] for n in graph.nodes if n.op == "call_function"]
     assert numbers == sorted(numbers), "layers follow one another"
     assert set(numbers) == {-1, 0, 1, 2}
+
+
+def test_a_norm_without_weights_belongs_to_what_follows() -> None:
+    built = build(tiny_config("olmo"), torch.float32)
+    outputs = layer_outputs(capture_once(built, torch.device("cpu")).graph.graph)
+    assert [str(node.target) for node in outputs] == ["aten.add.Tensor"] * 2
 
 
 def test_a_graph_without_layers_has_no_output_of_one() -> None:
