@@ -180,7 +180,7 @@ def _drawn(
     gen: torch.Generator, kind: GGMLQuantizationType, channels: int, depth: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """A random (weight, scale, minimum) [channels, depth], as that of a GGUF file is kept."""
-    to = kept_as(kind, channels, depth)
+    to = kept_as(kind, depth)
     if to is None:
         raise SystemExit(f"error: {(channels, depth)} can't be kept as in {kind.name}")
     if to.scale == "exponent":

@@ -1,7 +1,8 @@
 """`quantized_linear`: a linear over a weight of 4 to 8 bits, which is dequantized as it is read.
 
-A weight is divided into blocks of 16 channels. A line of a block holds four bytes of each channel,
-so that one thread or program reads a block as one stream, and a vector register holds a line.
+A weight is divided into blocks of 16 channels; the last channel is repeated where they are not a
+multiple of 16. A line of a block holds four bytes of each channel, so that one thread or program
+reads a block as one stream, and a vector register holds a line.
 
 Formats: int8, fp8 (e4m3) and int4 (two values per byte, low half first), with scales in float32 or
 16 bits; and mxfp4, which packs e2m1 values like int4, with power-of-two scales of one byte each
@@ -389,7 +390,7 @@ class Quantization:
         size: [N, K] of the weight, or [E, N, K] for experts, where E comes first in the result too.
         """
         *experts, channels, depth = size
-        blocks = channels // CHANNELS
+        blocks = -(-channels // CHANNELS)
         if part == "weight":
             inputs, lines = self._unit
             return *experts, blocks, depth // inputs, lines * CHANNELS * LINE
@@ -413,7 +414,7 @@ class Quantization:
 
 def quantization_of(format: Format, channels: int, depth: int) -> Quantization | None:
     """The format for a weight of this shape; None if the op does not support the shape."""
-    if channels % CHANNELS or depth % INPUTS or not channels * depth:
+    if depth % INPUTS or not channels * depth:
         return None
     if format == "int4":
         group = next(g for g in GROUPS if depth % g == 0)
@@ -421,13 +422,19 @@ def quantization_of(format: Format, channels: int, depth: int) -> Quantization |
     return Quantization(format=format)
 
 
+def whole_blocks(rows: Tensor) -> Tensor:
+    """[N, ...] with the last row repeated until N is a multiple of 16."""
+    missing = -len(rows) % CHANNELS
+    return torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])]) if missing else rows
+
+
 def quantize(rows: Tensor, to: Quantization) -> tuple[Tensor, Tensor]:
     """Quantize rows [N, K] to (weight, scale), rounding to nearest.
 
-    N is a multiple of 16. For int4, the scale maps a group's value of largest magnitude to -8, so
+    For int4, the scale maps a group's value of largest magnitude to -8, so
     that all sixteen values are used.
     """
-    values = rows.float().unflatten(1, (-1, to.group or rows.shape[1]))
+    values = whole_blocks(rows).float().unflatten(1, (-1, to.group or rows.shape[1]))
     if to.format == "int4":
         extreme = values.gather(2, values.abs().argmax(2, keepdim=True))
         scale = extreme / -MIDDLES["int4"]

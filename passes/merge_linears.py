@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from llmc.kernels.quantized_linear import Quantization
+from llmc.kernels.quantized_linear import CHANNELS, Quantization
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, calls, emit, is_ranked, only_user, replace, val
 from llmc.passes.inputs import WeightInput, add_input, input_of
@@ -19,8 +19,9 @@ def merge_linears(gm: fx.GraphModule, *, kept: Sequence[tuple[str, Quantization]
     """Run one matrix product where a layer had several (query, key, value; gate, up).
 
     Those with a bias and those without are merged apart. Weights that are `kept` in their stored
-    format are merged only with others of that format, and routers, which are not quantized, only
-    with linears of one channel: gates of shared experts.
+    format are merged only with others of that format, if their channels are whole blocks of it.
+    Routers, which are not quantized, are merged only with linears of one channel: gates of shared
+    experts.
 
     Before:
         a = aten.linear(x, wa, ba);  b = aten.linear(x, wb, bb)
@@ -36,6 +37,8 @@ def merge_linears(gm: fx.GraphModule, *, kept: Sequence[tuple[str, Quantization]
         parts = role.parts if isinstance(role, WeightInput) else ()
         stored = {formats.get(part) for part in parts}
         format = stored.pop() if len(stored) == 1 else None
+        if format is not None and val(given.weight).shape[0] % CHANNELS:
+            continue
         groups[given.input, format, given.bias is None].append(node)
     notes = []
     for group in (part for whole in groups.values() for part in _apart(whole)):

@@ -65,6 +65,8 @@ def quantize_linears(
                                   its minimums)
         e = llmc.quantized_embedding(ids, w in 4 to 8 bits, ...)
         e = llmc.quantized_embedding(llmc.shard_ids(ids, rows), w in 4 to 8 bits, ...)
+    followed, if the channels N of a linear are not whole blocks of 16, by
+        y = aten.add(aten.slice(y, -1, 0, N), b)
     and llmc.expert_linear becomes llmc.quantized_expert_linear as linears do.
     """
     formats = dict(kept)
@@ -85,11 +87,13 @@ def quantize_linears(
 def formats_of(
     graph: fx.Graph, kept: Mapping[str, Quantization], format: Format | None
 ) -> dict[fx.Node, Quantization]:
-    """The weights that the pass will quantize, and their formats, before linears are merged."""
+    """The weights that the pass will quantize, also in parts, and their formats, before linears are
+    merged."""
     formats = {}
     for node in calls(graph, aten.linear.default, aten.embedding.default, expert_linear.overload):
-        if (to := _form_of(node, kept, format).to) is not None:
-            formats[arguments(node).weight] = to
+        weight, to = arguments(node).weight, _form_of(node, kept, format).to
+        if to is not None and _size(weight, to.transposed)[-2] % CHANNELS == 0:
+            formats[weight] = to
     return formats
 
 
@@ -121,7 +125,14 @@ def _rewrite(node: fx.Node, to: Quantization, *, kept: bool) -> None:
     with graph.inserting_before(node):
         parts = _low_bit(graph, given.weight, to, kept=kept)
         if is_call(node, aten.linear.default):
-            fast = emit(graph, quantized_linear.overload, x=given.input, **parts, bias=given.bias)
+            channels = int(val(given.weight).shape[0])
+            bias = None if channels % CHANNELS else given.bias
+            fast = emit(graph, quantized_linear.overload, x=given.input, **parts, bias=bias)
+            if channels % CHANNELS:
+                fast = emit(graph, aten.slice.Tensor, fast, -1, 0, channels)
+                fast = (
+                    fast if given.bias is None else emit(graph, aten.add.Tensor, fast, given.bias)
+                )
         elif is_call(node, expert_linear.overload):
             fast = emit(
                 graph,
@@ -168,7 +179,7 @@ def _of_rank(to: Quantization, weight: fx.Node) -> Quantization | None:
     role = input_of(weight)
     assert isinstance(role, WeightInput)
     *_, channels, depth = _size(weight, to.transposed)
-    if channels % CHANNELS or depth % INPUTS:
+    if role.shards and (channels % CHANNELS or depth % INPUTS):
         return None
     for _, shard in role.pieces:
         if shard is not None and shard.dim == val(weight).dim() - (2 if to.transposed else 1):
@@ -186,9 +197,9 @@ def _new_form(node: fx.Node, weight: Any, format: Format, transposed: bool) -> _
         return _Form(reason=reason)
     is_linear = is_call(node, aten.linear.default)
     low = "int8" if format == "int4" and is_linear and is_head(arguments(node).input) else format
-    *_, channels, depth = _whole_size(weight, transposed)
+    *experts, channels, depth = _whole_size(weight, transposed)
     to = quantization_of(low, channels, depth)
-    if to is None:
+    if to is None or (experts and channels % CHANNELS):
         reason = f"{channels} channels of {depth} inputs do not divide into blocks of 16 by 32"
         return _Form(reason=reason)
     if is_linear and is_ranked(node):

@@ -28,7 +28,7 @@ def test_a_type_of_gguf(kind: object, monkeypatch: pytest.MonkeyPatch) -> None:
     op_cases.require_cpu_ops()
     monkeypatch.setattr("bench.linears.COLD_BYTES", COLD_BYTES / 1e6)
     (contestant,) = linears(DEPTH, CHANNELS, [kind.name.lower()])  # type: ignore[attr-defined]
-    to = kept_as(kind, CHANNELS, DEPTH)  # type: ignore[arg-type]
+    to = kept_as(kind, DEPTH)  # type: ignore[arg-type]
     assert to is not None
     shapes = {part: to.shape(part, CHANNELS, DEPTH) for part in to.dtypes}
     num_bytes = sum(math.prod(shapes[part]) * to.dtypes[part].itemsize for part in to.dtypes)

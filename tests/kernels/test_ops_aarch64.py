@@ -98,7 +98,7 @@ def test_rows_of_gguf_files_are_packed_as_in_numpy(program: list[str], tmp_path:
     calls: list[tuple[Any, Case]] = []
     expected = []
     for kind in KINDS:
-        to, rows = kept_as(kind, 32, depth), drawn_rows(kind, 48, depth)
+        to, rows = kept_as(kind, depth), drawn_rows(kind, 48, depth)
         assert to is not None
         expected.append(reference_blocks(rows[order], kind, to))
         out = {"minimum": torch.empty(0), **empty_parts(to, 32, depth)}

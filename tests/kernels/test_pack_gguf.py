@@ -36,8 +36,8 @@ def assert_same(got: dict[Part, Tensor], want: dict[Part, Tensor]) -> None:
         assert torch.equal(bits(got[part]), bits(expected)), part
 
 
-def format_of(kind: Type, channels: int, depth: int) -> Quantization:
-    to = kept_as(kind, channels, depth)
+def format_of(kind: Type, depth: int) -> Quantization:
+    to = kept_as(kind, depth)
     assert to is not None
     return to
 
@@ -56,7 +56,7 @@ def test_equals_the_reference(kind: Type) -> None:
     depths = (32, 96, 256, 352, 544) if GGML_QUANT_SIZES[kind][0] == 32 else (256, 768)
     for channels in (16, 48):
         for depth in depths:
-            to, rows = format_of(kind, channels, depth), drawn_rows(kind, channels, depth)
+            to, rows = format_of(kind, depth), drawn_rows(kind, channels, depth)
             out = empty_parts(to, channels, depth)
             assert pack_gguf(rows, kind, out)
             assert_same(out, reference_blocks(rows, kind, to))
@@ -67,7 +67,7 @@ def test_some_rows_in_another_order_and_some_of_their_blocks(kind: Type) -> None
     size, num_bytes = GGML_QUANT_SIZES[kind]
     rows = drawn_rows(kind, 64, 4 * size)[:, num_bytes : 3 * num_bytes]
     order = np.random.default_rng(1).permutation(64)[:32]
-    to = format_of(kind, 32, 2 * size)
+    to = format_of(kind, 2 * size)
     out = empty_parts(to, 32, 2 * size)
     assert pack_gguf(rows, kind, out, order)
     assert_same(out, reference_blocks(rows[order], kind, to))
@@ -75,7 +75,7 @@ def test_some_rows_in_another_order_and_some_of_their_blocks(kind: Type) -> None
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_weights_are_packed_in_cpp(kind: Type, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, to = drawn_rows(kind, 32, 512), format_of(kind, 32, 512)
+    rows, to = drawn_rows(kind, 32, 512), format_of(kind, 512)
     order = np.arange(31, -1, -1)
     want = reference_blocks(rows[order], kind, to)
     monkeypatch.setattr(blocks, "reference_blocks", None)
@@ -83,7 +83,7 @@ def test_weights_are_packed_in_cpp(kind: Type, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_cpp_does_not_support_is_packed_in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, to = drawn_rows(Type.Q4_K, 32, 512), format_of(Type.Q4_K, 32, 512)
+    rows, to = drawn_rows(Type.Q4_K, 32, 512), format_of(Type.Q4_K, 512)
     out = empty_parts(to, 32, 512)
     before = {part: tensor.clone() for part, tensor in out.items()}
     assert not pack_gguf(rows, Type.IQ1_S, out), "a type without a packer"
@@ -98,7 +98,7 @@ def test_what_cpp_does_not_support_is_packed_in_numpy(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("first", "message"), [(-1, "rows -1 to 14"), (1, "rows 1 to 16")])
 def test_a_row_outside_of_the_tensor_is_refused(first: int, message: str) -> None:
-    rows, to = drawn_rows(Type.Q4_0, 16, 32), format_of(Type.Q4_0, 16, 32)
+    rows, to = drawn_rows(Type.Q4_0, 16, 32), format_of(Type.Q4_0, 32)
     with pytest.raises(IndexError, match=f"{message} are asked of a tensor that has 16"):
         filled(rows, Type.Q4_0, to, np.arange(16) + first)
 

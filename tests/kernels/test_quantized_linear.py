@@ -75,7 +75,6 @@ def test_shapes_follow_from_the_format() -> None:
     assert kept_as("int4", 32, 256) == Quantization(format="int4", group=128, scale="bfloat16")
     assert kept_as("int4", 32, 96).group == 32
     assert kept_as("int8", 32, 96).group == 0
-    assert quantization_of("int8", 24, 64) is None, "24 channels are no whole blocks"
     assert quantization_of("fp8", 32, 48) is None
     for format in FORMATS:
         to = kept_as(format, 48, 192)
@@ -83,6 +82,17 @@ def test_shapes_follow_from_the_format() -> None:
         assert (tuple(weight.shape), weight.dtype) == (to.shape("weight", 48, 192), to.dtype)
         assert (tuple(scale.shape), scale.dtype) == (to.shape("scale", 48, 192), to.scale_dtype)
         assert weight.is_contiguous() and scale.is_contiguous()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_last_channel_fills_its_block(format: Format) -> None:
+    to, rows = kept_as(format, 21, 64), rand(21, 64)
+    parts = quantize(rows, to)
+    assert tuple(parts[0].shape) == to.shape("weight", 21, 64) == to.shape("weight", 32, 64)
+    assert tuple(parts[1].shape) == to.shape("scale", 21, 64)
+    got = dequantize(*parts)
+    assert torch.equal(got[:16], dequantize(*quantize(rows[:16], to)))
+    assert torch.equal(got[21:], got[20:21].expand(11, -1))
 
 
 def test_layout_by_hand() -> None:

@@ -134,6 +134,25 @@ def test_stored_bits_give_the_tokens_of_transformers(
 
 @pytest.mark.parametrize(
     "name",
+    [
+        "fp8 in blocks of 32",
+        "float-quantized channel",
+        "int-quantized",
+        "pack-quantized int4 group",
+        "gptq 4 bits",
+        "awq",
+        "mxfp4",
+    ],
+)
+def test_keys_and_values_of_channels_that_are_no_whole_blocks(name: str, tmp_path: Path) -> None:
+    odd = {**SIZES, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 12}
+    plain = save_checkpoint("qwen3", tmp_path / "plain", **odd)
+    running = same_as_transformers(*write_packed(plain, tmp_path, PACKINGS[name]()))
+    assert "12 llmc.quantized_linear.default]" in report_of(running), "two layers of six"
+
+
+@pytest.mark.parametrize(
+    "name",
     ["fp8 in blocks", "gptq in another order", "gptq 8 bits", "nvfp4", "nf4"],
 )
 def test_others_are_widened(

@@ -43,7 +43,9 @@ def test_rewrites_three_linears_over_one_input() -> None:
 
 
 def test_weights_that_keep_different_bits_stay_apart() -> None:
-    inputs = {"x": X, "wa": WA, "wb": WB, "wc": WC}
+    """And those of which a block would have channels of two."""
+    wide = weight("a", rand(16, 8)), weight("c", rand(32, 8))
+    inputs = {"x": X, "wa": wide[0], "wb": WB, "wc": wide[1]}
     gm = trace(lambda x, a, b, c: (F.linear(x, a), F.linear(x, b), F.linear(x, c)), **inputs)
     four, eight = Quantization(format="int4", group=32), Quantization(format="int8", group=16)
     split = merge_linears(kept=(("a", four), ("b", eight), ("c", four)))
@@ -52,6 +54,8 @@ def test_weights_that_keep_different_bits_stay_apart() -> None:
     assert sorted(parts) == [("a", "c"), ("b",)]
     assert_same(merged, gm, Values.of(**inputs))
     assert_idempotent(gm, split)
+    odd, _ = apply(gm, merge_linears(kept=(("a", four), ("b", four), ("c", four))))
+    assert sorted(role.parts for role in roles(odd, WeightInput)) == [("a", "c"), ("b",)]
     merged, _ = apply(gm, merge_linears(kept=(("b", eight),)))
     assert sorted(role.parts for role in roles(merged, WeightInput)) == [("a", "c"), ("b",)]
 

@@ -70,6 +70,19 @@ def test_rewrites(format: Format, biased: bool) -> None:
     assert_idempotent(gm, quantize_linears(format=format))
 
 
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+def test_the_last_block_may_have_fewer_channels(format: Format) -> None:
+    inputs = {"x": X, "w": made("odd", 20, 64), "b": made("bias", 20)}
+    gm = trace(F.linear, **inputs)
+    quantized, (report,) = apply(gm, quantize_linears(format=format))
+    assert "llmc.quantized_linear.default" in report.added
+    values = Values.of(**inputs)
+    want, got = run(gm, values), run(quantized, values)
+    assert got.shape == want.shape == (1, 5, 20)
+    assert 0 < (got - want).abs().max() < TOLERANCE[format] * want.abs().max()
+    assert_idempotent(gm, quantize_linears(format=format))
+
+
 def test_merged_weights_are_quantized_merged_and_alike() -> None:
     """Parts that are no whole blocks too: the merged weight has some."""
     inputs = {"x": X, "w": W, "v": V, "u": made("u", 8, 64), "t": made("t", 24, 64)}
@@ -146,6 +159,17 @@ def test_a_stored_embedding_keeps_its_bits_with_the_head_it_is_tied_to() -> None
     assert kept == {"weight", "scale"} and all(r.quantized for r in roles(gm, WeightInput))
 
 
+def test_experts_must_be_whole_blocks() -> None:
+    inputs = {"x": X, "w": made("w", 3, 20, 64), "expert": step(torch.tensor([2, 0, 2, 1, 0]))}
+
+    def routed(x: Tensor, w: Tensor, expert: Tensor) -> Tensor:
+        out: Tensor = expert_linear.overload(x[0], w, None, expert, False)
+        return out
+
+    note = left_alone(routed, **inputs)
+    assert "20 channels of 64 inputs do not divide into blocks" in note
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_routed_experts(transposed: bool) -> None:
     stack = made("w", 3, 64, 48) if transposed else made("w", 3, 48, 64)
@@ -193,8 +217,8 @@ def test_leaves_alone_and_says_why() -> None:
     assert "shared with another op (tied embedding)" in left_alone(tied, x=X, w=W)
     assert left_alone(lambda x, w: F.linear(x, w * 2), x=X, w=W).endswith("the weight is computed")
     assert "it is a router" in left_alone(routed, x=X, w=W)
-    odd = left_alone(F.linear, x=X, w=made("odd", 20, 64))
-    assert "20 channels of 64 inputs do not divide into blocks" in odd
+    odd = left_alone(F.linear, x=step(torch.ones(5, 80)), w=made("odd", 48, 80))
+    assert "48 channels of 80 inputs do not divide into blocks" in odd
     empty = left_alone(F.linear, x=step(torch.zeros(5, 0)), w=made("empty", 48, 0))
     assert "48 channels of 0 inputs do not divide into blocks" in empty
 

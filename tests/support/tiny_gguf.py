@@ -134,7 +134,7 @@ def write_gguf(
         head = config.hidden_size // config.num_attention_heads
         factor = config.rope_parameters["partial_rotary_factor"]
         writer.add_uint32(f"{architecture}.rope.dimension_count", int(head * factor))
-    add_words(writer)
+    add_words(writer, config.vocab_size)
     if edit is not None:
         edit(writer)
     rng = np.random.default_rng(0)

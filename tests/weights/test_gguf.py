@@ -718,7 +718,7 @@ def random_blocks(kind: Type, rows: int, depth: int) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("kind", KEPT)
 def test_kept_blocks_stand_for_the_same_numbers(kind: Type) -> None:
     raw = random_blocks(kind, 32, 512)
-    to = kept_as(kind, 32, 512)
+    to = kept_as(kind, 512)
     assert to is not None
     parts = empty_parts(to, 32, 512)
     fill_blocks(raw, kind, to, parts, slice(None))
@@ -832,7 +832,7 @@ def test_columns_in_another_order_keep_their_bits(kind: Type, tmp_path: Path) ->
         )  # fmt: skip
         want = stored[:, columns]
         assert same(tensor.read(), want)
-        whole, to = kept_as(kind, 32, 1024), tensor.kept_as()
+        whole, to = kept_as(kind, 1024), tensor.kept_as()
         assert whole is not None
         if size == 16:
             assert to is None
@@ -896,6 +896,25 @@ def test_an_engine_keeps_the_bits_and_says_what_transformers_does(
 ) -> None:
     widen_for(kind, architecture, monkeypatch)
     path = write_gguf(tmp_path / "m.gguf", architecture, kind)
+    report = report_if_as_transformers(path)
+    assert f"llmc.quantized_{op}.default" in report
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_channels_that_are_no_whole_blocks_keep_their_bits(
+    ties: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of keys and values, of which a block would have both, and of the head and the embedding."""
+    name, fields = ARCHITECTURES["llama"]
+    odd = {**fields, "head_dim": 12, "vocab_size": 131, "tie_word_embeddings": ties}
+    monkeypatch.setitem(ARCHITECTURES, "llama", (name, odd))
+    path = write_gguf(tmp_path / "m.gguf", "llama", Type.Q4_1)
+    report = report_if_as_transformers(path)
+    assert "1 llmc.quantized_embedding.default, 11 llmc.quantized_linear.default]" in report
+
+
+def report_if_as_transformers(path: Path) -> str:
+    """Compare log-probabilities with transformers' own; what the pass reports."""
     config = AutoConfig.from_pretrained(model_directory(path))
     reference: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     reference.load_state_dict(theirs(path, model_directory(path)), strict=False)
@@ -904,7 +923,6 @@ def test_an_engine_keeps_the_bits_and_says_what_transformers_does(
     exact = {"dtype": "float32", "activation_bits": 32}
     with shared_captures(), LLM(str(path), opt_level=0, max_model_len=64, **exact) as llm:
         report = next(r for r in llm.info.pass_reports if "quantize_linears" in r)
-        assert f"llmc.quantized_{op}.default" in report
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         [output] = llm.generate([prompt], params, progress=False)
     assert output.prompt_logprobs is not None
@@ -912,3 +930,4 @@ def test_an_engine_keeps_the_bits_and_says_what_transformers_does(
         found = output.prompt_logprobs[i + 1]
         assert found is not None
         assert found[token].logprob == pytest.approx(float(want[i, token].detach()), abs=2e-6)
+    return report

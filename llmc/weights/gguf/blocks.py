@@ -332,10 +332,10 @@ _KINDS = {
 KEPT = tuple(_KINDS)
 
 
-def kept_as(kind: Type, channels: int, depth: int) -> Quantization | None:
-    """The op's format for a matrix of this type; None if it can't represent it exactly."""
+def kept_as(kind: Type, depth: int) -> Quantization | None:
+    """The op's format for a matrix of this type with `depth` inputs; None if it can't represent it exactly."""
     held = _KINDS.get(kind)
-    if held is None or channels % CHANNELS or depth % INPUTS:
+    if held is None or depth % INPUTS:
         return None
     return Quantization(
         format=held.format,

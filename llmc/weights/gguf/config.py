@@ -315,7 +315,7 @@ def _dtype(header: GgufHeader) -> str | None:
         if len(tensor.shape) > 1 and tensor.type.name != "I32":
             count = math.prod(tensor.shape)
             sizes[tensor.type.name] += count
-            if kept_as(tensor.type, *tensor.shape[-2:]) is not None:
+            if kept_as(tensor.type, tensor.shape[-1]) is not None:
                 kept += count
     if set(sizes) <= {"F32"}:
         return "float32"

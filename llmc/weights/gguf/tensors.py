@@ -192,7 +192,9 @@ class GgufTensor(BlockTensor):
         if len(self.shape) < 2 or self.row_order is None or len(kinds) > 1:
             return None
         channels, depth = self.shape[:-3:-1] if self.transposed else self.shape[-2:]
-        to = kept_as(kinds.pop(), channels, depth)
+        if len(self.shape) > 2 and channels % CHANNELS:
+            return None
+        to = kept_as(kinds.pop(), depth)
         return None if to is None else dataclasses.replace(to, transposed=self.transposed)
 
     @property
@@ -209,6 +211,8 @@ class GgufTensor(BlockTensor):
         elif part is not None:
             channels = np.arange(part.shape[part.dim])[order]
             order = np.concatenate([channels[start : start + n] for start, n in part.ranges])
+        else:
+            order = _whole_blocks(order, self.shape[-1] if self.transposed else self.shape[-2])
         if self.columns is not None:
             some = [(0, len(self.columns))] if inputs is None else inputs
             inputs = _ranges_of(
@@ -220,7 +224,7 @@ class GgufTensor(BlockTensor):
                 continue
             is_apart = isinstance(order, slice) and all(len(m) % CHANNELS == 0 for m in matrices)
             for rows in matrices if is_apart else (_joined(matrices),):
-                count = len(rows if isinstance(order, slice) else order)
+                count = len(rows if isinstance(order, slice) else order)  # whole blocks
                 fill_blocks(rows, self.parts[0].type, to, out.next(count // CHANNELS), order)
 
     def _blocks_of_inputs(
@@ -269,6 +273,12 @@ class GgufTensor(BlockTensor):
 
     def equals(self, other: Readable) -> bool:
         return self is other
+
+
+def _whole_blocks(order: RowOrder, rows: int) -> RowOrder:
+    """The order with the last row repeated until whole blocks are full."""
+    missing = -rows % CHANNELS
+    return np.pad(np.arange(rows)[order], (0, missing), "edge") if missing else order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

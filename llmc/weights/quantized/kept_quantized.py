@@ -27,6 +27,7 @@ from llmc.kernels.quantized_linear import (
     pack_bytes,
     pack_groups,
     pack_weight,
+    whole_blocks,
 )
 from llmc.weights.assignment import Assignment
 from llmc.weights.checkpoint import BlockTensor, Readable, SomeOf
@@ -58,6 +59,8 @@ def kept_parameters(module: nn.Module, tensors: Mapping[str, Readable]) -> KeptW
     for name, parts in sorted(made_of.items()):
         formats = {_kept_as(part) for part in parts}
         to = formats.pop() if len(formats) == 1 else None
+        if any(part.shape[0] % CHANNELS for part in parts[:-1]):  # blocks of several parts
+            to = None
         if to is not None:
             kept.append((name, to))
     return tuple(kept)
@@ -94,10 +97,12 @@ def _kept_as(tensor: Readable) -> Quantization | None:
         return None
     if tensor.weight.dtype == torch.float8_e5m2:
         return None
-    *_, channels, depth = tensor.shape
+    *experts, channels, depth = tensor.shape
     if tensor.transposed:
         channels, depth = depth, channels
-    to = kept_as(tensor.scheme, tensor.block, (channels, depth), tensor.scale.dtype)
+    if experts and channels % CHANNELS:
+        return None
+    to = kept_as(tensor.scheme, tensor.block, depth, tensor.scale.dtype)
     if to is None or not tensor.is_in_order():
         return None
     return dataclasses.replace(to, transposed=tensor.transposed)
@@ -122,7 +127,9 @@ def expected_weights(stored: StoredQuantization, module: nn.Module) -> KeptWeigh
             if is_stacked != is_mxfp4 and (is_mxfp4 or getattr(child, "is_transposed", False)):
                 continue
             channels, depth = shape[:-3:-1] if is_mxfp4 else shape[-2:]
-            if (to := kept_as(scheme, block, (channels, depth), scale)) is not None:
+            if is_stacked and channels % CHANNELS:
+                continue
+            if (to := kept_as(scheme, block, depth, scale)) is not None:
                 found.append((f"{name}.{own}", dataclasses.replace(to, transposed=is_mxfp4)))
     return tuple(found)
 
@@ -130,14 +137,13 @@ def expected_weights(stored: StoredQuantization, module: nn.Module) -> KeptWeigh
 def kept_as(
     scheme: WeightScheme,
     block: tuple[int, int],
-    shape: tuple[int, int],
+    depth: int,
     scale_dtype: torch.dtype,
 ) -> Quantization | None:
-    """The op's format for a scheme; None if it can't represent it exactly: small groups, or 8 bits
+    """The op's format for a scheme and `depth` inputs; None if it can't represent it exactly: small groups, or 8 bits
     with zero points."""
-    channels, depth = shape
     format: Format = "fp8" if scheme.is_float else "int8" if scheme.bits == 8 else "int4"
-    if channels % CHANNELS or depth % INPUTS or scheme.layout == "bnb4":
+    if depth % INPUTS or scheme.layout == "bnb4":
         return None
     if scheme.layout == "mxfp4" or (scheme.layout == "fp4" and block[1] == 32):
         return Quantization(format="mxfp4", group=block[1], scale="exponent")
@@ -170,7 +176,7 @@ def blocks_of(
     of it; one item per expert, if there are any. CheckpointError if a part is not whole blocks."""
     channels, inputs = tensor.places(part)
     block = CHANNELS, to.group or INPUTS
-    if len(channels) % block[0] or len(inputs) % block[1]:
+    if (part is not None and len(channels) % block[0]) or len(inputs) % block[1]:
         raise CheckpointError(
             f"{tensor.name} can't be sharded among ranks: {len(channels)} channels of "
             f"{len(inputs)} inputs are not whole blocks of {block[0]} and {block[1]}; serve on one "
@@ -182,12 +188,12 @@ def blocks_of(
             codes, exponents = codes[None, :, None], exponents[None]
         for rows, scales in zip(codes.flatten(-2), exponents, strict=True):
             yield {
-                "weight": pack_bytes(rows.view(torch.uint8)),
-                "scale": pack_groups(scales.view(torch.uint8)),
+                "weight": pack_bytes(whole_blocks(rows.view(torch.uint8))),
+                "scale": pack_groups(whole_blocks(scales.view(torch.uint8))),
             }
     else:
         for low in tensor.low_bits(part).matrices():
-            yield _blocks_of(tensor, low, to, channels, inputs)
+            yield _blocks_of(tensor, low, to, whole_blocks(channels), inputs)
 
 
 def _blocks_of(
@@ -206,7 +212,7 @@ def _blocks_of(
         return pack_groups(grid.to(dtype)[row][:, column])
 
     parts: dict[Part, Tensor] = {
-        "weight": pack_weight(q, to),
+        "weight": pack_weight(whole_blocks(q), to),
         "scale": spread(low.scale, to.scale_dtype),
     }
     if zero is not None:
