@@ -169,9 +169,15 @@ def _load(path: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) 
                 trust_remote_code=trust_remote_code,
             )
     except (OSError, ValueError, KeyError, RuntimeError) as e:
-        reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
-        raise CheckpointError(f"transformers can't load the model to compare with: {reason}") from e
+        raise CheckpointError(
+            f"transformers can't load the model to compare with: {_reason(e)}"
+        ) from e
     return module
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error's text."""
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
 
 
 def encoder_maker(hf_config: Any, task: Task) -> Any:
@@ -314,8 +320,13 @@ def _run(
             last.clear()
             ids = torch.tensor([sequence.token_ids], device=device)
             adapter = adapters[sequence.adapter - 1] if sequence.adapter else None
-            with torch.inference_mode(), _adapted(module, adapter):
-                out: Any = module(**taken(module.forward, ids, use_cache=False))
+            try:
+                with torch.inference_mode(), _adapted(module, adapter):
+                    out: Any = module(**taken(module.forward, ids, use_cache=False))
+            except Exception as e:  # the model's code can raise anything
+                raise CheckpointError(
+                    f"transformers can't run the model to compare with: {_reason(e)}"
+                ) from e
             logits.append(out.logits[0].to("cpu", torch.float32, copy=True))
             for values, member in zip(hidden, members, strict=True):
                 if member in last:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, fx
 
+from llmc.check.masks import show_masks
 from llmc.check.reference import Run
 from llmc.check.step import Geometry, bind, row_tables, run_steps
 from llmc.check.taps import tap_buffers, tap_layers
@@ -131,7 +132,8 @@ class Subject:
         if selects:
             on = [p for p in self.options.passes if p.is_on(self.options.switches)]
             meant += [last_token_logits(), *(p for p in on if p.name == "absorb_mla")]
-        graph, _ = run_passes(self.captured.graph, (canonicalize(), *meant, *passes))
+        every = (canonicalize(), *meant, *passes, show_masks())
+        graph, _ = run_passes(self.captured.graph, every)
         device = self.captured.device
         geometry = self._geometry(num_groups=1)
         step = lower(graph, self._bind(graph, geometry))

@@ -24,6 +24,7 @@ from llmc.check.compare import TOLERANCES, Tolerance
 from llmc.check.identity import identify
 from llmc.check.variants import RoundedWeights
 from llmc.config import EngineConfig
+from llmc.errors import CheckpointError
 from llmc.kernels.registry import OPS, Impl
 from llmc.kernels.rms_norm import rms_norm
 
@@ -133,6 +134,24 @@ def test_quantizing_a_model_with_latent_attention_is_certified(
     save_random(tiny_config("deepseek_v3", moe_intermediate_size=32, **sizes), tmp_path)
     found = check_model(config(tmp_path, quantization="int8", passes=passes), longest_prompt=8)
     assert found.certified and "quantize_linears" in {result.name for result in found.changed}
+
+
+def test_quantizing_a_model_that_chooses_keys_is_certified(tmp_path: Path) -> None:
+    save_random(tiny_config("deepseek_v32"), tmp_path)
+    found = check_model(config(tmp_path, quantization="int8"))
+    assert found.certified and "choose_keys" in found.kernels
+    assert "quantize_linears" in {changed.name for changed in found.changed}
+
+
+def test_what_transformers_cant_run_is_told(checkpoint: Path) -> None:
+    error = RuntimeError("strides should be multiple of 16 bytes\nand more")
+    with (
+        mock.patch("llmc.check.reference.taken", side_effect=error),
+        pytest.raises(
+            CheckpointError, match="can't run the model to compare with: strides .*bytes$"
+        ),
+    ):
+        check_model(config(checkpoint))
 
 
 def test_a_model_whose_layers_pass_several_streams_on_is_compared_by_its_logits(

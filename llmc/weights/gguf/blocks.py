@@ -333,7 +333,8 @@ KEPT = tuple(_KINDS)
 
 
 def kept_as(kind: Type, depth: int) -> Quantization | None:
-    """The op's format for a matrix of this type with `depth` inputs; None if it can't represent it exactly."""
+    """The op's format for a matrix of this type with `depth` inputs; None if it can't represent it
+    exactly."""
     held = _KINDS.get(kind)
     if held is None or depth % INPUTS:
         return None

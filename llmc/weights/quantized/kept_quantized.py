@@ -140,8 +140,8 @@ def kept_as(
     depth: int,
     scale_dtype: torch.dtype,
 ) -> Quantization | None:
-    """The op's format for a scheme and `depth` inputs; None if it can't represent it exactly: small groups, or 8 bits
-    with zero points."""
+    """The op's format for a scheme and `depth` inputs; None if it can't represent it exactly: small
+    groups, or 8 bits with zero points."""
     format: Format = "fp8" if scheme.is_float else "int8" if scheme.bits == 8 else "int4"
     if depth % INPUTS or scheme.layout == "bnb4":
         return None
