@@ -182,7 +182,7 @@ def gguf_types() -> str:
 
     rows = []
     for kind in KEPT:
-        to = kept_as(kind, 16, 256)
+        to = kept_as(kind, 256)
         assert to is not None
         num_bytes = sum(
             math.prod(to.shape(part, 16, 256)) * dtype.itemsize for part, dtype in to.dtypes.items()

@@ -53,9 +53,9 @@ def quantize_linears(
 
     `kept` weights stay in their stored format, which is exact, if that is `format` or `format` is
     None. This includes embeddings, whose rows `quantized_embedding` dequantizes on lookup. The
-    output head, unless it is tied to the embedding, has 8 bits in every format, since its errors
-    directly change the logits. Routers are not quantized, since a small error can select another
-    expert.
+    output head is int8 in every format, since its errors directly change the logits, and with it
+    the embedding that it is tied to. Routers are not quantized, since a small error can select
+    another expert.
 
     Before:
         y = aten.linear(x, w, b)
@@ -74,8 +74,8 @@ def quantize_linears(
         return ["--quantization is not set"]
     graph = gm.graph
     left: Counter[str] = Counter()
-    for node in calls(graph, aten.linear.default, *_EMBEDDINGS, expert_linear.overload):
-        found = _form_of(node, formats, format)
+    nodes = calls(graph, aten.linear.default, *_EMBEDDINGS, expert_linear.overload)
+    for node, found in [(node, _form_of(node, formats, format)) for node in nodes]:
         to = found.to and _of_rank(found.to, arguments(node).weight)
         if to is not None:
             _rewrite(node, to, kept=found.kept)
@@ -115,7 +115,7 @@ def _form_of(node: fx.Node, kept: Mapping[str, Quantization], format: Format | N
         to, reason = None, "experts are stored in another layout than the model uses"
     if to is not None and format in (None, to.format):
         return _Form(to=to, kept=True)
-    if format is None or is_call(node, *_EMBEDDINGS):
+    if format is None or (is_call(node, *_EMBEDDINGS) and only_user(given.weight) is node):
         return _Form(reason=reason)
     return _new_form(node, given.weight, format, transposed)
 
@@ -192,17 +192,18 @@ def _new_form(node: fx.Node, weight: Any, format: Format, transposed: bool) -> _
     role = input_of(weight)
     if not isinstance(role, WeightInput) or role.quantized:
         return _Form(reason="the weight is computed")
-    if only_user(weight) is None:
-        reason = "the weight is shared with another op (tied embedding), which needs it unquantized"
-        return _Form(reason=reason)
-    is_linear = is_call(node, aten.linear.default)
-    low = "int8" if format == "int4" and is_linear and is_head(arguments(node).input) else format
+    linears = [user for user in weight.users if is_call(user, aten.linear.default)]
+    has_head = any(is_head(arguments(linear).input) for linear in linears)
+    if len(weight.users) > 1 and not (
+        has_head and all(_reads_bits(user, weight) for user in weight.users)
+    ):
+        return _Form(reason="the weight is shared with another op, which needs it unquantized")
     *experts, channels, depth = _whole_size(weight, transposed)
-    to = quantization_of(low, channels, depth)
+    to = quantization_of("int8" if has_head else format, channels, depth)
     if to is None or (experts and channels % CHANNELS):
         reason = f"{channels} channels of {depth} inputs do not divide into blocks of 16 by 32"
         return _Form(reason=reason)
-    if is_linear and is_ranked(node):
+    if any(map(is_ranked, linears)):
         return _Form(reason="it is a router, whose choices would change with small errors")
     return _Form(to=dataclasses.replace(to, transposed=transposed))
 

@@ -46,11 +46,12 @@ def quantized_reference(path: Path, format: Format) -> Any:
             weight.copy_(dequantize(*quantize(weight, to)))
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            kept: Format = "int8" if format == "int4" and name == "lm_head" else format
+            kept: Format = "int8" if name == "lm_head" else format
             to = quantization_of(kept, *module.weight.shape)
             assert to is not None
             with torch.no_grad():
-                module.weight.copy_(dequantize(*quantize(module.weight, to)))
+                channels = len(module.weight)
+                module.weight.copy_(dequantize(*quantize(module.weight, to))[:channels])
     return model
 
 
@@ -70,6 +71,19 @@ def test_the_quantized_weights_are_computed_with_exactly(checkpoint: Path, forma
         errors.append(answer.logprobs[0] - float(plain[answer.tokens[0]]))
     error = float(torch.tensor(errors).pow(2).mean().sqrt())
     assert 0 < error < MAX_ERROR[format]
+
+
+def test_so_is_an_embedding_tied_to_a_head_of_no_whole_blocks(tmp_path: Path) -> None:
+    path = save_checkpoint("qwen3", tmp_path, **SIZES, tie_word_embeddings=True, vocab_size=131)
+    running = tiny_engine.start(path, quantization="int4", activation_bits=32)
+    (report,) = [r for r in running.started.info.pass_reports if "quantize_linears" in r]
+    assert "1 llmc.quantized_embedding.default, 9 llmc.quantized_linear.default]" in report
+    asked, exact = prompts((3, 9, 17, 25)), quantized_reference(path, "int4")
+    want = [continue_greedily(exact, prompt, 6) for prompt in asked]
+    assert tiny_engine.differences(want, tiny_engine.generate(running.engine(), asked, 6)) == (
+        0,
+        [],
+    )
 
 
 @pytest.mark.parametrize(("family", "format"), [("mixtral", "int4"), ("gpt_oss", "int8")])

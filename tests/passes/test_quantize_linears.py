@@ -214,7 +214,7 @@ def test_leaves_alone_and_says_why() -> None:
     def routed(x: Tensor, w: Tensor) -> Tensor:
         return torch.topk(F.linear(x, w).softmax(-1, dtype=torch.float32), 2).values
 
-    assert "shared with another op (tied embedding)" in left_alone(tied, x=X, w=W)
+    assert "shared with another op" in left_alone(tied, x=X, w=W)
     assert left_alone(lambda x, w: F.linear(x, w * 2), x=X, w=W).endswith("the weight is computed")
     assert "it is a router" in left_alone(routed, x=X, w=W)
     odd = left_alone(F.linear, x=step(torch.ones(5, 80)), w=made("odd", 48, 80))
@@ -223,13 +223,42 @@ def test_leaves_alone_and_says_why() -> None:
     assert "48 channels of 0 inputs do not divide into blocks" in empty
 
 
-def test_a_head_has_eight_bits_in_every_format() -> None:
+def test_a_head_is_int8_in_every_format() -> None:
     inputs = {"x": X, "w": W, "v": V, "logits_index": step(torch.tensor([0, 3]))}
 
     def model(x: Tensor, w: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         return F.linear(x, w), F.linear(x.index_select(1, index), v)
 
-    for format, head in (("int4", "int8"), ("int8", "int8"), ("fp8", "fp8")):
+    formats: tuple[Format, ...] = ("int4", "int8", "fp8")
+    for format in formats:
         quantized, _ = apply(trace(model, **inputs), quantize_linears(format=format))
         found = {parts: kind for parts, kind, _ in low(quantized)}
-        assert found == {("w",): format, ("v",): head}
+        assert found == {("w",): format, ("v",): "int8"}
+
+
+def test_an_embedding_has_the_bits_of_the_head_that_it_is_tied_to() -> None:
+    ids, index = step(torch.tensor([1, 47, 0])), step(torch.tensor([0, 2]))
+    inputs = {"ids": ids, "w": W, "logits_index": index}
+
+    def tied(ids: Tensor, w: Tensor, index: Tensor) -> Tensor:
+        return F.linear(F.embedding(ids, w)[None].index_select(1, index), w)
+
+    def untied(ids: Tensor, w: Tensor) -> Tensor:
+        return F.embedding(ids, w)
+
+    formats: tuple[Format, ...] = ("int4", "int8", "fp8")
+    for format in formats:
+        gm = trace(tied, **inputs)
+        quantized, (report,) = apply(gm, quantize_linears(format=format))
+        assert report.added == {
+            "llmc.quantized_linear.default": 1,
+            "llmc.quantized_embedding.default": 1,
+        }
+        assert {kind for _, kind, _ in low(quantized)} == {"int8"}
+        assert WeightInput(parts=("w",)) not in roles(quantized, WeightInput)
+        values = Values.of(**inputs)
+        want = run(gm, values)
+        error = float((run(quantized, values) - want).abs().max() / want.abs().max())
+        assert 0 < error < 2 * TOLERANCE["int8"]
+    _, (report,) = apply(trace(untied, ids=ids, w=W), quantize_linears(format="int8"))
+    assert not report.added
