@@ -43,7 +43,7 @@ Format = Literal[
     "int8", "int4", "int5", "int6", "fp8", "mxfp4", "iq4", "iq3_s", "iq3_xxs", "iq2"
 ]  # fmt: skip
 Scale = Literal["float32", "float16", "bfloat16", "exponent", "superblock"]
-Part = Literal["weight", "scale", "zero", "minimum"]
+Part = Literal["weight", "scale", "zero", "minimum", "order"]
 FORMATS: tuple[Format, ...] = ("int8", "int4", "fp8")  # formats that `quantize` supports
 CHANNELS = 16  # per block
 INPUTS = 32  # the depth is a multiple of this
@@ -352,7 +352,9 @@ class Quantization:
     `scale`: the dtype of scales; "exponent" is that of mxfp4, "superblock" that of K-quants.
     `zero`: int4 with zero points. `minimum`: integers with a minimum per group (the value of a 0),
     in superblocks or float16 if the scales are, else in float32. `transposed`: a weight of experts
-    that comes from [E, K, N]; in memory channels still come first.
+    that comes from [E, K, N]; in memory channels still come first. `order`: a digest of the order
+    [K] in which the op gets the inputs of a linear, so that those of a group are consecutive; "":
+    they are in the model's order.
     """
 
     format: Format
@@ -361,6 +363,7 @@ class Quantization:
     zero: bool = False
     minimum: bool = False
     transposed: bool = False
+    order: str = ""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -377,7 +380,8 @@ class Quantization:
         least = torch.float16 if self.scale == "float16" else torch.float32
         is_apart = self.minimum and self.scale != "superblock"
         low: dict[Part, torch.dtype] = {"minimum": least} if is_apart else {}
-        return {"weight": self.dtype, "scale": self.scale_dtype, **zero, **low}
+        order: dict[Part, torch.dtype] = {"order": torch.int32} if self.order else {}
+        return {"weight": self.dtype, "scale": self.scale_dtype, **zero, **low, **order}
 
     @property
     def _unit(self) -> tuple[int, int]:
@@ -385,11 +389,13 @@ class Quantization:
         return _UNITS.get(self.format, (8 if _is_4_bit(self.format) else 4, 1))
 
     def shape(self, part: Part, *size: int) -> tuple[int, ...]:
-        """The shape of the quantized weight, or of its scales, zero points or minimums.
+        """The shape of the quantized weight, its scales, zero points, minimums, or order.
 
         size: [N, K] of the weight, or [E, N, K] for experts, where E comes first in the result too.
         """
         *experts, channels, depth = size
+        if part == "order":
+            return (depth,)
         blocks = -(-channels // CHANNELS)
         if part == "weight":
             inputs, lines = self._unit

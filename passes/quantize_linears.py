@@ -65,7 +65,8 @@ def quantize_linears(
                                   its minimums)
         e = llmc.quantized_embedding(ids, w in 4 to 8 bits, ...)
         e = llmc.quantized_embedding(llmc.shard_ids(ids, rows), w in 4 to 8 bits, ...)
-    followed, if the channels N of a linear are not whole blocks of 16, by
+    where x is aten.index_select(x, -1, order) if the groups of a stored weight have inputs from
+    anywhere (act-order), and followed, if the channels N of a linear are not whole blocks of 16, by
         y = aten.add(aten.slice(y, -1, 0, N), b)
     and llmc.expert_linear becomes llmc.quantized_expert_linear as linears do.
     """
@@ -113,6 +114,8 @@ def _form_of(node: fx.Node, kept: Mapping[str, Quantization], format: Format | N
     to, reason = _kept_format(given.weight, kept)
     if to is not None and to.transposed != transposed:
         to, reason = None, "experts are stored in another layout than the model uses"
+    if to is not None and to.order and not is_call(node, aten.linear.default):
+        to, reason = None, "the groups of its inputs are not consecutive"
     if to is not None and format in (None, to.format):
         return _Form(to=to, kept=True)
     if format is None or (is_call(node, *_EMBEDDINGS) and only_user(given.weight) is node):
@@ -124,10 +127,14 @@ def _rewrite(node: fx.Node, to: Quantization, *, kept: bool) -> None:
     given, graph = arguments(node), node.graph
     with graph.inserting_before(node):
         parts = _low_bit(graph, given.weight, to, kept=kept)
+        order = parts.pop("order", None)
         if is_call(node, aten.linear.default):
+            x = given.input
+            if order is not None:
+                x = emit(graph, aten.index_select.default, x, -1, order)
             channels = int(val(given.weight).shape[0])
             bias = None if channels % CHANNELS else given.bias
-            fast = emit(graph, quantized_linear.overload, x=given.input, **parts, bias=bias)
+            fast = emit(graph, quantized_linear.overload, x=x, **parts, bias=bias)
             if channels % CHANNELS:
                 fast = emit(graph, aten.slice.Tensor, fast, -1, 0, channels)
                 fast = (
@@ -183,6 +190,8 @@ def _of_rank(to: Quantization, weight: fx.Node) -> Quantization | None:
         return None
     for _, shard in role.pieces:
         if shard is not None and shard.dim == val(weight).dim() - (2 if to.transposed else 1):
+            if to.order:  # its groups have inputs of all ranks
+                return None
             to = to.of_inputs(shard.ranges(0))
     return to
 
@@ -240,7 +249,7 @@ def _low_bit(
     size = _size(weight, to.transposed)
     nodes: dict[Part, fx.Node | None] = {}
     parts: tuple[Part, ...] = ("weight", "scale", "zero", "minimum")
-    for part in parts:
+    for part in (*parts, "order") if to.order else parts:
         if part not in to.dtypes:
             nodes[part] = None
             continue

@@ -96,10 +96,11 @@ class BlockTensor(ABC):
 
 class BlockWriter:
     """Fills the weight inputs of `quantized_linear` [..., N / 16, lines, bytes], from the first
-    block of channels on."""
+    block of channels on, and the order of their inputs, if there is one."""
 
     def __init__(self, out: Mapping[Part, Tensor]) -> None:
-        self._out = {part: tensor.flatten(0, -3) for part, tensor in out.items()}
+        self._order = out.get("order")
+        self._out = {p: tensor.flatten(0, -3) for p, tensor in out.items() if p != "order"}
         self._filled = 0  # blocks
 
     @property
@@ -113,6 +114,8 @@ class BlockWriter:
 
     def write(self, made: Mapping[Part, Tensor]) -> None:
         """Copy blocks that were made elsewhere."""
+        if self._order is not None:
+            self._order.copy_(made["order"])
         for part, place in self.next(len(made["weight"])).items():
             place.copy_(made[part])
 

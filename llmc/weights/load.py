@@ -385,8 +385,9 @@ def make_weights(
     assert writer.is_done, f"not all blocks of {role.parts} are filled"
     if role.order:
         rows = _rows(role).to(memory.device)
-        for blocks in out.values():
-            blocks.copy_(take_channels(blocks, rows))
+        for part, blocks in out.items():
+            if part != "order":
+                blocks.copy_(take_channels(blocks, rows))
     return {
         dataclasses.replace(role, quantized=dataclasses.replace(role.quantized, part=part)): tensor
         for part, tensor in out.items()

@@ -7,6 +7,7 @@ is dequantized.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -59,6 +60,8 @@ def kept_parameters(module: nn.Module, tensors: Mapping[str, Readable]) -> KeptW
     for name, parts in sorted(made_of.items()):
         formats = {_kept_as(part) for part in parts}
         to = formats.pop() if len(formats) == 1 else None
+        if to is not None and len(parts) > 1 and to.order:
+            to = None
         if any(part.shape[0] % CHANNELS for part in parts[:-1]):  # blocks of several parts
             to = None
         if to is not None:
@@ -103,9 +106,19 @@ def _kept_as(tensor: Readable) -> Quantization | None:
     if experts and channels % CHANNELS:
         return None
     to = kept_as(tensor.scheme, tensor.block, depth, tensor.scale.dtype)
-    if to is None or not tensor.is_in_order():
+    if to is None:
         return None
-    return dataclasses.replace(to, transposed=tensor.transposed)
+    try:
+        order = tensor.order()
+    except CheckpointError:  # such groups can be dequantized
+        return None
+    return dataclasses.replace(to, transposed=tensor.transposed, order=_digest(order))
+
+
+def _digest(order: Tensor | None) -> str:
+    if order is None:
+        return ""
+    return hashlib.blake2b(order.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def expected_weights(stored: StoredQuantization, module: nn.Module) -> KeptWeights:
@@ -205,6 +218,9 @@ def _blocks_of(
         q, zero = _centered(tensor, low), None
     elif to.format == "int4" and zero is None:
         q = (q + _MIDDLE).view(torch.uint8)
+    order = tensor.order() if to.order else None
+    if order is not None:
+        q = q[:, order]
     column = inputs[:: to.group or len(inputs)] // low.block[1]
     row = channels // low.block[0]
 
@@ -217,6 +233,8 @@ def _blocks_of(
     }
     if zero is not None:
         parts["zero"] = spread(zero, torch.uint8)
+    if order is not None:
+        parts["order"] = order.to(torch.int32)
     return parts
 
 

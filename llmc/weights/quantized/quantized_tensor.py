@@ -73,10 +73,20 @@ class QuantizedTensor:
     def equals(self, other: Readable) -> bool:
         return self is other
 
-    def is_in_order(self) -> bool:
-        """Whether the inputs of each group are consecutive."""
-        groups = self.group_of
-        return groups is None or _are_in_order(groups.read(), self.block[1])
+    def order(self) -> Tensor | None:
+        """The order of inputs [K] in which those of each group are consecutive; None if they are.
+        CheckpointError if groups have different numbers of inputs."""
+        if self.group_of is None:
+            return None
+        groups = self.group_of.read()
+        if _are_in_order(groups, self.block[1]):
+            return None
+        order = groups.argsort(stable=True)
+        if not _are_in_order(groups[order], self.block[1]):
+            raise CheckpointError(
+                f"{self.group_of.name} has groups of other sizes than {self.block[1]} inputs"
+            )
+        return order
 
     def low_bits(self, part: SomeOf | None = None) -> LowBits:
         """The stored values, unpacked: channels first, one value per element. With `part`, only
