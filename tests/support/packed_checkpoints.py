@@ -190,12 +190,16 @@ def compressed(
     return Packing(config=config, pack=pack)
 
 
-def pack_quantized(bits: int, group: int, *, symmetric: bool) -> Packing:
+def pack_quantized(bits: int, group: int, *, symmetric: bool, order: bool = False) -> Packing:
     """compressed-tensors: inputs along words, zero points of channels along words."""
 
     def pack(weight: Tensor) -> Packed:
+        depth = weight.shape[1]
+        group_of = np.arange(depth) // (group if group > 0 else depth)
+        if order:
+            group_of = np.random.default_rng(depth).permutation(group_of)
         q, zero, scale, numbers = integers(
-            weight, bits, group, symmetric=symmetric, scale_dtype=torch.bfloat16
+            weight, bits, group, symmetric=symmetric, scale_dtype=torch.bfloat16, group_of=group_of
         )
         tensors = {
             "weight_packed": words_of(q, bits, 1),
@@ -204,10 +208,13 @@ def pack_quantized(bits: int, group: int, *, symmetric: bool) -> Packing:
         }
         if not symmetric:
             tensors["weight_zero_point"] = words_of(zero, bits, 0)
+        if order:
+            tensors["weight_g_idx"] = torch.from_numpy(group_of.astype(np.int32))
         return tensors, numbers
 
     strategy = {"strategy": "group", "group_size": group} if group > 0 else {"strategy": "channel"}
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, **strategy}
+    weights |= {"actorder": "group"} if order else {}
     return compressed("pack-quantized", weights, pack)
 
 
@@ -543,6 +550,9 @@ PACKINGS: dict[str, Callable[[], Packing]] = {
     "int-quantized int4": lambda: int_quantized(4),
     "pack-quantized int4 group": lambda: pack_quantized(4, 32, symmetric=True),
     "pack-quantized int4 asymmetric": lambda: pack_quantized(4, 32, symmetric=False),
+    "pack-quantized int4 in another order": lambda: pack_quantized(
+        4, 32, symmetric=False, order=True
+    ),
     "pack-quantized int4 channel": lambda: pack_quantized(4, -1, symmetric=True),
     "pack-quantized int8 group": lambda: pack_quantized(8, 32, symmetric=True),
     "pack-quantized int8 channel": lambda: pack_quantized(8, -1, symmetric=False),
