@@ -9,9 +9,10 @@ Formats: int8, fp8 (e4m3) and int4 (two values per byte, low half first), with s
 (OCP microscaling formats). A scale is for a whole channel or for a group of its inputs, as the
 shapes imply. `quantize` uses one scale per channel for 8 bits; checkpoints can also have groups.
 
-iq4, iq3_s, iq3_xxs and iq2 are codes of four bits, stored like int4, whose values are in a table:
-those of GGUF's types IQ4, IQ3_S, IQ3_XXS, and IQ2 and IQ1. Lines are counted in pairs or in fours,
-of uint8 or int8, which tells the formats apart.
+nvfp4, iq4, iq3_s, iq3_xxs and iq2 are codes of four bits, stored like int4, whose values are in a
+table: e2m1 numbers with other scales than mxfp4's, and those of GGUF's types IQ4, IQ3_S, IQ3_XXS,
+and IQ2 and IQ1. Lines are counted in pairs or in fours, of uint8, int8 or float8_e5m2, which tells
+the formats apart.
 
 int5 and int6 have several lines for 32 or 16 inputs, so that they are unpacked with few operations.
 Each line has the low bits of four inputs per channel; the last inputs are in what its bytes have
@@ -40,7 +41,7 @@ from torch import Tensor
 from llmc.kernels.registry import Case, op
 
 Format = Literal[
-    "int8", "int4", "int5", "int6", "fp8", "mxfp4", "iq4", "iq3_s", "iq3_xxs", "iq2"
+    "int8", "int4", "int5", "int6", "fp8", "mxfp4", "nvfp4", "iq4", "iq3_s", "iq3_xxs", "iq2"
 ]  # fmt: skip
 Scale = Literal["float32", "float16", "bfloat16", "exponent", "superblock"]
 Part = Literal["weight", "scale", "zero", "minimum", "order"]
@@ -64,6 +65,7 @@ _DTYPES = {
     "iq3_s": torch.uint8,
     "iq3_xxs": torch.int8,  # of codes, like the next
     "iq2": torch.int8,
+    "nvfp4": torch.float8_e5m2,  # of codes, too
 }
 _SCALES = {
     "float32": torch.float32,
@@ -76,6 +78,7 @@ _SCALES = {
 _UNITS: dict[Format, tuple[int, int]] = {
     "int5": (32, 5),
     "int6": (16, 3),
+    "nvfp4": (16, 2),
     "iq4": (16, 2),
     "iq3_s": (32, 4),
     "iq3_xxs": (32, 4),
@@ -89,9 +92,11 @@ def _signed(*sizes: float) -> tuple[float, ...]:
     return (*sizes, *(-size for size in sizes))
 
 
+_E2M1 = _signed(0.0, 0.5, 1, 1.5, 2, 3, 4, 6)  # which has a -0
 # the values of formats with codes of four bits
 TABLES: dict[Format, tuple[float, ...]] = {
-    "mxfp4": _signed(0.0, 0.5, 1, 1.5, 2, 3, 4, 6),  # e2m1, which has a -0
+    "mxfp4": _E2M1,
+    "nvfp4": _E2M1,
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
     "iq3_s": _signed(1, 3, 5, 7, 9, 11, 13, 15),
     "iq3_xxs": _signed(1, 3, 5, 7, 9, 11, 13, 15.5),
@@ -119,9 +124,10 @@ def quantized_linear(
 
     weight [N / 16, lines, 64] is q in blocks: int8 and float8_e4m3fn have K / 4 lines, uint8 (two
     values per byte) K / 8. Or it is uint8 [N / 16, K / 32, 320] for int5, [N / 16, K / 16, 192] for
-    int6, [N / 16, K / 16, 128] for iq4 (int8: iq2), and [N / 16, K / 32, 256] for iq3_s (int8:
-    iq3_xxs). scale [N / 16, K / group, 16]: float32, float16 or bfloat16; group sizes are
-    multiples of 16, or of 32 for int5, iq3_s and iq3_xxs. zero: uint8 with the shape of scale, for
+    int6, [N / 16, K / 16, 128] for iq4 (int8: iq2, float8_e5m2: nvfp4), and [N / 16, K / 32, 256]
+    for iq3_s (int8: iq3_xxs). scale [N / 16, K / group, 16]: float32, float16 or bfloat16; group
+    sizes are multiples of 16, or of 32 for int5, iq3_s and iq3_xxs. zero: uint8 with the shape of
+    scale, for
     int4 only; None means 8 (16 for int5, 32 for int6). bias [N]. minimum: float32 or float16 with
     the shape of scale, for integers without zero; then w = q * scale + minimum.
     A uint8 scale is an exponent: 2 ** (scale - 127), 255 is NaN. Then q are e2m1 codes in uint8,
@@ -629,10 +635,11 @@ def _superblock_cases(
 
 
 def _packed_cases(gen: torch.Generator, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Q5_0, Q5_1, IQ4_NL, and Q6_K, IQ3_S and IQ2_S whose superblocks are cut apart."""
+    """Q5_0, Q5_1, IQ4_NL, and Q6_K, IQ3_S and IQ2_S whose superblocks are cut apart, and NVFP4."""
     for format, group, scale_dtype in (
         ("int5", 32, torch.float16), ("int5", 96, torch.float32), ("int6", 16, torch.float32),
         ("iq4", 32, torch.float16), ("iq3_s", 32, torch.float32), ("iq2", 16, torch.float32),
+        ("nvfp4", 16, torch.float32),
     ):  # fmt: skip
         to = Quantization(format=format, group=group)  # type: ignore[arg-type]
         weight = packed_draw(gen, to, 48, 288).to(device)

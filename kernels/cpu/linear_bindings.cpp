@@ -16,7 +16,8 @@ Format format_of(const Tensor& weight, const Tensor& scale) {
   if (weight.scalar_type() == at::kByte)
     return scale.scalar_type() == at::kByte ? Format::mxfp4 : Format::int4;
   if (weight.scalar_type() == at::kFloat8_e4m3fn) return Format::fp8;
-  at::fail({"weight must be int8, uint8 or float8_e4m3fn, got ", weight.scalar_type()});
+  if (weight.scalar_type() == at::kFloat8_e5m2) return Format::nvfp4;
+  at::fail({"weight must be int8, uint8, float8_e4m3fn or float8_e5m2, got ", weight.scalar_type()});
 }
 
 const void* bias_data(const optional<Tensor>& bias, const Tensor& x, int64_t channels) {
@@ -82,6 +83,7 @@ LowBitArgs weight_args(const Tensor& weight, const Tensor& scale, const optional
   TORCH_CHECK(is_dense && weight.size(2) == layout_of(stored).lines * kLineBytes,
               "weight must be a dense [N / 16, lines, 64], or uint8 [.., 128] for iq4, [.., 256] for iq3_s, "
               "[.., 320] for int5 or [.., 192] for int6, or int8 [.., 128] for iq2 or [.., 256] for iq3_xxs, "
+              "or float8_e5m2 [.., 128] for nvfp4, "
               "got ", weight.sizes(), " of ", weight.scalar_type());
   LowBitArgs a{};
   a.stored = stored;

@@ -22,7 +22,7 @@ constexpr int64_t kSuperblock = 256;                // inputs
 
 // How a weight is stored. Those with tables are all read as `table`: their values come at run time,
 // so the kernels for them are compiled once.
-enum class Format { int8, int4, fp8, mxfp4, iq4, iq3_s, iq3_xxs, iq2, int5, int6, table };
+enum class Format { int8, int4, fp8, mxfp4, nvfp4, iq4, iq3_s, iq3_xxs, iq2, int5, int6, table };
 
 // The values of a format with codes of four bits: integers times `unit`, a power of two.
 struct Codebook {
@@ -46,7 +46,8 @@ constexpr Codebook with_negatives(std::array<int8_t, 8> sizes, float unit) {
 }
 // kernels/quantized_linear.py says where they come from.
 constexpr Codebook codebook_of(Format format) {
-  if (format == Format::mxfp4) return with_negatives({0, 1, 2, 3, 4, 6, 8, 12}, 0.5f);
+  if (format == Format::mxfp4 || format == Format::nvfp4)
+    return with_negatives({0, 1, 2, 3, 4, 6, 8, 12}, 0.5f);
   if (format == Format::iq3_s) return with_negatives({1, 3, 5, 7, 9, 11, 13, 15}, 1);
   if (format == Format::iq3_xxs) return with_negatives({2, 6, 10, 14, 18, 22, 26, 31}, 0.5f);
   if (format == Format::iq2) return with_negatives({1, 7, 9, 8, 25, 43, 0, 0}, 0.125f);
@@ -72,7 +73,7 @@ struct Layout {
 constexpr Layout layout_of(Format format) {
   if (format == Format::int5) return {5, 32};
   if (format == Format::int6) return {3, 16};
-  if (format == Format::iq4 || format == Format::iq2) return {2, 16};
+  if (format == Format::nvfp4 || format == Format::iq4 || format == Format::iq2) return {2, 16};
   if (format == Format::iq3_s || format == Format::iq3_xxs) return {4, 32};
   return {1, is_4_bit(format) ? 8 : 4};
 }

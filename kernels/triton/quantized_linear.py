@@ -165,7 +165,7 @@ def widen(words, shift, FORMAT: tl.constexpr):
         return _look_up(words >> shift, _IQ3_XXS_LOW, _IQ3_XXS_HIGH) * 0.5
     elif FORMAT == "iq2":
         return _look_up(words >> shift, _IQ2_LOW, _IQ2_HIGH) * 0.125
-    elif FORMAT == "mxfp4":
+    elif FORMAT == "mxfp4" or FORMAT == "nvfp4":
         bits = words >> shift  # e2m1 is float16 with fewer bits and an exponent 14 lower
         half = ((bits & 8) << 12) | ((bits & 7) << 9)
         return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0

@@ -23,6 +23,7 @@ from llmc.weights.quantized.stored_weights import dequantized
 
 INT4 = Quantization(format="int4", group=32, scale="float16", zero=True)
 MXFP4 = Quantization(format="mxfp4", group=32, scale="exponent")
+NVFP4 = Quantization(format="nvfp4", group=16)
 # Of a weight of 48 channels and 96 inputs; the others are widened.
 KEPT = {
     "fp8 in blocks of 32": Quantization(format="fp8", group=32),
@@ -49,6 +50,10 @@ KEPT = {
     "awq for gemv": INT4,
     "fp8 of modelopt": Quantization(format="fp8"),
     "mxfp4": MXFP4,
+    "nvfp4": NVFP4,
+    "nvfp4 of modelopt": NVFP4,
+    "nvfp4 of modelopt, weights only": NVFP4,
+    "auto-round, nvfp4": NVFP4,
     "bitsandbytes in 8 bits": Quantization(format="int8"),
     "auto-round as gptq": Quantization(format="int4", group=32, scale="float16"),
     "auto-round as awq": INT4,

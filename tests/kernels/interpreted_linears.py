@@ -351,6 +351,7 @@ def any_codes(
         ("fp8", 0, "float32", ""),
         ("fp8", 32, "float16", ""),
         ("mxfp4", 32, "exponent", ""),
+        ("nvfp4", 16, "float32", ""),
         ("iq4", 32, "float16", ""),
         ("iq3_s", 32, "float32", ""),
         ("iq3_xxs", 32, "float16", ""),

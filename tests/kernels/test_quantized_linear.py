@@ -295,7 +295,9 @@ def test_wrong_arguments_are_named() -> None:
         run(x, weight, torch.ones(2, 8, 16))
     with pytest.raises(RuntimeError, match="scale must be float32"):
         run(x, weight, scale.double())
-    with pytest.raises(RuntimeError, match="weight must be int8, uint8 or float8_e4m3fn"):
+    with pytest.raises(
+        RuntimeError, match="weight must be int8, uint8, float8_e4m3fn or float8_e5m2"
+    ):
         run(x, weight.to(torch.int16), scale)
     with pytest.raises(RuntimeError, match="bias must be a dense"):
         run(x, weight, scale, None, torch.zeros(31).bfloat16())

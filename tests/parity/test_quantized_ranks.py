@@ -27,7 +27,6 @@ SIZES = {
 PROMPTS = prompts((1, 5, 19, 12))
 WIDENED = (
     *("pack-quantized int8 channel", "gptq 8 bits"),
-    *("nvfp4", "nvfp4 of modelopt", "nvfp4 of modelopt, weights only", "auto-round, nvfp4"),
     *("nf4", "nf4 with nested scales", "nf4 stored as bfloat16"),
 )
 OPS = r"\d+ llmc\.quantized_\w+\.default"

@@ -123,6 +123,7 @@ def report_of(running: Running) -> str:
         "gptq in another order",
         "awq",
         "mxfp4",
+        "nvfp4",
     ],
 )
 def test_stored_bits_give_the_tokens_of_transformers(
@@ -144,6 +145,7 @@ def test_stored_bits_give_the_tokens_of_transformers(
         "gptq 4 bits",
         "awq",
         "mxfp4",
+        "nvfp4",
     ],
 )
 def test_keys_and_values_of_channels_that_are_no_whole_blocks(name: str, tmp_path: Path) -> None:
@@ -155,7 +157,7 @@ def test_keys_and_values_of_channels_that_are_no_whole_blocks(name: str, tmp_pat
 
 @pytest.mark.parametrize(
     "name",
-    ["fp8 in blocks", "gptq 8 bits", "nvfp4", "nf4"],
+    ["fp8 in blocks", "gptq 8 bits", "nf4"],
 )
 def test_others_are_widened(
     name: str, plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -195,15 +197,22 @@ def expert_bits(model: Path) -> float:
             value = node.meta["val"]
             num_bytes += value.numel() * value.dtype.itemsize
             if role.quantized.part == "weight":
-                num_values += value.numel() * (2 if value.dtype == torch.uint8 else 1)
+                has_two = value.dtype in (torch.uint8, torch.float8_e5m2)
+                num_values += value.numel() * (2 if has_two else 1)
     return 8 * num_bytes / num_values
 
 
 @pytest.mark.parametrize(
     ("name", "bits"),
     tiered(
-        [("fp8 in blocks of 32", 9), ("pack-quantized int4 group", 4.5), ("gptq 4 bits", 4.75)],
+        [
+            ("fp8 in blocks of 32", 9),
+            ("pack-quantized int4 group", 4.5),
+            ("gptq 4 bits", 4.75),
+            ("nvfp4", 6),
+        ],
         ("gptq 4 bits", 4.75),
+        ("nvfp4", 6),
     ),
 )
 def test_experts_that_are_stored_one_by_one(

@@ -345,6 +345,7 @@ Q5_K = Quantization(format="int5", group=32, scale="superblock", minimum=True)
 Q6_K = Quantization(format="int6", group=16, scale="superblock")
 IQ4_XS = Quantization(format="iq4", group=32, scale="superblock")
 IQ2_XS = Quantization(format="iq2", group=16, scale="superblock")
+NVFP4 = Quantization(format="nvfp4", group=16)
 FUSED_FORMATS = {
     "int4": Quantization(format="int4", group=128, scale="float16", zero=True),
     "int8": Quantization(format="int8"),
@@ -867,6 +868,10 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_linear IQ4_XS dequantized": lambda: dequantized("iq4", 32, "superblock"),
     "quantized_expert_linear IQ4_XS few": lambda: low_bit_experts(64, "iq4", stored=IQ4_XS),
     "quantized_embedding IQ4_XS": lambda: embedding(64, "iq4", stored=IQ4_XS),
+    "quantized_linear NVFP4 row": lambda: low_bit(1, "nvfp4", stored=NVFP4),
+    "quantized_linear NVFP4 many": lambda: low_bit(255, "nvfp4", stored=NVFP4),
+    "quantized_linear NVFP4 dequantized": lambda: dequantized("nvfp4", 16, "float32"),
+    "quantized_expert_linear NVFP4 few": lambda: low_bit_experts(64, "nvfp4", stored=NVFP4),
     "quantized_linear IQ2_XS row": lambda: low_bit(1, "iq2", stored=IQ2_XS),
     "quantized_linear IQ2_XS many": lambda: low_bit(255, "iq2", stored=IQ2_XS),
     "quantized_linear IQ2_XS dequantized": lambda: dequantized("iq2", 16, "superblock"),

@@ -160,6 +160,8 @@ def kept_as(
         return None
     if scheme.layout == "mxfp4" or (scheme.layout == "fp4" and block[1] == 32):
         return Quantization(format="mxfp4", group=block[1], scale="exponent")
+    if scheme.layout == "fp4":
+        return Quantization(format="nvfp4", group=16) if block[1] == 16 else None
     if format == "int8" and not scheme.symmetric:
         return None
     stored = block[1] or depth
@@ -204,6 +206,14 @@ def blocks_of(
                 "weight": pack_bytes(whole_blocks(rows.view(torch.uint8))),
                 "scale": pack_groups(whole_blocks(scales.view(torch.uint8))),
             }
+    elif to.format == "nvfp4":
+        codes = whole_blocks(tensor.words(tensor.weight, part).view(torch.uint8))
+        scale = tensor.numbers_of(tensor.scale.read()).float()
+        weight = pack_bytes(codes).view(to.dtype)
+        yield {
+            "weight": weight.view(to.shape("weight", len(codes), len(inputs))),
+            "scale": pack_groups(scale[whole_blocks(channels)][:, inputs[::16] // 16]),
+        }
     else:
         for low in tensor.low_bits(part).matrices():
             yield _blocks_of(tensor, low, to, whole_blocks(channels), inputs)

@@ -141,11 +141,7 @@ class QuantizedTensor:
             scale = 1 / scale.float() if self.scheme.divides else scale
         elif bits == 4 and not self.scheme.is_float:  # "plain"
             q, zero = self._nibbles(q, zero)
-        if scale.dtype in BYTE_SCALES:
-            scale = powers_of_two(scale.view(torch.uint8))
-        if self.whole_scale is not None:
-            whole = self.whole_scale.read().float().reshape(())
-            scale = scale.float() / whole if self.scheme.divides else scale.float() * whole
+        scale = self.numbers_of(scale)
         if self.group_of is not None:
             group_of = self._checked_groups(self.group_of.read(), scale.shape[-1])
         grid = (*experts, *grid_of(channels, depth, self.block))
@@ -157,6 +153,15 @@ class QuantizedTensor:
             group_of=group_of,
             table=table,
         )
+
+    def numbers_of(self, scale: Tensor) -> Tensor:
+        """Stored scales with the factor of the whole weight."""
+        if scale.dtype in BYTE_SCALES:
+            scale = powers_of_two(scale.view(torch.uint8))
+        if self.whole_scale is not None:
+            whole = self.whole_scale.read().float().reshape(())
+            scale = scale.float() / whole if self.scheme.divides else scale.float() * whole
+        return scale
 
     def _nibbles(self, q: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """4-bit integers in int8, checked; unsigned if they have zero points."""
