@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tiny_graphs import Values, apply, assert_idempotent, run, step, trace, weight
 from torch import Tensor
 
-from llmc.kernels.quantized_linear import Format
+from llmc.kernels.quantized_linear import Format, Quantization
 from llmc.passes.quantize_linears import quantize_linears
 from llmc.passes.round_activations import round_activations
 
@@ -79,7 +79,8 @@ def test_the_output_head_keeps_its_inputs() -> None:
 
     index = step(torch.tensor([1, 4]))
     gm = trace(head, x=INPUTS["x"], logits_index=index, w=INPUTS["w"])
-    exact, _ = apply(gm, quantize_linears(format="fp8"))
+    stored = (("w", Quantization(format="fp8")),)
+    exact, _ = apply(gm, quantize_linears(format=None, kept=stored))
     same, (report,) = apply(exact, round_activations(bits=None, float8=True))
     assert bits_of(same) == [None]
     assert list(report.notes) == ["1 linears: it is the output head"]
