@@ -127,9 +127,8 @@ def quantized_linear(
     int6, [N / 16, K / 16, 128] for iq4 (int8: iq2, float8_e5m2: nvfp4), and [N / 16, K / 32, 256]
     for iq3_s (int8: iq3_xxs). scale [N / 16, K / group, 16]: float32, float16 or bfloat16; group
     sizes are multiples of 16, or of 32 for int5, iq3_s and iq3_xxs. zero: uint8 with the shape of
-    scale, for
-    int4 only; None means 8 (16 for int5, 32 for int6). bias [N]. minimum: float32 or float16 with
-    the shape of scale, for integers without zero; then w = q * scale + minimum.
+    scale, for int4 only; None means 8 (16 for int5, 32 for int6). bias [N]. minimum: float32 or
+    float16 with the shape of scale, for integers without zero; then w = q * scale + minimum.
     A uint8 scale is an exponent: 2 ** (scale - 127), 255 is NaN. Then q are e2m1 codes in uint8,
     and there is neither zero nor minimum. An int16 scale [N / 16, K / 256 * words, 16] has scales
     and minimums in superblocks, for integers; then zero and minimum are None.
@@ -443,8 +442,8 @@ def whole_blocks(rows: Tensor) -> Tensor:
 def quantize(rows: Tensor, to: Quantization) -> tuple[Tensor, Tensor]:
     """Quantize rows [N, K] to (weight, scale), rounding to nearest.
 
-    For int4, the scale maps a group's value of largest magnitude to -8, so
-    that all sixteen values are used.
+    For int4, the scale maps a group's value of largest magnitude to -8, so that all sixteen values
+    are used.
     """
     values = whole_blocks(rows).float().unflatten(1, (-1, to.group or rows.shape[1]))
     if to.format == "int4":

@@ -34,6 +34,7 @@ from llmc.passes.edit import (
 from llmc.passes.evaluate import NotEvaluable, evaluate, token_counts
 from llmc.passes.inputs import CacheInput, add_input, input_of, step_input, token_input
 
+CAUSAL = (0, 1, 1, 1)  # the shape of a mask marker without a window or chunks
 _VIEWS = (
     aten.transpose.int,
     aten.permute.default,
@@ -422,7 +423,7 @@ def mask_markers(node: fx.Node) -> list[fx.Node]:
 
 def _prove(graph: fx.Graph, indexer: _Indexer) -> None:
     """Check that scores for random numbers are those of `choose_keys` times a positive scale."""
-    if any(tuple(val(mask).shape) != (0, 1, 1, 1) for mask in indexer.masks):
+    if any(tuple(val(mask).shape) != CAUSAL for mask in indexer.masks):
         raise NotEvaluable("it is limited to a window")
     for seed, tokens in enumerate(_PROBE_TOKENS):
         gen = torch.Generator().manual_seed(seed)

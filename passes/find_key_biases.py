@@ -22,6 +22,7 @@ from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, calls, emit, is_call, set_arguments, val
 from llmc.passes.evaluate import NotEvaluable, evaluate, token_counts
 from llmc.passes.find_indexers import (
+    CAUSAL,
     budget_of,
     check_plain,
     index_cache,
@@ -31,7 +32,6 @@ from llmc.passes.find_indexers import (
 )
 from llmc.passes.inputs import add_constant, step_input, token_input
 
-_CAUSAL = (0, 1, 1, 1)  # the shape of a mask marker without a window or chunks
 _SIZED = (aten.expand.default, aten.view.default, aten.reshape.default)
 _HIDDEN = -1e4  # a bias below this hides a key
 _MORE = 16  # probe with this many more tokens than are chosen
@@ -113,7 +113,7 @@ def _find(bias: fx.Node, kv_heads: int) -> _Bias:
         raise NotEvaluable(
             f"it is computed from {len(sources)} tensors and {len(topks)} topk calls"
         )
-    if masks != {_CAUSAL}:
+    if masks != {CAUSAL}:
         raise NotEvaluable("it is computed from a mask that is not causal")
     shape = [str(s) for s in val(sources[0]).shape]
     groups = [int(s) for s in shape if s not in ("1", str(num_tokens(bias)))] or [1]

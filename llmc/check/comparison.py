@@ -112,7 +112,7 @@ def compare(
     rounds, compare the step with the step without that pass, and with a narrower KV cache with the
     step that has one in the model's dtype."""
     stated = TOLERANCES[str(subject.built.dtype).removeprefix("torch.")]
-    average = _average(subject, stated)
+    average = _average_for(subject, stated)
     noise = None
     if reference.has_noise:
         noise = _measure(reference.rounded.logits, reference, stated, average)
@@ -151,7 +151,7 @@ def compare(
     )
 
 
-def _average(subject: Subject, limit: Tolerance) -> Average:
+def _average_for(subject: Subject, limit: Tolerance) -> Average:
     """How to average errors with this limit: rounding may change what a model chooses."""
     is_exact = limit == TOLERANCES["float32"]
     return "mean" if is_exact or not subject.chooses else "median"
@@ -292,7 +292,7 @@ def _result(
     beside: str,
     switch: str,
 ) -> ChangedResult:
-    found = logits_deviation(wanted, have, 2 * limit.relative, _average(subject, limit))
+    found = logits_deviation(wanted, have, 2 * limit.relative, _average_for(subject, limit))
     return ChangedResult(
         kind=kind,
         name=name,

@@ -7,9 +7,8 @@ from torch import fx
 from llmc.kernels.attention import attention
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, calls, emit, set_arguments, val
+from llmc.passes.find_indexers import CAUSAL
 from llmc.passes.inputs import StepInput, input_of
-
-_CAUSAL = (0, 1, 1, 1)  # the shape of a mask marker without a window or chunks
 
 
 @graph_pass(cached=False)
@@ -23,13 +22,13 @@ def show_masks(gm: fx.GraphModule) -> Notes:
         i = aten.topk(scores, masked with m [0, T, T], n)[1]
         y = llmc.attention(..., chosen=i)
     After:
-        m [1, 1, T, T] = the key is not behind the query
+        m [1, 1, T, T] = whether the key is the query's token or an earlier one
         i = aten.topk(scores, masked with m [1, T, T], n)[1]
         y = llmc.attention(..., chosen=aten.transpose(i, 0, 1))
     """
     graph = gm.graph
     tokens = next(n for n in graph.nodes if input_of(n) == StepInput(name="token_ids"))
-    markers = [n for n in calls(graph, aten.empty.memory_format) if tuple(val(n).shape) == _CAUSAL]
+    markers = [n for n in calls(graph, aten.empty.memory_format) if tuple(val(n).shape) == CAUSAL]
     for node in markers:
         with graph.inserting_before(node):
             key = emit(graph, aten.cumsum.default, emit(graph, aten.ones_like.default, tokens), 0)
