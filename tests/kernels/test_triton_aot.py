@@ -120,9 +120,11 @@ KERNEL = """
 import triton
 import triton.language as tl
 
+FACTOR = tl.constexpr(2.0)
+
 @triton.jit
 def changed(x):
-    return x {operator} 2.0
+    return x {operator} FACTOR
 
 @triton.jit
 def kernel(x, COUNT: tl.constexpr):
@@ -141,6 +143,9 @@ def test_a_digest_is_that_of_what_is_compiled(tmp_path: Path) -> None:
 
     own = launch("own", KERNEL.format(operator="*"))
     digest = source_digest(own, "sm_90")
+    known = launch("known", KERNEL.format(operator="*"))
+    assert known.kernel.fn.__globals__["changed"].cache_key, "of a callee that was compiled before"
+    assert digest == source_digest(known, "sm_90")
     assert digest == source_digest(launch("lower", "\n\n" + KERNEL.format(operator="*")), "sm_90")
     others = [
         source_digest(launch("callee", KERNEL.format(operator="+")), "sm_90"),

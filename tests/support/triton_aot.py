@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.language import target_info
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import DependenciesFinder, JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from llmc.kernels.triton.launch import Launch
@@ -78,7 +78,18 @@ def _key_anywhere(function: Any) -> str:
         function.starting_line_number = line
 
 
+_add_callee = DependenciesFinder._update_hash
+
+
+def _add_callee_with_key(finder: Any, callee: Any) -> None:
+    """Adds what a function calls to its key. Triton adds a callee's constants only if the callee's
+    own key was asked for before: keys would depend on which test came first."""
+    _ = callee.cache_key
+    _add_callee(finder, callee)
+
+
 JITFunction.cache_key = property(_key_anywhere)
+DependenciesFinder._update_hash = _add_callee_with_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
