@@ -26,7 +26,7 @@ bool by_pairs(const LinearArgs& a) {
 int64_t max_dot_rows(Dtype dtype) {
   if (kNative == 8) return 32;
   if (has_pairs() && !amx_ready()) return 16;  // AMD, where a core multiplies half as many floats
-  return dtype == Dtype::bf16 ? 12 : 8;
+  return dtype == Dtype::f32 ? 8 : 24;
 }
 
 template <class T>

@@ -166,10 +166,22 @@ LLMC_INLINE void stream(const Product<Words>& p, int64_t n, int64_t m) {
   }
 }
 
+// Prefetches the next rows of the weight in the order of memory, some bytes per step. Each group of
+// rows of x does so for its share: if the first one did it for all, memory would be idle later.
+struct Fetch {
+  const char* at;
+  int64_t bytes = 0, owed = 0;
+
+  LLMC_METHOD void step() {
+    for (owed += bytes; owed >= kLineBytes; owed -= kLineBytes, at += kLineBytes)
+      __builtin_prefetch(at, 0, kToL2);
+  }
+};
+
 // R rows of the weight side by side, by M rows of x, of which `rows` are valid: each load is used
-// for several products. kFetch prefetches the weight kSums rows ahead.
-template <int M, int R, bool kFetch, class Words>
-LLMC_INLINE void block(const Product<Words>& p, int64_t n, int64_t m, int64_t rows) {
+// for several products.
+template <int M, int R, class Words>
+LLMC_INLINE void block(const Product<Words>& p, int64_t n, int64_t m, int64_t rows, Fetch& fetch) {
   constexpr int kTurns = kSums / (M * R);  // alternating sums
   constexpr int64_t kStep = Words::kStep, kRound = kTurns * kStep;
   const int64_t stride = p.a.weight_stride, depth = p.a.depth;
@@ -194,11 +206,7 @@ LLMC_INLINE void block(const Product<Words>& p, int64_t n, int64_t m, int64_t ro
 #pragma GCC unroll 4
     for (int t = 0; t < kTurns; ++t) {
       const int64_t at = k + t * kStep;
-      if (kFetch) {
-#pragma GCC unroll 16
-        for (int i = 0; i < R; ++i)  // in the order of memory
-          __builtin_prefetch(w + kSums * stride + at * R + i * kStep, 0, kToL2);
-      }
+      fetch.step();
       step([](const auto* p) __attribute__((always_inline)) { return Words::get(p); }, at, t);
     }
   }
@@ -217,17 +225,22 @@ LLMC_INLINE void block(const Product<Words>& p, int64_t n, int64_t m, int64_t ro
     }
 }
 
-// kSums rows of the weight by M rows of x; `rows` is the total number of rows.
+// kSums rows of the weight by M rows of x, one of so many groups of the `rows` in all.
 template <int M, class Words>
-LLMC_INLINE void blocks(const Product<Words>& p, int64_t n, int64_t m, int64_t rows) {
+LLMC_INLINE void blocks(const Product<Words>& p, int64_t n, int64_t m, int64_t rows, int64_t groups,
+                        Fetch& fetch) {
   // Reading from two places at a time is faster if each loaded register is used for M products.
   constexpr int kFirst = kNative == 16 && Words::kStep == kNative && M == 4 ? 2 : kSums / M;
   constexpr int kLater = kSums / M;
+  constexpr int64_t kBytes = Words::kStep * sizeof(typename Words::T);
   const int64_t end = n + kSums, count = std::min<int64_t>(M, rows - m);
-  if (m == 0)
-    for (; n < end; n += kFirst) block<M, kFirst, true>(p, n, m, count);
-  else
-    for (; n < end; n += kLater) block<M, kLater, false>(p, n, m, count);
+  if (m == 0) {
+    fetch.bytes = kFirst * kBytes / groups;
+    for (; n < end; n += kFirst) block<M, kFirst>(p, n, m, count, fetch);
+  } else {
+    fetch.bytes = kLater * kBytes / groups;
+    for (; n < end; n += kLater) block<M, kLater>(p, n, m, count, fetch);
+  }
 }
 
 // One channel and one row, for the edges.
@@ -250,7 +263,7 @@ void channels(const Product<Words>& p, int64_t rows, int64_t begin, int64_t end)
   const bool streams = kStreams && (rows == 1 || (rows == 2 && p.stride < kStreamedTwice<Words>));
   const bool fetches = prefetches<typename Words::T>();
   const bool at_once = rows > 4 && rows <= kAtOnce;
-  const int64_t groups = (rows + 3) / 4;
+  const int64_t groups = at_once ? 1 : (rows + 3) / 4;
   const int64_t fours = kThrees ? std::max<int64_t>(0, rows - 3 * groups) : groups;
   const auto stream_at = [&](int64_t n, auto fetch) __attribute__((always_inline)) {
     constexpr bool kFetch = decltype(fetch)::value;
@@ -263,21 +276,22 @@ void channels(const Product<Words>& p, int64_t rows, int64_t begin, int64_t end)
   };
   int64_t n = begin;
   for (; n + kSums <= end; n += kSums) {  // all rows of x while these weight rows are in the cache
+    Fetch fetch{reinterpret_cast<const char*>(p.weight(n + kSums))};
     if (streams && fetches) {
       stream_at(n, std::true_type{});
     } else if (streams) {
       stream_at(n, std::false_type{});
     } else if (rows == 1) {
-      blocks<1>(p, n, 0, rows);
+      blocks<1>(p, n, 0, rows, groups, fetch);
     } else if (rows == 2) {
-      blocks<2>(p, n, 0, rows);
+      blocks<2>(p, n, 0, rows, groups, fetch);
     } else if (at_once) {
-      blocks<kAtOnce>(p, n, 0, rows);
+      blocks<kAtOnce>(p, n, 0, rows, groups, fetch);
     } else {
       int64_t m = 0;
-      for (; m < 4 * fours; m += 4) blocks<4>(p, n, m, rows);
+      for (; m < 4 * fours; m += 4) blocks<4>(p, n, m, rows, groups, fetch);
       if constexpr (kThrees)
-        for (; m < rows; m += 3) blocks<3>(p, n, m, rows);
+        for (; m < rows; m += 3) blocks<3>(p, n, m, rows, groups, fetch);
     }
   }
   for (; n < end; ++n)

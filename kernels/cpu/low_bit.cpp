@@ -26,6 +26,11 @@ constexpr int kBlocks = 2;  // multiplied together by four rows or more: x is re
 constexpr int64_t kMaxBlockRows = 8;
 constexpr int kBlocks = 1;  // more have too many sums for the registers
 #endif
+#if defined(LLMC_FOUR_INPUTS) && defined(LLMC_AVX512)
+constexpr int64_t kMaxFp8Rows = 40;  // of eight at a time, which cost less than tiles
+#else
+constexpr int64_t kMaxFp8Rows = kMaxBlockRows;
+#endif
 constexpr int64_t kFewPairRows = 12;  // more rows use pairs of bf16, if there are no tiles
 constexpr int64_t kFewFloatRows = 4;  // more rows are rounded, if others can't be pairs of bf16
 constexpr int64_t kRounded = 32;  // inputs that are rounded together
@@ -128,13 +133,24 @@ LLMC_INLINE void multiply_parts(const Reader& reader, const uint8_t* line, int64
 #pragma GCC unroll 8
       for (int step = 0; step < Reader::kSteps; ++step) {
         const int word = i * Reader::kSteps + step;
-#pragma GCC unroll 2
-        for (int p = 0; p < kParts * kAdjacent; ++p) {
+        const auto values = [&](int p) LLMC_LAMBDA {
           const int64_t at = p / kParts * apart + (first + p % kParts) * sizeof(Line);
-          const auto values = reader.get(load_lines<Reader>(from + at), step);
+          return reader.get(load_lines<Reader>(from + at), step);
+        };
+        const auto add = [&](int m, int p, const auto& own) LLMC_LAMBDA {
+          Reader::add(sum[m][p][word % kSums], own, words[word * M + m]);
+        };
+        if constexpr (kParts * kAdjacent == 2 && requires { Reader::kWideWords; }) {
+          const auto one = values(0), other = values(1);
 #pragma GCC unroll 8
-          for (int m = 0; m < M; ++m)
-            Reader::add(sum[m][p][word % kSums], values, words[word * M + m]);
+          for (int m = 0; m < M; ++m) add(m, 0, one), add(m, 1, other);
+        } else {
+#pragma GCC unroll 2
+          for (int p = 0; p < kParts * kAdjacent; ++p) {
+            const auto own = values(p);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; ++m) add(m, p, own);
+          }
         }
         if constexpr (requires { Reader::kWidenedSteps; })
           if ((word + 1) % Reader::kWidenedSteps == 0)
@@ -322,7 +338,8 @@ void quantized_linear(const LowBitArgs& given) {
   const int64_t most = a.x_bits == 8 ? kMaxByteRows : most_words;
   if (a.x_bits < kExactBits && a.rows > most) return quantized_integer_rows(a);
   const bool is_widened = a.dtype == Dtype::bf16 && widens_weights();
-  if (a.rows > kMaxBlockRows && !is_widened) return quantized_many_rows(a);
+  const int64_t most_blocks = a.format == Format::fp8 ? kMaxFp8Rows : kMaxBlockRows;
+  if (a.rows > most_blocks && !is_widened) return quantized_many_rows(a);
 #ifdef __AVX2__
   if (is_packed(a.stored) && (a.x_bits <= 16 || a.dtype != Dtype::f32) && a.rows <= kMaxPackedRows)
     return a.stored == Format::int6 ? run_packed<Format::int6>(a) : run_packed<Format::int5>(a);

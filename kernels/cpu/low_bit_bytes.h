@@ -21,17 +21,20 @@ struct FourInputs {
 template <Format kFormat>
 struct FourReader {
   static constexpr bool kIsFp8 = kFormat == Format::fp8;
-  static constexpr int kInputs = kIsFp8 ? 4 : 8, kSteps = kInputs / 4, kSums = 2;
+  // With AVX-512, eight rows at a time need no more than a register each.
+  static constexpr int kAlternating = kNative == 16 ? 1 : 2, kSums = 4 / kAlternating;
+  static constexpr int kInputs = kIsFp8 ? 4 : 8, kSteps = kInputs / 4;
   static constexpr int64_t kMaxStretch = 128;
+  static constexpr bool kWideWords = true;  // of x: too wide to be kept for a second part
   using X = FourInputs;
   using Line = Register;
   struct V {
     vf value[4];
   };
   struct Sum {
-    vf value[2] = {};
+    vf value[kAlternating] = {};
     void operator+=(const Sum& other) {
-      for (int i = 0; i < 2; ++i) value[i] += other.value[i];
+      for (int i = 0; i < kAlternating; ++i) value[i] += other.value[i];
     }
   };
 
@@ -50,9 +53,11 @@ struct FourReader {
   }
   LLMC_INLINE void add(Sum& sum, const V& w, const X& x) {
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) sum.value[i % 2] += w.value[i] * x.value[i];
+    for (int i = 0; i < 4; ++i) sum.value[i % kAlternating] += w.value[i] * x.value[i];
   }
-  LLMC_INLINE vf total(const Sum& sum) { return sum.value[0] + sum.value[1]; }
+  LLMC_INLINE vf total(const Sum& sum) {
+    return kAlternating == 1 ? sum.value[0] : sum.value[0] + sum.value[kAlternating - 1];
+  }
   static constexpr float offset() { return 0; }
 
  private:
@@ -87,7 +92,7 @@ struct FourReader {
 #endif
     return (vu)add_words((Register)(moved & 0x87f087f0u), every_word(120 << 7));
   }
-  __attribute__((noinline)) static V any_floats(Register codes) {
+  LLMC_INLINE V any_floats(Register codes) {
     V w;
     for (int i = 0; i < 4; ++i) w.value[i] = fp8_floats<vf, vi>((vu)codes >> (8 * i));
     return w;
