@@ -23,10 +23,9 @@ bool by_pairs(const LinearArgs& a) {
 }
 
 // Up to here, dot products are faster than panels of sixteen rows in float32.
-int64_t max_dot_rows(Dtype dtype) {
+int64_t max_dot_rows() {
   if (kNative == 8) return 32;
-  if (has_pairs() && !amx_ready()) return 16;  // AMD, where a core multiplies half as many floats
-  return dtype == Dtype::f32 ? 8 : 24;
+  return has_pairs() && !amx_ready() ? 16 : 24;  // AMD, where a core multiplies half as many floats
 }
 
 template <class T>
@@ -79,7 +78,7 @@ bool takes_linear(const LinearArgs& a) {
 void linear(const LinearArgs& a) {
   if (by_tiles(a)) return linear_amx(a);
   if (by_pairs(a)) return linear_pairs(a);
-  if (a.rows <= max_dot_rows(a.dtype)) return linear_dot(a);
+  if (a.rows <= max_dot_rows()) return linear_dot(a);
   with_type(a.dtype, [&](auto t) {
     using T = decltype(t);
     matmul::multiply(a, Stored<T>{static_cast<const T*>(a.weight), a.weight_stride});

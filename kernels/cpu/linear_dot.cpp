@@ -15,6 +15,8 @@ namespace {
 constexpr int kToL2 = 2;          // the locality argument of __builtin_prefetch
 constexpr int64_t kAhead = 3072;  // bytes; chosen by measurement on a Xeon with AMX: docs/cpu.md
 constexpr int64_t kLineBytes = 64;
+constexpr int64_t kPart = 512;  // inputs at a time of more than four rows of x: they fit in L1
+constexpr int64_t kMostGroups = 8;
 // Whether one or two rows of x are multiplied by the weight row by row. With registers of eight
 // floats, several weight rows side by side are faster; so they are for two rows of x that fill too
 // much of L1.
@@ -178,18 +180,29 @@ struct Fetch {
   }
 };
 
+// Inputs [begin, end). Sums of all parts but the last are left in `sums`, kSums for each block.
+template <class Words>
+struct Part {
+  int64_t begin, end;
+  typename Words::Sum* sums;
+};
+
 // R rows of the weight side by side, by M rows of x, of which `rows` are valid: each load is used
 // for several products.
 template <int M, int R, class Words>
-LLMC_INLINE void block(const Product<Words>& p, int64_t n, int64_t m, int64_t rows, Fetch& fetch) {
+LLMC_INLINE void block(const Product<Words>& p, int64_t n, int64_t m, int64_t rows,
+                       const Part<Words>& part, Fetch& fetch) {
   constexpr int kTurns = kSums / (M * R);  // alternating sums
   constexpr int64_t kStep = Words::kStep, kRound = kTurns * kStep;
-  const int64_t stride = p.a.weight_stride, depth = p.a.depth;
+  const int64_t stride = p.a.weight_stride;
   const typename Words::T* w = p.weight(n);
   const typename Words::X* x[M];
 #pragma GCC unroll 6
   for (int j = 0; j < M; ++j) x[j] = p.row(m + std::min<int64_t>(j, rows - 1));
   typename Words::Sum acc[kSums] = {};
+  if (part.begin > 0)
+#pragma GCC unroll 16
+    for (int i = 0; i < kSums; ++i) acc[i] = part.sums[i];
   auto step = [&](auto get, int64_t k, int turn) __attribute__((always_inline)) {
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i) {
@@ -201,8 +214,8 @@ LLMC_INLINE void block(const Product<Words>& p, int64_t n, int64_t m, int64_t ro
       }
     }
   };
-  int64_t k = 0;
-  for (; k + kRound <= depth; k += kRound) {
+  int64_t k = part.begin;
+  for (; k + kRound <= part.end; k += kRound) {
 #pragma GCC unroll 4
     for (int t = 0; t < kTurns; ++t) {
       const int64_t at = k + t * kStep;
@@ -210,9 +223,14 @@ LLMC_INLINE void block(const Product<Words>& p, int64_t n, int64_t m, int64_t ro
       step([](const auto* p) __attribute__((always_inline)) { return Words::get(p); }, at, t);
     }
   }
-  for (; k + kStep <= depth; k += kStep)
+  if (part.end < p.a.depth) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kSums; ++i) part.sums[i] = acc[i];
+    return;
+  }
+  for (; k + kStep <= part.end; k += kStep)
     step([](const auto* p) __attribute__((always_inline)) { return Words::get(p); }, k, 0);
-  if (const int64_t tail = depth - k)
+  if (const int64_t tail = part.end - k)
     step([=](const auto* p) __attribute__((always_inline)) { return get_rest<Words>(p, tail); },
          k, 0);
   float sums[kSums];
@@ -228,19 +246,19 @@ LLMC_INLINE void block(const Product<Words>& p, int64_t n, int64_t m, int64_t ro
 // kSums rows of the weight by M rows of x, one of so many groups of the `rows` in all.
 template <int M, class Words>
 LLMC_INLINE void blocks(const Product<Words>& p, int64_t n, int64_t m, int64_t rows, int64_t groups,
-                        Fetch& fetch) {
-  // Reading from two places at a time is faster if each loaded register is used for M products.
-  constexpr int kFirst = kNative == 16 && Words::kStep == kNative && M == 4 ? 2 : kSums / M;
-  constexpr int kLater = kSums / M;
-  constexpr int64_t kBytes = Words::kStep * sizeof(typename Words::T);
+                        Part<Words> part, Fetch& fetch) {
+  constexpr int R = kSums / M;
   const int64_t end = n + kSums, count = std::min<int64_t>(M, rows - m);
-  if (m == 0) {
-    fetch.bytes = kFirst * kBytes / groups;
-    for (; n < end; n += kFirst) block<M, kFirst>(p, n, m, count, fetch);
-  } else {
-    fetch.bytes = kLater * kBytes / groups;
-    for (; n < end; n += kLater) block<M, kLater>(p, n, m, count, fetch);
-  }
+  const auto each = [&](auto at_once) __attribute__((always_inline)) {
+    constexpr int kRows = decltype(at_once)::value;
+    fetch.bytes = kRows * Words::kStep * sizeof(typename Words::T) / groups;
+    for (; n < end; n += kRows, part.sums += kSums) block<M, kRows>(p, n, m, count, part, fetch);
+  };
+  // Reading from two places at a time is faster if each loaded register is used for M products.
+  if (kNative == 16 && Words::kStep == kNative && M == 4 && groups == 1)
+    each(std::integral_constant<int, 2>{});
+  else
+    each(std::integral_constant<int, R>{});
 }
 
 // One channel and one row, for the edges.
@@ -265,6 +283,9 @@ void channels(const Product<Words>& p, int64_t rows, int64_t begin, int64_t end)
   const bool at_once = rows > 4 && rows <= kAtOnce;
   const int64_t groups = at_once ? 1 : (rows + 3) / 4;
   const int64_t fours = kThrees ? std::max<int64_t>(0, rows - 3 * groups) : groups;
+  const int64_t depth = p.a.depth, step = rows > 4 && groups <= kMostGroups ? kPart : depth;
+  constexpr int64_t kGroupSums = kSums * kSums / 3;  // of at least three rows
+  alignas(64) typename Words::Sum sums[kMostGroups * kGroupSums];
   const auto stream_at = [&](int64_t n, auto fetch) __attribute__((always_inline)) {
     constexpr bool kFetch = decltype(fetch)::value;
     if (rows == 1) {
@@ -281,17 +302,24 @@ void channels(const Product<Words>& p, int64_t rows, int64_t begin, int64_t end)
       stream_at(n, std::true_type{});
     } else if (streams) {
       stream_at(n, std::false_type{});
-    } else if (rows == 1) {
-      blocks<1>(p, n, 0, rows, groups, fetch);
-    } else if (rows == 2) {
-      blocks<2>(p, n, 0, rows, groups, fetch);
-    } else if (at_once) {
-      blocks<kAtOnce>(p, n, 0, rows, groups, fetch);
     } else {
-      int64_t m = 0;
-      for (; m < 4 * fours; m += 4) blocks<4>(p, n, m, rows, groups, fetch);
-      if constexpr (kThrees)
-        for (; m < rows; m += 3) blocks<3>(p, n, m, rows, groups, fetch);
+      for (int64_t k = 0; k < depth; k += step) {
+        Part<Words> part{k, std::min(k + step, depth), sums};
+        if (rows == 1) {
+          blocks<1>(p, n, 0, rows, groups, part, fetch);
+        } else if (rows == 2) {
+          blocks<2>(p, n, 0, rows, groups, part, fetch);
+        } else if (at_once) {
+          blocks<kAtOnce>(p, n, 0, rows, groups, part, fetch);
+        } else {
+          int64_t m = 0;
+          for (; m < 4 * fours; m += 4, part.sums += kGroupSums)
+            blocks<4>(p, n, m, rows, groups, part, fetch);
+          if constexpr (kThrees)
+            for (; m < rows; m += 3, part.sums += kGroupSums)
+              blocks<3>(p, n, m, rows, groups, part, fetch);
+        }
+      }
     }
   }
   for (; n < end; ++n)
