@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
+from tiers import tiered
 from tiny_configs import save_random, tiny_config
 from tiny_models import save_checkpoint
 
@@ -109,7 +110,7 @@ def test_a_pass_may_change_the_model_on_purpose(checkpoint: Path) -> None:
     assert certificate.logits.relative < 2e-6, "the comparison with transformers is without it"
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("quantization", tiered(["int8", "int4", "fp8"], "int4"))
 def test_quantizing_is_certified(quantization: str, tmp_path: Path) -> None:
     """With int4, the output head has 8 bits on both sides."""
     path = save_checkpoint("llama", tmp_path, hidden_size=64, intermediate_size=128)
@@ -125,7 +126,9 @@ def test_quantizing_a_model_that_reads_no_positions_is_certified(tmp_path: Path)
     assert found.certified and "quantize_linears" in {result.name for result in found.changed}
 
 
-@pytest.mark.parametrize("passes", [{}, {"absorb_mla": False}], ids=["latent", "by head"])
+@pytest.mark.parametrize(
+    "passes", tiered([{}, {"absorb_mla": False}], {}), ids=["latent", "by head"]
+)
 def test_quantizing_a_model_with_latent_attention_is_certified(
     passes: dict[str, bool], tmp_path: Path
 ) -> None:
@@ -180,7 +183,7 @@ def test_a_number_that_the_served_model_has_in_bfloat16_is_rounded_in_float32_to
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("model_type", ["ctrl", "xglm", "olmo", "rwkv"])
+@pytest.mark.parametrize("model_type", tiered(["ctrl", "xglm", "olmo", "rwkv"], "ctrl", "rwkv"))
 def test_in_float32_both_sides_compute_the_same(model_type: str, tmp_path: Path) -> None:
     """Each has what one side might round or scale alone: a table that the model's code rounds when
     it runs, one that is captured with another attention, a last norm without weights, and weights
@@ -191,7 +194,7 @@ def test_in_float32_both_sides_compute_the_same(model_type: str, tmp_path: Path)
     assert found.float32 is not None and found.float32.relative < 2e-6
 
 
-@pytest.mark.parametrize("model_type", ["ernie4_5_moe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", tiered(["ernie4_5_moe", "gpt_oss"], "ernie4_5_moe"))
 def test_single_tokens_may_choose_other_experts_in_bfloat16(
     model_type: str, tmp_path: Path
 ) -> None:
@@ -203,7 +206,7 @@ def test_single_tokens_may_choose_other_experts_in_bfloat16(
     assert [c.name for c in wrong.culprits] == ["wrong_scale"], "seen in float32"
 
 
-@pytest.mark.parametrize("name", ["float16", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("name", tiered(["float16", "fp8_e4m3", "int8"], "int8"))
 def test_a_narrower_cache_is_compared_with_the_models_own(name: str, checkpoint: Path) -> None:
     given = config(checkpoint, kv_cache_dtype=name)
     found = check_model(given, longest_prompt=8)
@@ -304,7 +307,7 @@ def test_made_up_weights_are_the_same_on_both_sides(checkpoint: Path, tmp_path: 
     assert certificate.float32 is not None and certificate.float32.relative < 2e-6
 
 
-@pytest.mark.parametrize("model_type", ["llama", "zamba2"])
+@pytest.mark.parametrize("model_type", tiered(["llama", "zamba2"], "zamba2"))
 def test_a_head_of_its_own_is_served_where_the_config_ties_it(
     model_type: str, tmp_path: Path
 ) -> None:
