@@ -26,8 +26,8 @@ constexpr int kBlocks = 2;  // multiplied together by four rows or more: x is re
 constexpr int64_t kMaxBlockRows = 8;
 constexpr int kBlocks = 1;  // more have too many sums for the registers
 #endif
-#if defined(LLMC_FOUR_INPUTS) && defined(LLMC_AVX512)
-constexpr int64_t kMaxFp8Rows = 40;  // of eight at a time, which cost less than tiles
+#ifdef LLMC_FOUR_INPUTS  // eight at a time cost less than tiles, and so do four with AVX2
+constexpr int64_t kMaxFp8Rows = kNative == 16 ? 40 : 24;
 #else
 constexpr int64_t kMaxFp8Rows = kMaxBlockRows;
 #endif
