@@ -16,7 +16,7 @@ constexpr int kToL2 = 2;          // the locality argument of __builtin_prefetch
 constexpr int64_t kAhead = 3072;  // bytes; chosen by measurement on a Xeon with AMX: docs/cpu.md
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kPart = 512;  // inputs at a time of more than four rows of x: they fit in L1
-constexpr int64_t kMostGroups = 8;
+constexpr int64_t kMostGroups = 8;  // of rows, whose sums of a part are kept on the stack
 // Whether one or two rows of x are multiplied by the weight row by row. With registers of eight
 // floats, several weight rows side by side are faster; so they are for two rows of x that fill too
 // much of L1.
@@ -284,7 +284,8 @@ void channels(const Product<Words>& p, int64_t rows, int64_t begin, int64_t end)
   const int64_t groups = at_once ? 1 : (rows + 3) / 4;
   const int64_t fours = kThrees ? std::max<int64_t>(0, rows - 3 * groups) : groups;
   const int64_t depth = p.a.depth, step = rows > 4 && groups <= kMostGroups ? kPart : depth;
-  constexpr int64_t kGroupSums = kSums * kSums / 3;  // of at least three rows
+  // Of three rows or more, so at most kSums / 3 blocks. Six at once have more, but are alone.
+  constexpr int64_t kGroupSums = kSums * kSums / 3;
   alignas(64) typename Words::Sum sums[kMostGroups * kGroupSums];
   const auto stream_at = [&](int64_t n, auto fetch) __attribute__((always_inline)) {
     constexpr bool kFetch = decltype(fetch)::value;
