@@ -106,6 +106,7 @@ def make_rope_case(
     width: int | None = None,  # rotated channels; None: all
     interleaved: bool = False,
     normed: bool = True,
+    together: bool = False,  # all heads are normalized together
     norm_last: bool = False,
     padding: int = 0,  # tokens of a last request without a context
     seed: int = 0,
@@ -123,7 +124,8 @@ def make_rope_case(
     q, k, v = packed.to(device, dtype).split([heads * dim, kv_heads * dim, kv_heads * v_dim], -1)
     angle = torch.rand(max(place) + 2, width // 2, generator=gen) * 6
     angle = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
-    norms = [torch.randn(dim, generator=gen).to(device, dtype) if normed else None for _ in "qk"]
+    widths = (heads * dim, kv_heads * dim) if together else (dim, dim)
+    norms = [torch.randn(n, generator=gen).to(device, dtype) if normed else None for n in widths]
     names = ("query_start", "context_len", "block_table", "scale", "window", "chunk", "softcap")
     return (
         q.unflatten(-1, (heads, dim)),
@@ -156,6 +158,10 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_rope_case([(1, 1)], 1, 1, 16, 16, 16, device, dtype)
     yield make_rope_case(decode, 4, 2, 64, 64, 16, device, dtype, padding=1)
     yield make_rope_case(decode, 4, 2, 64, 64, 16, device, dtype, width=32, norm_last=True)
+    yield make_rope_case(decode, 4, 2, 64, 64, 16, device, dtype, together=True, padding=1)
+    yield make_rope_case(decode, 6, 1, 80, 48, 8, device, dtype, width=32, together=True)
+    yield make_rope_case(few, 6, 3, 48, 32, 8, device, dtype, interleaved=True, together=True)
+    yield make_rope_case(decode, 4, 4, 40, 32, 8, device, dtype, cache=torch.int8, together=True)
     yield make_rope_case(decode, 4, 1, 80, 48, 8, device, dtype, width=32, normed=False)
     yield make_rope_case(decode, 4, 1, 80, 48, 8, device, dtype, width=0, normed=False)
     yield make_rope_case(decode, 4, 4, 32, 32, 8, device, dtype, width=0, alibi=True, normed=False)
@@ -173,4 +179,5 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_rope_case([(5, 5), (1, 33), (9, 40)], 4, 2, 32, 32, 16, device, dtype)
     several = ([(5, 5), (9, 40)], 4, 2, 32, 32, 16, device, dtype)
     yield make_rope_case(*several, width=0)
+    yield make_rope_case(*several, together=True)
     yield make_rope_case(*several, width=0, normed=False)

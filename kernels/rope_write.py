@@ -52,8 +52,9 @@ def rope_write(
 ) -> Tensor:
     """query [T, H, D], key [T, Hkv, D], value [T, Hkv, Dv] -> rotated query [T, H, D], contiguous.
 
-    query_norm, key_norm [D]: RMSNorm weights per head, or None; norm_last: heads are normalized
-    after the rotation, not before it. cos_table, sin_table
+    query_norm, key_norm: RMSNorm weights, or None: [D] of each head, or, of more than one, [H D] or
+    [Hkv D] of all heads together; norm_last: heads are normalized after the rotation, not before
+    it, and not together. cos_table, sin_table
     [max_position, Dr] float32 with Dr <= D; positions [T] int64 index them. The rotated key and
     the value are written to the caches as in `write_kv`. Computed in float32 and rounded once.
     """
@@ -62,7 +63,8 @@ def rope_write(
     def turn(x: Tensor, weight: Tensor | None) -> Tensor:
         y = x.float()
         if weight is not None and not norm_last:
-            y = normalize(y, weight, eps, norm_offset)
+            together = y.flatten(1) if weight.shape[0] > y.shape[-1] else y
+            y = normalize(together, weight, eps, norm_offset).view(y.shape)
         y = rotate(y, cos.float(), sin.float(), interleaved)
         if weight is not None and norm_last:
             y = normalize(y, weight, eps, norm_offset)
@@ -85,6 +87,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         )
         for interleaved, norm, offset, norm_last, cache in (
             (False, True, 0.0, False, dtype),
+            (False, "together", 0.5, False, dtype),
+            (True, "together", 0.0, False, torch.int8),
             (True, False, 0.0, False, dtype),
             (False, True, 1.0, False, dtype),
             (False, True, 0.5, True, dtype),
@@ -97,6 +101,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             slots = torch.randperm(num_blocks * block_size, generator=gen)[:tokens]
             slots[3::4] = -1
             scales = tuple(torch.rand(n, generator=gen) + 0.1 for n in (kv_heads, 1))
+            widths = (heads * dim, kv_heads * dim) if norm == "together" else (dim, dim)
+            weights = [torch.randn(width, generator=gen).to(device, dtype) for width in widths]
             packed = torch.randn(tokens, (heads + kv_heads) * dim + kv_heads * v_dim, generator=gen)
             q, k, v = packed.to(device, dtype).split(
                 [heads * dim, kv_heads * dim, kv_heads * v_dim], dim=-1
@@ -105,8 +111,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
                 q.unflatten(-1, (heads, dim)),
                 k.unflatten(-1, (kv_heads, dim)),
                 v.unflatten(-1, (kv_heads, v_dim)),
-                torch.randn(dim, generator=gen).to(device, dtype) if norm else None,
-                torch.randn(dim, generator=gen).to(device, dtype) if norm else None,
+                *(weights if norm else (None, None)),
                 1e-6,
                 offset,
                 angle.cos().to(device),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,7 +52,8 @@ def fuse_rope_write(gm: fx.GraphModule) -> Notes:
     one op.
 
     Pairs of channels are halves or neighbors; all channels or only the first ones are rotated, of
-    queries to latents the last ones. Casts around them are dropped.
+    queries to latents the last ones. Casts around them are dropped. A norm is of each head, or of
+    all heads of a token together.
 
     Before:
         q = rotary(llmc.rms_norm(q0), cos_table[positions], sin_table[positions])
@@ -250,7 +252,7 @@ def _rotated_first(graph: fx.Graph, rope: Rotary, dtype: torch.dtype) -> _Source
 
 
 def _source(graph: fx.Graph, rope: Rotary, dtype: torch.dtype) -> _Source:
-    """The value before the per-head norm, if nothing else reads the normalized value."""
+    """The value before the norm, if nothing else reads the normalized value."""
     x = rope.x
     heads_last = rope.heads_last
     normed: Any = x
@@ -262,4 +264,23 @@ def _source(graph: fx.Graph, rope: Rotary, dtype: torch.dtype) -> _Source:
         if is_whole and val(x).dtype == dtype:
             flat = _flatten(graph, replace(rope, x=norm.x, heads_last=heads_last), dtype)
             return _Source(flat, norm.weight, norm.eps, norm.offset)
+    together = _norm_of_all_heads(normed, x) if heads_last else None
+    if together is not None and val(x).dtype == dtype:
+        norm = arguments(together)
+        heads = reshaped(graph, norm.x, val(normed).shape)
+        flat = _flatten(graph, replace(rope, x=heads, heads_last=True), dtype)
+        return _Source(flat, norm.weight, norm.eps, norm.offset)
     return _Source(_flatten(graph, rope, dtype))
+
+
+def _norm_of_all_heads(heads: fx.Node, rotated: fx.Node) -> fx.Node | None:
+    """The norm of whose result `heads`, [1, T, H, D], is a view, if nothing reads either of them
+    but `rotated`, which is `heads` or its transpose."""
+    if not keeps_order(heads) or not (heads is rotated or only_user(heads) is rotated):
+        return None
+    norm: fx.Node = heads.args[0]  # type: ignore[assignment]
+    if not is_call(norm, rms_norm.overload) or only_user(norm) is not heads:
+        return None
+    given, width = arguments(norm), math.prod(val(heads).shape[2:])
+    is_whole = given.weight is not None and val(given.weight).shape[0] == width
+    return norm if is_whole and val(norm).shape[-1] == width else None

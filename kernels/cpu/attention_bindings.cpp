@@ -117,8 +117,15 @@ Tensor rope_write(const Tensor& query, const Tensor& key, const Tensor& value,
   const int64_t dim = query.size(2);
   Tensor out = at::empty(query.sizes(), query.scalar_type());
   a.query = query.data_ptr();
-  a.query_norm = vector_or_null(query_norm, "query_norm", query, dim);
-  a.key_norm = vector_or_null(key_norm, "key_norm", query, dim);
+  auto norm_of = [&](const optional<Tensor>& weight, const char* name, int64_t heads,
+                     bool* together) {
+    *together = weight && weight->defined() && weight->size(0) != dim;
+    return vector_or_null(weight, name, query, *together ? heads * dim : dim);
+  };
+  a.query_norm = norm_of(query_norm, "query_norm", query.size(1), &a.query_together);
+  a.key_norm = norm_of(key_norm, "key_norm", key.size(1), &a.key_together);
+  TORCH_CHECK(!norm_last || !(a.query_together || a.key_together),
+              "heads can't be normalized together after their rotation");
   a.out = out.data_ptr();
   a.heads = query.size(1);
   copy_strides(query, a.query_stride, 2);

@@ -131,11 +131,35 @@ void write_rows(const WriteArgs& w, const Cache& cache) {
   });
 }
 
+// What the values of a norm are multiplied by, from the lanes' sums of their squares.
+LLMC_INLINE float norm_factor(v16f squares, int64_t count, float eps) {
+  return 1.0f / std::sqrt(sum_lanes(squares) / float(count) + eps);
+}
+
+// The same, for heads that are normalized together.
+template <class Input>
+float factor_of_heads(const Input* in, int64_t heads, int64_t stride, int64_t dim, float eps) {
+  v16f squares = {};
+  for (int64_t h = 0; h < heads; ++h) {
+    const Input* head = in + h * stride;
+    int64_t i = 0;
+    for (; i + kLanes <= dim; i += kLanes) {
+      const v16f v = load(head + i);
+      squares += v * v;
+    }
+    if (i < dim) {
+      const v16f v = load_n(head + i, dim - i);
+      squares += v * v;
+    }
+  }
+  return norm_factor(squares, heads * dim, eps);
+}
+
 // A row of `dim` values in float, normalized if there is a norm, whose weight has type T; x has room
-// for kLanes more.
+// for kLanes more. `known`: the norm's factor, if more than this row is normalized together.
 template <class T, class Input>
 void widen_normed(const Input* in, int64_t dim, const void* norm, float eps, float offset,
-                  float* __restrict__ x) {
+                  float* __restrict__ x, const float* known = nullptr) {
   int64_t i = 0;
   v16f squares = {};
   for (; i + kLanes <= dim; i += kLanes) {
@@ -150,7 +174,7 @@ void widen_normed(const Input* in, int64_t dim, const void* norm, float eps, flo
   }
   if (norm != nullptr) {
     const T* weight = static_cast<const T*>(norm);
-    const float factor = 1.0f / std::sqrt(sum_lanes(squares) / float(dim) + eps);
+    const float factor = known != nullptr ? *known : norm_factor(squares, dim, eps);
     for (i = 0; i + kLanes <= dim; i += kLanes)
       store(x + i, load(x + i) * factor * (load(weight + i) + offset));
     for (; i < dim; ++i) x[i] = x[i] * factor * (to_float(weight[i]) + offset);
@@ -174,13 +198,31 @@ void rotate(const Rotation& r, int64_t t, const float* __restrict__ x, float* __
   }
 }
 
-// Normalizes and rotates one head to `y`, with `x` as scratch: float rows of at least `dim` + 16.
+// The norm of a token's queries or keys.
 template <class T>
-[[gnu::noinline]] void turn_head(const RopeArgs& a, int64_t t, const T* in, const void* norm,
-                                 float* __restrict__ x, float* __restrict__ y) {
+struct HeadNorm {
+  const T* weight;  // null: there is none
+  int64_t stride;   // from a head's weights to the next one's; 0: all have the same
+  float factor;     // of all heads, if they are normalized together
+
+  HeadNorm(const RopeArgs& a, const void* norm, bool together, const T* in, int64_t heads,
+           int64_t head_stride)
+      : weight(static_cast<const T*>(norm)),
+        stride(together ? a.write.head_dim : 0),
+        factor(together ? factor_of_heads(in, heads, head_stride, a.write.head_dim, a.eps) : 0) {}
+  LLMC_METHOD const T* of(int64_t h) const { return weight == nullptr ? weight : weight + h * stride; }
+  LLMC_METHOD const float* known() const { return stride > 0 ? &factor : nullptr; }
+};
+
+// Normalizes and rotates head h, at `in`, to `y`, with `x` as scratch: float rows of at least `dim`
+// + 16.
+template <class T>
+[[gnu::noinline]] void turn_head(const RopeArgs& a, int64_t t, const T* in, const HeadNorm<T>& of,
+                                 int64_t h, float* __restrict__ x, float* __restrict__ y) {
+  const T* norm = of.of(h);
   const int64_t dim = a.write.head_dim;
   float *plain = a.norm_last ? y : x, *turned = a.norm_last ? x : y;
-  widen_normed<T>(in, dim, a.norm_last ? nullptr : norm, a.eps, a.norm_offset, plain);
+  widen_normed<T>(in, dim, a.norm_last ? nullptr : norm, a.eps, a.norm_offset, plain, of.known());
   rotate(a.rotation, t, plain, turned);
   for (int64_t i = a.rotation.width; i < dim; ++i) turned[i] = plain[i];
   if (a.norm_last) widen_normed<T>(turned, dim, norm, a.eps, a.norm_offset, y);
@@ -214,15 +256,18 @@ void rope_rows(const RopeArgs& a, const Cache& cache) {
       if (t + 1 < end) prefetch_slot<typename Cache::Element>(w, w.slots[t + 1]);
       const T* query = static_cast<const T*>(a.query) + t * a.query_stride[0];
       T* out = static_cast<T*>(a.out) + t * a.heads * w.head_dim;
+      const HeadNorm<T> query_norm(a, a.query_norm, a.query_together, query, a.heads,
+                                   a.query_stride[1]);
       for (int64_t h = 0; h < a.heads; ++h) {
-        turn_head<T>(a, t, query + h * a.query_stride[1], a.query_norm, x, y);
+        turn_head<T>(a, t, query + h * a.query_stride[1], query_norm, h, x, y);
         PlainCache<T>::copy(y, w.head_dim, out + h * w.head_dim);
       }
       const int64_t slot = w.slots[t];
       if (slot < 0) continue;
       const T* key = static_cast<const T*>(w.key) + t * w.key_stride[0];
+      const HeadNorm<T> key_norm(a, a.key_norm, a.key_together, key, w.kv_heads, w.key_stride[1]);
       for (int64_t h = 0; h < w.kv_heads; ++h) {
-        turn_head<T>(a, t, key + h * w.key_stride[1], a.key_norm, x, y);
+        turn_head<T>(a, t, key + h * w.key_stride[1], key_norm, h, x, y);
         cache.key(y, w.head_dim, w.scales.key_of(h),
                   slot_of<typename Cache::Element>(w.key_cache, w.key_cache_stride, w.block_size,
                                                    slot, h));

@@ -118,6 +118,7 @@ struct RopeArgs {
   WriteArgs write;
   Rotation rotation;  // of the first channels of a head
   const void *query, *query_norm, *key_norm;  // norms may be null
+  bool query_together, key_together;          // all heads are normalized together, by [H D] weights
   void* out;                                  // [T, H, D] dense
   int64_t heads;
   int64_t query_stride[2];

@@ -20,7 +20,7 @@ from llmc.kernels.triton.attention_rope import write_new
 from llmc.kernels.triton.cached import INT8, NONE, rotate, slot_scale, widen
 from llmc.kernels.triton.counters import is_last
 from llmc.kernels.triton.dependent_launch import wait_for_previous
-from llmc.kernels.triton.rope_write import turn
+from llmc.kernels.triton.rope_write import mean_square, turn
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -221,9 +221,16 @@ def attention_kernel(
     of_row = query + token.to(tl.int64)[:, None] * query_token + head[:, None] * query_head
     if ROPE:
         at_position = tl.load(positions + token, mask=valid, other=0)[:, None]
-        q = turn(of_row, query_norm, cos_table + at_position * cos_row,
+        mean, weight = None, query_norm
+        if QUERY_NORM > DIM:  # of all heads, most of which are other programs'
+            mean, weight = tl.zeros([BLOCK_M, 1], tl.float32), query_norm + head[:, None] * DIM
+            first = q_start + item * BLOCK_Q
+            for i in tl.range(0, tl.minimum(BLOCK_Q, q_end - first)):
+                of_token = mean_square(query + (first + i).to(tl.int64) * query_token, QUERY_NORM)
+                mean = tl.where(token[:, None] == first + i, of_token, mean)
+        q = turn(of_row, weight, cos_table + at_position * cos_row,
                  sin_table + at_position * sin_row, valid[:, None], eps, norm_offset, QUERY_NORM,
-                 DIM, DIM_PAD, WIDTH, INTERLEAVED, NORM_LAST)  # fmt: skip
+                 DIM, DIM_PAD, WIDTH, INTERLEAVED, NORM_LAST, mean)  # fmt: skip
         q = q.to(query.dtype.element_ty)
     else:
         q = tl.load(of_row + OWN + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0)

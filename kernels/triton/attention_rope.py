@@ -27,7 +27,7 @@ from torch import Tensor
 
 from llmc.kernels.triton.cached import slot_scale, store_heads
 from llmc.kernels.triton.counters import barrier
-from llmc.kernels.triton.rope_write import turn
+from llmc.kernels.triton.rope_write import mean_square, normed_together, turn
 from llmc.kernels.triton.write_kv import copy_heads
 
 
@@ -72,9 +72,13 @@ def write_new(key, value, key_norm, cos_table, sin_table, positions, slots,
         block = slot // BLOCK_SIZE
         inside = slot % BLOCK_SIZE
         position = tl.load(positions + token).to(tl.int64)
-        x = turn(key + token * key_token + (head + one) * key_head, key_norm,
+        mean, weight = None, key_norm
+        if NORM > DIM:
+            mean = mean_square(key + token * key_token, NORM)
+            weight = key_norm + (head + one) * DIM
+        x = turn(key + token * key_token + (head + one) * key_head, weight,
                  cos_table + position * cos_row, sin_table + position * sin_row, one == 0, eps,
-                 norm_offset, NORM, DIM, DIM_PAD, WIDTH, INTERLEAVED, NORM_LAST)  # fmt: skip
+                 norm_offset, NORM, DIM, DIM_PAD, WIDTH, INTERLEAVED, NORM_LAST, mean)  # fmt: skip
         kept = tl.where(is_kept, heads, 0)
         store_heads(
             key_cache + block * kc_block + inside * kc_slot + (head + one) * kc_head + d,
@@ -123,7 +127,7 @@ def rope_constants(rope: Rope | None) -> dict[str, Any]:
         "ROPE": rope is not None,
         "WIDTH": 0 if rope is None else rope.cos_table.shape[-1],
         "INTERLEAVED": rope is not None and rope.interleaved,
-        "QUERY_NORM": rope is not None and rope.query_norm is not None,
-        "KEY_NORM": rope is not None and rope.key_norm is not None,
+        "QUERY_NORM": 0 if rope is None else normed_together(rope.query_norm),
+        "KEY_NORM": 0 if rope is None else normed_together(rope.key_norm),
         "NORM_LAST": rope is not None and rope.norm_last,
     }

@@ -76,6 +76,7 @@ def rows_capacity(rows: int) -> int:
 GATHER_TOKENS = 32  # tokens per program that copies one head out of its pages
 WRITE_ELEMENTS = 1024  # elements per cache-write program: whole heads of one token
 ROPE_ELEMENTS = 512
+TOGETHER_ELEMENTS = 8192  # the same, of heads that are normalized together
 POINTWISE_BLOCK = 1024
 LOGITS_BLOCK = 2048  # tokens of the vocabulary per program
 HISTORY_BLOCK = 1024  # tokens of a request's history that a program counts at a time

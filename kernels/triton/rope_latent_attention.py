@@ -55,7 +55,7 @@ def latent_query_kernel(
             position = tl.load(positions + m, mask=live, other=0).to(tl.int64)
             turned = turn(
                 x_at + HEAD_IN, None, cos_table + position * cos_row,
-                sin_table + position * sin_row, live, eps, offset, False, WIDTH, WIDTH_PAD, WIDTH,
+                sin_table + position * sin_row, live, eps, offset, 0, WIDTH, WIDTH_PAD, WIDTH,
                 INTERLEAVED,
             )  # fmt: skip
             tl.store(

@@ -21,7 +21,7 @@ from llmc.kernels.triton.cached import (
     slot_scale,
     store_heads,
 )
-from llmc.kernels.triton.configs import ROPE_ELEMENTS
+from llmc.kernels.triton.configs import ROPE_ELEMENTS, TOGETHER_ELEMENTS
 from llmc.kernels.triton.define import define, same_dtype, supports_tensors
 from llmc.kernels.triton.dependent_launch import wait_for_previous
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
@@ -29,11 +29,25 @@ from llmc.kernels.triton.write_kv import cache_strides, copy_heads
 
 
 @triton.jit
+def mean_square(row, WIDTH: tl.constexpr, CHUNK: tl.constexpr = 1024):
+    """Of the WIDTH channels at `row`, all of which are under way at once."""
+    squares = tl.zeros([CHUNK], tl.float32)
+    for first in tl.static_range(0, WIDTH, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        x = tl.load(row + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+        squares += x * x
+    return tl.sum(squares, axis=0) / WIDTH
+
+
+@triton.jit
 def turn(src, weight, cos, sin, live, eps, offset, NORM: tl.constexpr,
          DIM: tl.constexpr, DIM_PAD: tl.constexpr, WIDTH: tl.constexpr,
-         INTERLEAVED: tl.constexpr, NORM_LAST: tl.constexpr = False):  # fmt: skip
+         INTERLEAVED: tl.constexpr, NORM_LAST: tl.constexpr = False, mean=None):  # fmt: skip
     """Normalized and rotated heads [HEADS, DIM_PAD] in float32.
 
+    NORM: how many channels are normalized together, or 0: those of a head, or of all heads. Then
+    `mean`, for all or [HEADS, 1], is that of their squares, and weight [HEADS, 1] points to those
+    of each head.
     NORM_LAST: normalized after the rotation. src [HEADS, 1]: pointers to them; live [HEADS, 1]:
     whether to read them. cos, sin: pointers to the row for all heads, or [HEADS, 1].
     """
@@ -48,9 +62,16 @@ def turn(src, weight, cos, sin, live, eps, offset, NORM: tl.constexpr,
             sign = tl.where(d < WIDTH // 2, -1.0, 1.0)
         turned = d < WIDTH
         y = tl.load(src + partner[None, :], mask=live & turned[None, :], other=0.0).to(tl.float32)
-    if NORM:
+    if NORM > DIM:
+        inverse = 1 / tl.sqrt_rn(mean + eps)
+        w = tl.load(weight + d[None, :], mask=live & (d < DIM)[None, :], other=0.0)
+        x = x * inverse * (w.to(tl.float32) + offset)
+        if WIDTH > 0:
+            w = tl.load(weight + partner[None, :], mask=live & turned[None, :], other=0.0)
+            y = y * inverse * (w.to(tl.float32) + offset)
+    elif NORM:
         w = tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32) + offset
-    if NORM and not NORM_LAST:
+    if NORM == DIM and not NORM_LAST:
         inverse = 1 / tl.sqrt_rn(tl.sum(x * x, axis=1) / DIM + eps)
         x = x * inverse[:, None] * w[None, :]
         if WIDTH > 0:
@@ -60,7 +81,7 @@ def turn(src, weight, cos, sin, live, eps, offset, NORM: tl.constexpr,
         c = tl.load(cos + d[None, :], mask=turned[None, :], other=1.0)
         s = tl.load(sin + d[None, :], mask=turned[None, :], other=0.0) * sign[None, :]
         x = x * c + y * s
-    if NORM and NORM_LAST:
+    if NORM == DIM and NORM_LAST:
         x *= 1 / tl.sqrt_rn(tl.sum(x * x, axis=1) / DIM + eps)[:, None] * w[None, :]
     return x
 
@@ -89,9 +110,13 @@ def rope_write_kernel(
     sin = sin_table + position * sin_row
     if part < QUERY_BLOCKS:
         head = part * HEADS + tl.arange(0, HEADS)
-        x = turn(query + token * query_token + head[:, None] * query_head, query_norm, cos, sin,
+        row = query + token * query_token
+        mean, weight = None, query_norm
+        if QUERY_NORM > DIM:
+            mean, weight = mean_square(row, QUERY_NORM), query_norm + head[:, None] * DIM
+        x = turn(row + head[:, None] * query_head, weight, cos, sin,
                  (head < QUERY_HEADS)[:, None], eps, offset, QUERY_NORM, DIM, DIM_PAD, WIDTH,
-                 INTERLEAVED, NORM_LAST)  # fmt: skip
+                 INTERLEAVED, NORM_LAST, mean)  # fmt: skip
         tl.store(
             out + (token * QUERY_HEADS + head[:, None]) * DIM + d[None, :],
             x.to(out.dtype.element_ty),
@@ -104,9 +129,13 @@ def rope_write_kernel(
             inside = slot % BLOCK_SIZE
             if part < QUERY_BLOCKS + KV_BLOCKS:
                 head = (part - QUERY_BLOCKS) * HEADS + tl.arange(0, HEADS)
-                x = turn(key + token * key_token + head[:, None] * key_head, key_norm, cos, sin,
+                row = key + token * key_token
+                mean, weight = None, key_norm
+                if KEY_NORM > DIM:
+                    mean, weight = mean_square(row, KEY_NORM), key_norm + head[:, None] * DIM
+                x = turn(row + head[:, None] * key_head, weight, cos, sin,
                          (head < KV_HEADS)[:, None], eps, offset, KEY_NORM, DIM, DIM_PAD, WIDTH,
-                         INTERLEAVED, NORM_LAST)  # fmt: skip
+                         INTERLEAVED, NORM_LAST, mean)  # fmt: skip
                 place = key_cache + block * kc_block + inside * kc_slot
                 head = head[:, None]
                 store_heads(
@@ -133,6 +162,11 @@ def rope_write_kernel(
                            (part - QUERY_BLOCKS - KV_BLOCKS) * HEADS)  # fmt: skip
 
 
+def normed_together(weight: Tensor | None) -> int:
+    """How many channels a norm divides by one number; 0 if there is no norm."""
+    return 0 if weight is None else weight.shape[0]
+
+
 def plan(
     query: Tensor,
     key: Tensor,
@@ -155,7 +189,11 @@ def plan(
     tokens, query_heads, dim = query.shape
     kv_heads, v_dim = value.shape[1:]
     widest = power_of_2(max(dim, v_dim))
-    heads = min(power_of_2(kv_heads), max(1, ROPE_ELEMENTS // widest))
+    norms = {"QUERY_NORM": normed_together(query_norm), "KEY_NORM": normed_together(key_norm)}
+    if max(norms.values()) > dim:  # a program reads the whole row, so it computes most of its heads
+        heads, num_warps = min(power_of_2(query_heads), max(1, TOGETHER_ELEMENTS // widest)), 8
+    else:
+        heads, num_warps = min(power_of_2(kv_heads), max(1, ROPE_ELEMENTS // widest)), 4
     query_blocks, kv_blocks = cdiv(query_heads, heads), cdiv(kv_heads, heads)
     pdl = dependent_launch.applies_to(query.device)
     out = query.new_empty(query.shape)
@@ -181,9 +219,10 @@ def plan(
             "BLOCK_SIZE": block_tokens(key_cache),
             "DIM": dim, "DIM_PAD": power_of_2(dim), "V_DIM": v_dim, "V_DIM_PAD": power_of_2(v_dim),
             "WIDTH": cos_table.shape[-1], "INTERLEAVED": interleaved,
-            "QUERY_NORM": query_norm is not None, "KEY_NORM": key_norm is not None,
-            "NORM_LAST": norm_last, **format_constants(key_cache, k_scale, v_scale), "PDL": pdl,
+            **norms, "NORM_LAST": norm_last,
+            **format_constants(key_cache, k_scale, v_scale), "PDL": pdl,
         },
+        num_warps=num_warps,
         pdl=pdl,
     )  # fmt: skip
     return Plan(out=out, launches=(launch,))
@@ -204,8 +243,16 @@ def supports(
     slot_mapping: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    norm_last: bool,
     **others: object,
 ) -> bool:
+    dim = query.shape[2]
+    # all heads of a token are read as one row
+    together = [
+        heads
+        for heads, norm in ((query, query_norm), (key, key_norm))
+        if normed_together(norm) > dim
+    ]
     return (
         supports_tensors(query, key, value, query_norm, key_norm, cos_table, sin_table)
         and caches_fit(query, key_cache, value_cache, k_scale, v_scale)
@@ -214,6 +261,8 @@ def supports(
         and cos_table.dtype.itemsize == 4
         and positions.is_contiguous()
         and slot_mapping.is_contiguous()
+        and all(heads.stride(1) == dim for heads in together)
+        and not (together and norm_last)
     )
 
 

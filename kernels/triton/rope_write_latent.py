@@ -43,7 +43,7 @@ def write_latent_key(
             x *= weight / tl.sqrt_rn(tl.sum(x * x, axis=1)[:, None] / RANK + eps)
         store_heads(place + i, x, k_scale, head, 1, 0, known, RANK, K_SCALE_STRIDE, FORMAT, True)
         y = turn(shared + token * shared_token + head, None, cos, sin, head < 1, eps, offset,
-                 False, WIDTH, WIDTH_PAD, WIDTH, INTERLEAVED)  # fmt: skip
+                 0, WIDTH, WIDTH_PAD, WIDTH, INTERLEAVED)  # fmt: skip
         store_heads(place + RANK + r, y, k_scale, head, 1, 0, (r < WIDTH) & (head < 1), WIDTH,
                     K_SCALE_STRIDE, FORMAT, True)  # fmt: skip
 
@@ -76,7 +76,7 @@ def rope_write_latent_kernel(
         dst = out + (token * QUERY_HEADS + head) * (DIM + WIDTH)
         plain = live & (d < DIM)
         tl.store(dst + d, tl.load(src + d, mask=plain), mask=plain)
-        x = turn(src + DIM, None, cos, sin, live, eps, offset, False, WIDTH, WIDTH_PAD, WIDTH,
+        x = turn(src + DIM, None, cos, sin, live, eps, offset, 0, WIDTH, WIDTH_PAD, WIDTH,
                  INTERLEAVED)  # fmt: skip
         tl.store(dst + DIM + r, x.to(out.dtype.element_ty), mask=live & (r < WIDTH))
     else:

@@ -61,11 +61,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense, normed twice": ("gemma3_text", {"intermediate_size": DEEP, **SIZES}),
     "dense, normed after": ("exaone4", {"intermediate_size": DEEP, **SIZES}),
     "dense, rotated first": ("hunyuan_v1_dense", {"intermediate_size": DEEP, **SIZES}),
+    "dense, heads normed together": ("olmo2", {"intermediate_size": DEEP, **SIZES}),
     "dense, ungated": ("arcee", {"intermediate_size": DEEP, **SIZES}),
     "dense, centered": ("starcoder2", {"intermediate_size": DEEP, **SIZES}),
     "dense, centered, parallel": ("gpt_neox", {"intermediate_size": DEEP}),
     "routed": ("qwen3_moe", {**SIZES}),
     "routed, clamped": ("gpt_oss", {}),
+    "routed, heads normed together": (
+        "olmoe",
+        {"num_attention_heads": 4, "num_key_value_heads": 2},
+    ),
     "routed, corrected": ("glm4_moe", {"n_group": 4, "topk_group": 2, "n_routed_experts": 8}),
     "latent": ("deepseek_v3", {}),
     "hybrid": ("qwen3_next", {"mlp_only_layers": [0, 1, 2], **SIZES}),
@@ -114,6 +119,12 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         "5: attention_kernel, 4 few_rows_kernel",
         ("8: act_mul_kernel, 2 aten.addmm_, 2 aten.linear, attention_kernel, 2 norm_kernel"),
     ),
+    "dense, heads normed together": (
+        "5: attention_kernel, 4 few_rows_kernel",
+        "5: attention_kernel, 4 few_rows_kernel",
+        "7: attention_kernel, 4 few_rows_kernel, 2 norm_kernel",
+        "8: act_mul_kernel, 4 aten.linear, attention_kernel, 2 norm_kernel",
+    ),
     "dense, ungated": (
         "5: attention_kernel, 4 few_rows_kernel",
         "5: attention_kernel, 4 few_rows_kernel",
@@ -151,6 +162,18 @@ LAUNCHES: dict[str, tuple[str, ...]] = {
         ),
     ),
     "routed": (
+        "6: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel",
+        "6: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel",
+        (
+            "9: attention_kernel, choose_experts_kernel, 2 expert_kernel, 3 few_rows_kernel, "
+            "norm_kernel, sum_experts_kernel"
+        ),
+        (
+            "10: aten.addmm_, 2 aten.linear, attention_kernel, choose_experts_kernel, "
+            "2 expert_kernel, 2 norm_kernel, sum_experts_kernel"
+        ),
+    ),
+    "routed, heads normed together": (
         "6: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel",
         "6: attention_kernel, 2 expert_kernel, 2 few_rows_kernel, route_kernel",
         (

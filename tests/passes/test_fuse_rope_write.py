@@ -7,6 +7,8 @@ import torch
 from tiny_graphs import Values, apply, assert_idempotent, ops, roles, run
 from tiny_layer import (
     BLOCK_SIZE,
+    DIM,
+    HEADS,
     INPUTS,
     POSITIONS,
     complex_product,
@@ -21,8 +23,9 @@ from tiny_layer import (
 )
 from torch import Tensor, fx
 
+from llmc.kernels.rms_norm import rms_norm
 from llmc.kernels.rope_write import rope_write
-from llmc.passes.edit import arguments, aten, calls, emit, set_arguments
+from llmc.passes.edit import arguments, aten, calls, emit, set_arguments, val
 from llmc.passes.fuse_norms import fuse_norms
 from llmc.passes.fuse_rope_write import fuse_rope_write
 from llmc.passes.inputs import ConstantInput
@@ -68,17 +71,28 @@ def test_rewrites(rotary: object, normed: bool) -> None:
     assert_idempotent(gm, fuse_rope_write())
 
 
-@pytest.mark.parametrize("at", ["transposed", "rotated"])
+@pytest.mark.parametrize("at", ["transposed", "rotated", "together"])
 @pytest.mark.parametrize("rotary", [half_turn, partial, two_halves, neighbours, complex_product])
 def test_takes_a_norm_elsewhere(rotary: object, at: str) -> None:
     plain = layer(rotary, normed=True, width=4 if rotary is partial else 8, at=at)
     fused, _ = apply(before(plain), fuse_rope_write())
     (call,) = calls(fused.graph, rope_write.overload)
     assert arguments(call).norm_last == (at == "rotated")
-    assert arguments(call).query_norm is not None
+    together = HEADS if at == "together" else 1
+    assert val(arguments(call).query_norm).shape == (together * DIM,)
     assert not {name for name in ops(fused) if "rms_norm" in name}
     want = run(plain, Values.of(**INPUTS))
     torch.testing.assert_close(run(fused, paged_values()), want, rtol=1e-5, atol=1e-5)
+
+
+def test_leaves_alone_a_norm_that_is_also_read_elsewhere() -> None:
+    gm = before(layer(normed=True, at="together"))
+    first = calls(gm.graph, rms_norm.overload)[0]
+    output = gm.graph.output_node()
+    output.args = ((output.args[0], first),)
+    _, (report,) = apply(gm, fuse_rope_write())
+    assert report.added == {"llmc.rope_write.default": 1}
+    assert not report.removed.get("llmc.rms_norm.default")
 
 
 def test_leaves_alone_a_norm_of_channels_that_were_moved() -> None:

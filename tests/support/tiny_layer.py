@@ -28,6 +28,8 @@ INPUTS: dict[str, Arg] = {
     "wv": weight("wv", _rand(KV_HEADS * DIM, HIDDEN)),
     "q_norm": weight("q_norm", _rand(DIM)),
     "k_norm": weight("k_norm", _rand(DIM)),
+    "q_norms": weight("q_norms", _rand(HEADS * DIM)),
+    "k_norms": weight("k_norms", _rand(KV_HEADS * DIM)),
     "inv_freq": constant(10000.0 ** -(torch.arange(0, DIM, 2) / DIM)),
     "key_cache": cache(0, "key"),
     "value_cache": cache(0, "value"),
@@ -102,7 +104,8 @@ def layer(
 ) -> fx.GraphModule:
     """positions, tokens -> [1, T, H * D], with `width` channels of q and k rotated by `rotary`.
 
-    at: where heads are normalized, if they are: "projected", "transposed" or "rotated".
+    at: where heads are normalized, if they are: "projected", "transposed" or "rotated"; "together":
+    all of them by one norm.
     """
 
     def forward(
@@ -114,13 +117,17 @@ def layer(
         wv: Tensor,
         q_norm: Tensor,
         k_norm: Tensor,
+        q_norms: Tensor,
+        k_norms: Tensor,
         inv_freq: Tensor,
         key_cache: Tensor,
         value_cache: Tensor,
     ) -> Tensor:
         x = F.embedding(token_ids.unsqueeze(0), embed)
-        q = F.linear(x, wq).view(1, -1, HEADS, DIM)
-        k = F.linear(x, wk).view(1, -1, KV_HEADS, DIM)
+        q, k = F.linear(x, wq), F.linear(x, wk)
+        if normed and at == "together":
+            q, k = norm(q, q_norms), norm(k, k_norms)
+        q, k = q.view(1, -1, HEADS, DIM), k.view(1, -1, KV_HEADS, DIM)
         v = F.linear(x, wv).view(1, -1, KV_HEADS, DIM).transpose(1, 2)
         if normed and at == "projected":
             q, k = norm(q, q_norm), norm(k, k_norm)

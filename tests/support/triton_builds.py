@@ -190,17 +190,18 @@ def caches(tokens: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tens
 
 
 def rope(
-    *, interleaved: bool, normed: bool, cache: torch.dtype = BF16, norm_last: bool = False
-) -> Plan[Tensor]:
-    weight = meta(128) if normed else None
+    *, interleaved: bool, normed: bool, cache: torch.dtype = BF16, norm_last: bool = False,
+    together: bool = False,
+) -> Plan[Tensor]:  # fmt: skip
+    widths = (32 * 128, 8 * 128) if together else (128, 128)
+    weights = [meta(width) if normed else None for width in widths]
     key = meta(64, 8, 128)
     tables = floats(4096, 128), floats(4096, 128), longs(64)
     return rope_write.plan(
         meta(64, 32, 128),
         key,
         key,
-        weight,
-        weight,
+        *weights,
         1e-6,
         0.0,
         *tables,
@@ -221,14 +222,15 @@ def latent_rope(tokens: int, *, interleaved: bool, cache: torch.dtype = BF16) ->
 
 def rope_decode(
     heads: int, dim: int, *, window: int = 0, cache: torch.dtype = BF16, normed: bool = True,
-    norm_last: bool = False, width: int | None = None,
+    norm_last: bool = False, width: int | None = None, together: bool = False,
 ) -> Plan[Tensor]:  # fmt: skip
     """A decode step of 64 requests; keys and values are views of one projection."""
     q, k, v = meta(64, (heads + 16) * dim).split([heads * dim, 8 * dim, 8 * dim], dim=-1)
-    weight = meta(dim) if normed else None
+    widths = (heads * dim, 8 * dim) if together else (dim, dim)
+    weights = [meta(width) if normed else None for width in widths]
     return rope_attention.plan(
         q.unflatten(-1, (heads, dim)), k.unflatten(-1, (8, dim)), v.unflatten(-1, (8, dim)),
-        weight, weight, 1e-6, 0.0, *(floats(4096, dim if width is None else width) for _ in "cs"),
+        *weights, 1e-6, 0.0, *(floats(4096, dim if width is None else width) for _ in "cs"),
         longs(64), False,
         *(blocks(8, 16, dim, cache) for _ in "kv"), longs(64),
         ints(65), ints(64), ints(64, 2048), dim**-0.5, window, 0, 0.0,
@@ -648,9 +650,11 @@ def encoder(tokens: int, texts: int, window: int = 0) -> Plan[Tensor]:
 BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "write_kv": lambda: write_kv.plan(meta(64, 8, 128), meta(64, 8, 128), *caches(64)),
     "rope_write": lambda: rope(interleaved=False, normed=True),
+    "rope_write heads normed together": lambda: rope(interleaved=False, normed=True, together=True),
     "rope_write norm last": lambda: rope(interleaved=False, normed=True, norm_last=True),
     "rope_attention unrotated": lambda: rope_decode(32, 128, normed=False, width=0),
     "rope_attention unrotated, normed": lambda: rope_decode(32, 128, width=0),
+    "rope_attention heads normed together": lambda: rope_decode(48, 128, together=True),
     "rope_attention norm last": lambda: rope_decode(32, 128, norm_last=True),
     "rope_write interleaved": lambda: rope(interleaved=True, normed=False),
     "attention decode": lambda: attention(64, 64, 32, 8, 128),
