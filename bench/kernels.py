@@ -1,7 +1,8 @@
 """Times every op at serving sizes: `python -m bench.kernels [--only NAME] [--device cuda]`.
 
 Each row is compared with its physical limit, measured in the same run: the read bandwidth for ops
-that stream memory, the best matrix product for prefill. The last column is torch's best time.
+that stream memory, the best matrix product for prefill. The last column is torch's best time. Where
+$LLMC_CPU_TARGET forces a level, torch has no more instructions either.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from bench.linear_work import (
     ways_work,
 )
 from bench.state_work import state_work
+from bench.torch_level import limit_torch
 from llmc.kernels.cpu.build import load
 from llmc.kernels.quantized_linear import FORMATS
 from llmc.load_test.machine import describe_machine, package_versions
@@ -198,6 +200,7 @@ def main() -> None:
         importlib.import_module("llmc.kernels.triton")
     elif not load():
         raise SystemExit("the C++ ops could not be built; see the warning above")
+    limit_torch()
     limits = measure_limits(device)
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, {platform.machine()}")
     print(", ".join(f"{name}: {value / 1e9:.1f} G/s" for name, value in limits.items()))

@@ -8,9 +8,10 @@ operations at the rate of the library's largest product in the same dtype (in fl
 has no instructions for the dtype and that is slower); both are measured in the same run. Weights of
 one shape rotate through more memory than the caches can hold, and the contestants alternate; the
 minimum time of a call counts. `--threads 1` counts the thread's own CPU time, which other processes
-disturb less. x is bfloat16 for the low-bit formats. For `int4/8` it is rounded to 8 bits, so it can
-exceed the limit, which is that of floats. Experts: 8 of 128 chosen per row, as in a routed layer
-with 2048 inputs and 768 channels; only the chosen ones are read and counted.
+disturb less. Where $LLMC_CPU_TARGET forces a level, torch has no more instructions either. x is
+bfloat16 for the low-bit formats. For `int4/8` it is rounded to 8 bits, so it can exceed the limit,
+which is that of floats. Experts: 8 of 128 chosen per row, as in a routed layer with 2048 inputs and
+768 channels; only the chosen ones are read and counted.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 import llmc.kernels.cpu  # noqa: F401
+from bench.torch_level import limit_torch
 from llmc.kernels.cpu.build import load
 from llmc.kernels.cpu.levels import multiplies_integers
 from llmc.kernels.cpu.pages import HugePages
@@ -276,6 +278,7 @@ def main() -> None:
     args = parser.parse_args()
     if not load():
         raise SystemExit("error: the C++ ops can't be built here")
+    limit_torch()
     torch.set_num_threads(args.threads)
     limits = measure_limits()
     rates = {str(d).removeprefix("torch."): rate for d, rate in limits.products.items()}

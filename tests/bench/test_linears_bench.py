@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import bench_package  # noqa: F401 - before bench
 import op_cases
@@ -10,6 +14,7 @@ import pytest
 import torch
 
 from bench.linears import COLD_BYTES, PLAIN, ROUNDED, STORED, linears
+from llmc.kernels.cpu.levels import VARIABLE, supported
 from llmc.kernels.quantized_linear import FORMATS
 from llmc.weights.gguf.blocks import KEPT, kept_as
 
@@ -35,3 +40,20 @@ def test_a_type_of_gguf(kind: object, monkeypatch: pytest.MonkeyPatch) -> None:
     assert contestant.weight_bytes == num_bytes
     result = contestant.run(torch.randn(3, DEPTH).bfloat16(), 0)
     assert result.shape == (3, CHANNELS) and 0 < float(result.float().std()) < 1e3
+
+
+def test_torch_has_no_more_instructions_than_a_forced_level() -> None:
+    """Otherwise the limit would be that of another CPU."""
+    if "x86-64-v3" not in {level.name for level in supported()}:
+        pytest.skip("the processor does not have AVX2")
+    code = (
+        "import llmc.kernels.cpu, torch; from bench.torch_level import limit_torch; limit_torch(); "
+        "torch.randn(64, 64) @ torch.randn(64, 64); print(torch.backends.cpu.get_cpu_capability())"
+    )
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env={**os.environ, VARIABLE: "x86-64-v3", "PYTHONPATH": root},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["AVX2"]
