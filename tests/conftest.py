@@ -65,7 +65,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Check that groups work: otherwise each worker would silently create nearly all fixtures."""
     if _is_worker(session.config) and any("@" not in item.nodeid for item in session.items):
         raise pytest.UsageError("pytest-xdist's groups don't work with this pytest; use pytest<9.2")
+    _skip_torchs_trace()
     _keep_what_is_left()
+
+
+def pytest_runtest_logstart() -> None:
+    _skip_torchs_trace()  # for tests that imported torch themselves
+
+
+def _skip_torchs_trace() -> None:
+    """torch writes the trace of a capture, graphs and guards as text, if its logger has a handler.
+    Since 9.1, pytest adds its own to loggers that don't propagate."""
+    logging.getLogger("torch.__trace").propagate = True
 
 
 def _keep_what_is_left() -> None:
