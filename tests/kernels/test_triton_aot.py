@@ -379,7 +379,10 @@ def test_each_wave_of_an_amd_gpu_waits_for_its_stores() -> None:
     assert atom and last_store and barrier and "s_waitcnt vmcnt(0)" in before
 
 
-@pytest.mark.parametrize("build", [name for name in BUILDS if name.startswith("rope_attention")])
+@pytest.mark.parametrize(
+    "build",
+    tiered([name for name in BUILDS if name.startswith("rope_attention")], "rope_attention"),
+)
 def test_each_wave_of_an_amd_gpu_has_stored_its_keys_before_any_reads_them(build: str) -> None:
     """A program's waves share one L1, since it is not split over compute units."""
     code = compiled_code(BUILDS[build]().launches[0], "gfx942").asm["amdgcn"]

@@ -25,6 +25,7 @@ MAX_ERROR = {  # of a log-probability
     torch.bfloat16: 0.1,
     torch.float16: 0.0125,
 }
+BITS_16 = (torch.bfloat16, torch.float16)
 MIXED_DTYPES = {
     "codegen": "scores in float32, values in 16 bits",
     "gemma4_text": "norms in float32 by a power, cast before the rotation",
@@ -71,7 +72,7 @@ def errors(
     return torch.cat(our_errors), torch.cat(their_errors)
 
 
-@pytest.mark.parametrize("dtype", MAX_ERROR, ids=str)
+@pytest.mark.parametrize("dtype", tiered(MAX_ERROR, torch.bfloat16), ids=str)
 def test_logprobs_in_the_dtype_of_the_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
     path = save_checkpoint("qwen3", tmp_path, dtype=dtype)
     running = tiny_engine.start(path, dtype="auto")
@@ -99,7 +100,7 @@ def test_models_whose_code_mixes_dtypes(model_type: str, tmp_path: Path) -> None
     assert torch.cat(our_errors).mean() <= 1.2 * torch.cat(their_errors).mean()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", tiered(BITS_16, torch.bfloat16), ids=str)
 def test_logprobs_of_latents_in_both_forms(dtype: torch.dtype, tmp_path: Path) -> None:
     """Prompts whose last chunks are expanded, and some whose are not."""
     model: Any = load_reference(save_random(tiny_config("minicpm3"), tmp_path), dtype)
@@ -110,8 +111,8 @@ def test_logprobs_of_latents_in_both_forms(dtype: torch.dtype, tmp_path: Path) -
     assert our_error.mean() <= 1.2 * their_error.mean() + ROUNDING
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("quantization", tiered(["int8", "int4", "fp8"], "int4", "fp8"))
+@pytest.mark.parametrize("dtype", tiered(BITS_16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("quantization", tiered(["int8", "int4", "fp8"], "int4"))
 def test_quantized_weights_serve_every_dtype(
     dtype: torch.dtype, quantization: str, tmp_path: Path
 ) -> None:
@@ -158,7 +159,7 @@ class Called(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("model_type", tiered(["qwen3", "mixtral", "qwen3_next"], "mixtral"))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", tiered(BITS_16, torch.bfloat16), ids=str)
 def test_torchs_products_of_16_bits_are_not_called(
     dtype: torch.dtype, model_type: str, tmp_path: Path
 ) -> None:

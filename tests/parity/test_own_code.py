@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from own_models import CONTEXT, WIDTH, SmallConfig, SmallModel, assert_served_logits
+from tiers import tiered
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as by_another_name
 from transformers.modeling_outputs import CausalLMOutput
@@ -247,7 +248,19 @@ def _registered() -> None:
         tf.AutoModelForCausalLM.register(config, model, exist_ok=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    tiered(
+        FORMS,
+        "tables",
+        "if_computed",
+        "slopes",
+        "loss",
+        "torchs_module",
+        "uninitialized",
+        "of_latents",
+    ),
+)
 def test_logits_are_those_of_the_models_code(form: str, tmp_path: Path) -> None:
     _compare(OwnModel(OwnConfig(form=form)), tmp_path)
 
@@ -347,13 +360,23 @@ def _capture(layer: Callable[[], nn.Module]) -> str:
     return capture(built, torch.device("cpu")).graph.code
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+MODELS = {
+    "own": lambda: OwnModel(OwnConfig(form="tables")),
+    "other": lambda: OtherModel(OtherConfig(form="mask")),
+}
+
+
 @pytest.mark.parametrize(
-    "model", [OwnModel(OwnConfig(form="tables")), OtherModel(OtherConfig(form="mask"))]
+    ("model", "dtype"),
+    tiered(
+        [(name, dtype) for name in MODELS for dtype in ("float32", "bfloat16")],
+        ("own", "float32"),
+        ("other", "bfloat16"),
+    ),
 )
-def test_it_is_certified(model: OwnModel, dtype: str, tmp_path: Path) -> None:
+def test_it_is_certified(model: str, dtype: str, tmp_path: Path) -> None:
     """transformers leaves uninitialized what the constructor computes."""
-    _save(model, tmp_path)
+    _save(MODELS[model](), tmp_path)
     config = EngineConfig(model=str(tmp_path), dtype=dtype, device="cpu", opt_level=0, block_size=4)
     with mock.patch.object(check, "cache_dir", return_value=tmp_path):
         assert check.check_model(config).certified

@@ -12,6 +12,7 @@ import tiny_engine
 import torch
 import transformers as tf
 from safetensors.torch import save_file
+from tiers import tiered
 from tiny_chat import tiny_chat_model
 from tiny_models import load_reference, make_config, prompts, save_checkpoint
 
@@ -80,7 +81,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "method"), CASES)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    tiered(CASES, ("qwen3", "mean"), ("gemma3", "weightedmean"), ("gpt_oss", "last")),
+)
 def test_embeddings(family: str, method: str, tmp_path: Path) -> None:
     path = save_checkpoint(family, tmp_path / "model")
     running = tiny_engine.start(path, task="embed", pooling=method)

@@ -88,7 +88,7 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("format", "size"),
-    tiered([(f, n) for f in ("int8", "int4", "fp8") for n in (2, 4)], ("int4", 4), ("fp8", 2)),
+    tiered([(f, n) for f in ("int8", "int4", "fp8") for n in (2, 4)], ("int4", 4)),
 )
 def test_weights_that_are_quantized_while_they_load(format: str, size: int, dense: Path) -> None:
     check_ranks(dense, size, sums=5, quantization=format)
@@ -114,7 +114,6 @@ IN_PARTS = [name for name in PACKINGS if name not in ("fp8 in blocks", "float-qu
     tiered(
         [*((name, 4) for name in IN_PARTS), ("fp8 in blocks of 32", 2), ("awq", 2)],
         ("fp8 in blocks of 32", 2),
-        ("fp8 in blocks of 32", 4),
         ("gptq in another order", 4),
     ),
 )
@@ -132,7 +131,6 @@ def test_weights_that_are_stored_quantized(
     "packing",
     tiered(
         ["gptq", "awq", "packed", "blocks"],
-        "awq",
         "blocks",
     ),
 )
@@ -187,7 +185,6 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
             ("qwen3moe", Type.IQ2_S, 2, 5),
             ("llama", Type.TQ2_0, 4, 5),
         ],
-        ("llama", Type.Q4_0, 2, 5),
         ("qwen2moe", Type.Q4_1, 2, 5),
         ("llama", Type.Q4_K, 2, 5),
     ),
