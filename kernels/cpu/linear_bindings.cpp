@@ -47,7 +47,7 @@ void set_superblocks(const Tensor& weight, const Tensor& scale, const optional<T
     for (int parts : {1, 2})
       if (is_whole && group % least_group(a) == 0 && !(is_table && parts == 2) &&
           scale.size(1) / count == (1 + kSuperblock / group / 2) * parts)
-        a.group = group, a.superblock_parts = parts;
+        a.group = group, a.groups = a.depth / group, a.superblock_parts = parts;
   TORCH_CHECK(a.superblock_parts && is_integers && !zero && !minimum, "scale ", scale.sizes(),
               " of int16 is not dense, does not fit weight ", weight.sizes(), " of ",
               weight.scalar_type(), ", or comes with zero or minimum");
@@ -98,7 +98,8 @@ LowBitArgs weight_args(const Tensor& weight, const Tensor& scale, const optional
     return a;
   }
   check_groups(weight, scale, zero, minimum, a);
-  a.group = a.depth / scale.size(1);
+  a.groups = scale.size(1);
+  a.group = a.depth / a.groups;
   a.scale = scale.data_ptr();
   if (stored != Format::mxfp4) a.scale_dtype = dtype_of(scale, "scale");
   a.zero = zero ? zero->data_ptr<uint8_t>() : nullptr;

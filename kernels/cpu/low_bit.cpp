@@ -205,7 +205,7 @@ void multiply(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t row, i
   GroupScales scales[kAdjacent];
   const Reader reader(a);
   const float added = reader.offset();
-  for (int64_t group = 0; group < a.groups(); ++group) {
+  for (int64_t group = 0; group < a.groups; ++group) {
     v16f scale[kAdjacent], offset[kAdjacent];  // offset: of scaled values
 #pragma GCC unroll 2
     for (int b = 0; b < kAdjacent; ++b) {

@@ -108,12 +108,12 @@ struct LowBitArgs {
   Dtype scale_dtype, minimum_dtype;
   int superblock_parts;  // 1: `scale` has superblocks, 2: with minimums; else 0
   void* out;  // [rows, channels] dense
-  int64_t rows, depth, channels, group, x_stride;
+  int64_t rows, depth, channels, x_stride;
+  int64_t group, groups;  // inputs of a group, and how many there are: kernels don't divide
   int threads;
   int x_bits;  // bits that x is rounded to, relative to the largest of a stretch: 8, 16, kExactBits
 
   int64_t lines() const { return lines_of(stored, depth); }  // per block
-  int64_t groups() const { return depth / group; }
   bool has_minimum() const { return minimum || superblock_parts == 2; }
 };
 
@@ -150,6 +150,9 @@ LLMC_INLINE v16f powers_of_two(const uint8_t* exponents) {
   return (v16f)(e << 23 | (rare & 0x400000u));
 }
 
+// Groups of a superblock.
+inline int64_t steps_of(const LowBitArgs& a) { return a.group == 32 ? 8 : 16; }
+
 // The scales of groups in superblocks: 8-bit steps times a float16 factor of 256 inputs, and so are
 // minimums, if there are any. See kernels/quantized_linear.py for the order of the words.
 struct Superblock {
@@ -160,11 +163,10 @@ struct Superblock {
 
   Superblock() {}
   LLMC_METHOD Superblock(const LowBitArgs& a, int64_t block, int64_t group) {
-    const int shift = a.group == 32 ? 3 : 4;
-    steps = 1 << shift, parts = a.superblock_parts;
-    const int64_t count = parts + steps / 2 * parts;
+    steps = steps_of(a), parts = a.superblock_parts;
+    const int64_t count = parts + steps / 2 * parts, first = group >> (steps == 8 ? 3 : 4);
     words = static_cast<const uint16_t*>(a.scale) +
-            (block * (a.depth / kSuperblock) + (group >> shift)) * count * kChannels;
+            (block * (a.depth / kSuperblock) + first) * count * kChannels;
     factor = load(reinterpret_cast<const f16*>(words));
     if (parts == 2) least = load(reinterpret_cast<const f16*>(words + kChannels));
   }
@@ -185,7 +187,7 @@ LLMC_INLINE v16f stored_scale(const LowBitArgs& a, int64_t block, int64_t group)
     const Superblock super(a, block, group);
     return super.scale(super.word(group), group);
   }
-  const int64_t at = (block * a.groups() + group) * kChannels;
+  const int64_t at = (block * a.groups + group) * kChannels;
   if (a.stored == Format::mxfp4) return powers_of_two(static_cast<const uint8_t*>(a.scale) + at);
   if (a.scale_dtype == Dtype::bf16) return load(static_cast<const bf16*>(a.scale) + at);
   if (a.scale_dtype == Dtype::f16) return load(static_cast<const f16*>(a.scale) + at);
@@ -200,7 +202,7 @@ LLMC_INLINE v16f scale_of(const LowBitArgs& a, int64_t block, int64_t group) {
 // The value that stands for zero.
 LLMC_INLINE v16f zero_of(const LowBitArgs& a, int64_t block, int64_t group) {
   if (!a.zero) return splat(a.has_minimum() ? 0.0f : float(middle_of(a.format)));
-  const uint8_t* from = a.zero + (block * a.groups() + group) * kChannels;
+  const uint8_t* from = a.zero + (block * a.groups + group) * kChannels;
   return convert<v16f>((v16i)widen_from<v16u, uint8_t>(from));
 }
 
@@ -210,7 +212,7 @@ LLMC_INLINE v16f minimum_of(const LowBitArgs& a, int64_t block, int64_t group) {
     const Superblock super(a, block, group);
     return super.minimum(super.word(group));
   }
-  const int64_t at = (block * a.groups() + group) * kChannels;
+  const int64_t at = (block * a.groups + group) * kChannels;
   if (!a.minimum) return v16f{};
   return a.minimum_dtype == Dtype::f16 ? load(static_cast<const f16*>(a.minimum) + at)
                                        : load(static_cast<const float*>(a.minimum) + at);
@@ -226,8 +228,7 @@ struct GroupScales {
       scale = stored_scale(a, block, group), minimum = minimum_of(a, block, group);
       return;
     }
-    if (group % (kSuperblock / a.group) == 0)
-      super = Superblock(a, block, group);
+    if ((group & (steps_of(a) - 1)) == 0) super = Superblock(a, block, group);
     const v16i word = super.word(group);
     scale = super.scale(word, group);
     minimum = super.parts == 2 ? super.minimum(word) : v16f{};

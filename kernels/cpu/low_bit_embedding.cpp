@@ -55,7 +55,7 @@ void widen_row(const LowBitArgs& a, int64_t channel, T* to) {
   const int64_t block = channel / kChannels, lane = channel % kChannels;
   const uint8_t* word = a.weight + block * a.lines() * kLineBytes + lane * kWordBytes;
   const FloatReader<kFormat> reader(a);
-  for (int64_t group = 0; group < a.groups(); ++group) {
+  for (int64_t group = 0; group < a.groups; ++group) {
     const float scale = scale_of(a, block, group)[lane];
     const float offset = kFormat == Format::int4 ? zero_of(a, block, group)[lane] : 0.0f;
     const float minimum = minimum_of(a, block, group)[lane];

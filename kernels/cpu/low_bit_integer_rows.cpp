@@ -151,8 +151,9 @@ struct Stretches {
   // Of one block of the piece's, whose channels begin at `at`.
   void read(const LowBitArgs& a, int64_t block, int64_t at, int64_t k, int64_t stretch,
             int64_t count, bool folds_zero) {
+    int64_t group = k / a.group, end = (group + 1) * a.group - k;
     for (int64_t s = 0; s < count; ++s) {
-      const int64_t group = (k + s * stretch) / a.group;
+      if (s * stretch == end) ++group, end += a.group;
       const v16f factor = scale_of(a, block, group);
       v16f least = minimum_of(a, block, group);
       store(scale[s] + at, factor);

@@ -114,8 +114,8 @@ void pack_rows(const LowBitArgs& a, int64_t row, int64_t rows, int64_t width, ui
   for (int64_t m = 0; m < width; ++m) {
     const bf16* x = static_cast<const bf16*>(a.x) + (row + m) * a.x_stride;
     if (Reader::offset() && m < rows)
-      for (int64_t g = 0; g < a.groups(); ++g)
-        totals[m * a.groups() + g] = total(x + g * a.group, a.group);
+      for (int64_t g = 0; g < a.groups; ++g)
+        totals[m * a.groups + g] = total(x + g * a.group, a.group);
     for (int64_t k = 0; k < a.depth; k += Reader::kInputs) {
       bf16 line[Reader::kInputs] = {};
       if (m < rows)
@@ -151,8 +151,8 @@ void block_rows(const LowBitArgs& a, const Pass& x, int64_t block) {
   for (int64_t m = 0; m < x.rows; ++m) {
     v16f y = load(sums + m * kChannels);
     if (PairReader<kFormat>::offset())
-      for (int64_t g = 0; g < a.groups(); ++g)
-        y -= PairReader<kFormat>::offset() * x.totals[m * a.groups() + g] * scale_of(a, block, g);
+      for (int64_t g = 0; g < a.groups; ++g)
+        y -= PairReader<kFormat>::offset() * x.totals[m * a.groups + g] * scale_of(a, block, g);
     write_block(a, x.row + m, block, y);
   }
 }
@@ -163,9 +163,9 @@ void by_passes(const LowBitArgs& a) {
   const int64_t passes = (a.rows + most - 1) / most, blocks = a.channels / kChannels;
   static thread_local Arena arena;
   const int64_t room = std::min(a.rows, most) + kMaxRows;
-  arena.reset(room * (a.depth * sizeof(bf16) + a.groups() * sizeof(float)) + 4096);
+  arena.reset(room * (a.depth * sizeof(bf16) + a.groups * sizeof(float)) + 4096);
   uint32_t* const words = arena.take<uint32_t>(room * a.depth / 2);
-  float* const totals = arena.take<float>(room * a.groups());
+  float* const totals = arena.take<float>(room * a.groups);
   const int threads = worth_threads(blocks * a.depth * (8 + a.rows / 2), blocks, a.threads);
   for (int64_t p = 0; p < passes; ++p) {
     const int64_t row = a.rows * p / passes, rows = a.rows * (p + 1) / passes - row;
@@ -174,7 +174,7 @@ void by_passes(const LowBitArgs& a) {
       int64_t done = 0;
       for (int64_t i = 0; i < g; ++i) done += x.width(i, done);
       pack_rows<kFormat>(a, row + done, rows - done, x.width(g, done),
-                         words + done * a.depth / 2, totals + done * a.groups());
+                         words + done * a.depth / 2, totals + done * a.groups);
     });
     parallel_pieces(blocks, threads, [&](int64_t block) { block_rows<kFormat>(a, x, block); });
   }
