@@ -47,13 +47,15 @@ struct LowBit {
     alignas(64) uint8_t room[kUnpacked * kChannels];
     const uint8_t* line = nullptr;
     v16f scale = {}, offset = {}, minimum = {};
+    int64_t group = k / a.group, next = 0;  // where it begins, from k on
     for (int64_t i = 0; i < depth; i += Reader::kInputs, line += kLineBytes) {
       if (i % kUnpacked == 0)
         line = int8_lines(a, block, k + i, std::min(kUnpacked, depth - i), room);
-      if (i == 0 || (k + i) % a.group == 0) {
-        scale = scale_of(a, block, (k + i) / a.group);
-        if (kFormat == Format::int4) offset = zero_of(a, block, (k + i) / a.group);
-        minimum = minimum_of(a, block, (k + i) / a.group);
+      if (i == next) {
+        scale = scale_of(a, block, group);
+        if (kFormat == Format::int4) offset = zero_of(a, block, group);
+        minimum = minimum_of(a, block, group);
+        next = ++group * a.group - k;
       }
 #ifdef LLMC_FOUR_INPUTS
       if constexpr (reads_fours(kFormat)) {
