@@ -12,7 +12,8 @@ gets the same token ids, and generates greedily to the same lengths. Rounds alte
 engines, each in a different order; medians are printed, and every sample is in the JSON. The
 machine's read bandwidth is measured in the same run. Decode is reported as a share of it, counting
 the bytes of the file's tensors per token. `decode-4096` decodes behind a prompt of 4096 tokens,
-which engines with a prompt cache do not compute again.
+which engines with a prompt cache do not compute again. Where $LLMC_CPU_TARGET forces a level, torch
+has no more instructions either, in llmc and in transformers.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from gguf import GGMLQuantizationType
 
 from bench.peer_engines import ENGINES, EngineProcess, Job
 from bench.rewrite_gguf import rewrite
+from bench.torch_level import limit_torch
 from llmc.load_test.machine import describe_machine, measure_read_bandwidth, package_versions
 from llmc.load_test.report import context, write_json
 from llmc.startup.default_model import default_model_path
@@ -167,6 +169,7 @@ def main() -> None:
         parser.error(f"--only has {', '.join(unknown)}; known are {', '.join(KINDS)}")
     if "llama.cpp-native" in peers and "mixed" in kinds:
         parser.error("llama.cpp-native serves one request at a time: leave mixed out of --only")
+    limit_torch()  # the engines' processes inherit it
     model = (args.model or default_model_path()).resolve()  # engines run in another directory
     with tempfile.TemporaryDirectory() as folder:
         if args.type is not None:
