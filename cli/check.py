@@ -14,7 +14,8 @@ from llmc.cli.options import engine_options, option
 from llmc.config import EngineConfig
 from llmc.errors import CompileError, ConfigError
 from llmc.lora_request import LoRARequest
-from llmc.startup.adapter_files import in_safetensors
+from llmc.startup.adapter_files import as_peft
+from llmc.startup.model_files import resolve_model
 
 CHECK_PANEL = "Check"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
@@ -45,8 +46,9 @@ def command(
         option(
             "--lora",
             metavar="DIR",
-            help="LoRA adapter to check the model with, in PEFT format; can be repeated. Some "
-            "requests then use an adapter, and the others the base model.",
+            help="LoRA adapter to check the model with: a directory in PEFT format, a GGUF file or "
+            "a hub id; can be repeated. Some requests then use an adapter, and the others the base "
+            "model.",
             panel=CHECK_PANEL,
         ),
     ] = None,
@@ -110,4 +112,5 @@ def with_lora(
         LoRARequest(f"{number}-{_NOT_IN_NAMES.sub('-', Path(folder).name)}"[:200], number, folder)
         for number, folder in enumerate(folders, start=1)
     ]
-    return made, [in_safetensors(adapter) for adapter in asked]
+    model = resolve_model(config).path
+    return made, [as_peft(adapter, model) for adapter in asked]

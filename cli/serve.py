@@ -124,8 +124,8 @@ def command(
         list[str] | None,
         option(
             "--lora-modules",
-            help="LoRA adapter, in PEFT format, to serve as the model NAME; can be repeated. "
-            "Needs --enable-lora.",
+            help="LoRA adapter to serve as the model NAME: a directory in PEFT format, a GGUF file "
+            "or a hub id; can be repeated. Needs --enable-lora.",
             metavar="NAME=DIR",
             panel=SERVER_PANEL,
         ),

@@ -158,7 +158,8 @@ class AsyncLLM:
         with self.preparing():
             source = await self.prepare.prompt(prompt, sampling)
             if lora_request is not None:
-                source = await asyncio.to_thread(source.with_adapter, lora_request)
+                adapter = await asyncio.to_thread(self.prepare.inputs.adapter, lora_request)
+                source = source.with_adapter(adapter)
         async with self.submit(source, request_id=request_id, priority=priority) as stream:
             while await stream.deltas():
                 output = stream.requests[0].output()

@@ -134,7 +134,9 @@ class LLM(PoolingMethods):
         adapters = for_each("lora_request", lora_request, len(items))
 
         def prepare(prompt: Prompt, sampling: SamplingParams, adapter: Any) -> Input:
-            return self._inputs.process(prompt, sampling).with_adapter(adapter)
+            return self._inputs.process(prompt, sampling).with_adapter(
+                self._inputs.adapter(adapter)
+            )
 
         jobs = [
             functools.partial(prepare, *each) for each in zip(items, params, adapters, strict=True)
@@ -177,7 +179,9 @@ class LLM(PoolingMethods):
         adapters = for_each("lora_request", lora_request, len(chats))
 
         def prepare(chat: Sequence[Message], sampling: SamplingParams, adapter: Any) -> Input:
-            return self._inputs.process(render(chat), sampling).with_adapter(adapter)
+            return self._inputs.process(render(chat), sampling).with_adapter(
+                self._inputs.adapter(adapter)
+            )
 
         jobs = [
             functools.partial(prepare, *each) for each in zip(chats, params, adapters, strict=True)

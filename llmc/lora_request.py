@@ -13,7 +13,8 @@ _MAX_PATH = 4096  # characters
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter in PEFT format: its name, a number from 1, and its local directory.
+    """A LoRA adapter: its name, a number from 1, and its files: a directory in PEFT's format, a
+    GGUF file for a model in a GGUF file, or a hub id.
 
     Adapters that differ in any of the three are distinct and share no cached prefixes. If an
     adapter's files change, give it another number. InvalidRequestError for an invalid value.
@@ -41,5 +42,5 @@ class LoRARequest:
             )
         if not isinstance(path, str) or not 0 < len(path) <= _MAX_PATH or "\0" in path:
             raise InvalidRequestError(
-                f"lora_path must be the path of a directory, got {path!r:.80}", param="lora_path"
+                f"lora_path must be a path or a hub id, got {path!r:.80}", param="lora_path"
             )

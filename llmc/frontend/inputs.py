@@ -22,7 +22,7 @@ from llmc.lora_request import LoRARequest
 from llmc.model_info import ModelInfo
 from llmc.pooling import SECOND_TEXT, PoolingInfo, Task
 from llmc.sampling_params import BAD_WORD_TOKENS, SamplingParams
-from llmc.startup.adapter_files import in_safetensors
+from llmc.startup.adapter_files import as_peft
 from llmc.structured_outputs import StructuredOutputsParams
 from llmc.text.chat import Message, render_chat, render_text
 from llmc.text.reasoning import Reasoning
@@ -87,12 +87,8 @@ class Input:
         )
 
     def with_adapter(self, adapter: LoRARequest | None) -> Input:
-        """May take seconds for an adapter with pickled weights that was not used before."""
-        if adapter is not None and not isinstance(adapter, LoRARequest):
-            raise InvalidRequestError(
-                f"lora_request must be a LoRARequest, got {adapter!r:.80}", param="lora_request"
-            )
-        return dataclasses.replace(self, adapter=adapter and in_safetensors(adapter))
+        """`adapter`: in PEFT's format on this machine."""
+        return dataclasses.replace(self, adapter=adapter)
 
     def salted(self, cache_salt: str | None) -> Input:
         admission.check_cache_salt(cache_salt)
@@ -123,6 +119,14 @@ class InputProcessor:
     def generation_defaults(self) -> dict[str, Any]:
         """The model's own defaults, as keyword arguments of SamplingParams."""
         return dict(self._defaults)
+
+    def adapter(self, given: LoRARequest | None) -> LoRARequest | None:
+        """A caller's adapter in PEFT's format on this machine. May take seconds the first time."""
+        if given is not None and not isinstance(given, LoRARequest):
+            raise InvalidRequestError(
+                f"lora_request must be a LoRARequest, got {given!r:.80}", param="lora_request"
+            )
+        return given and as_peft(given, self.model.path)
 
     def need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:

@@ -20,8 +20,8 @@ from llmc.sampling_params import SamplingParams
 from llmc.server.body import read_body
 from llmc.server.errors import ApiError
 from llmc.server.protocol import LoadAdapterBody, UnloadAdapterBody
-from llmc.server.settings import ServerSettings, check_adapter
-from llmc.startup.adapter_files import in_safetensors
+from llmc.server.settings import ServerSettings
+from llmc.startup.adapter_files import as_peft
 
 MAX_ADAPTERS = 4096  # names served at a time
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
@@ -37,9 +37,8 @@ class Adapters:
         if (settings.lora_modules or settings.runtime_lora_dir) and not llm.config.enable_lora:
             raise ConfigError("adapters need --enable-lora")
         for name, path in settings.lora_modules.items():
-            check_adapter(name, path)
             try:
-                self.add(in_safetensors(self.make(name, path)))
+                self.add(as_peft(self.make(name, path), llm.info.path))
             except InvalidRequestError as error:
                 raise ConfigError(f"--lora-modules {name}={path}: {error}") from error
 
@@ -66,7 +65,7 @@ class Adapters:
 
         `replaces`: the one of this name, whose requests that have begun finish with it."""
         adapter = self.make(name, path, replaces=replaces)
-        adapter = await asyncio.to_thread(in_safetensors, adapter)
+        adapter = await asyncio.to_thread(as_peft, adapter, llm.info.path)
         await _try(llm, adapter)
         if name in self.by_name and not replaces:  # by another call meanwhile
             self.make(name, path)
@@ -120,12 +119,12 @@ def _inside(folder: Path, path: str) -> str:
     """Resolve a caller's path, relative to `folder` or absolute; symbolic links are followed."""
     try:
         found = (folder / path).resolve()
-        is_inside = found.is_relative_to(folder) and found != folder and found.is_dir()
+        is_inside = found.is_relative_to(folder) and found != folder and found.exists()
     except (OSError, ValueError, RuntimeError):
         is_inside = False
     if not is_inside:
         raise InvalidRequestError(
-            f"lora_path {path!r:.200} is not a directory inside the server's --runtime-lora-dir",
+            f"lora_path {path!r:.200} is not inside the server's --runtime-lora-dir",
             param="lora_path",
         )
     return str(found)

@@ -6,9 +6,9 @@ import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from llmc.errors import ConfigError
+from llmc.errors import CheckpointError, ConfigError, reason_of
+from llmc.startup.adapter_files import find_adapter
 
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+")
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
@@ -30,7 +30,7 @@ class ServerSettings:
     stream_interval: int = 1  # tokens per choice between two events of a stream
     api_workers: int = 1  # processes that serve HTTP; several share the socket
     served_model_names: Sequence[str] = ()  # the first appears in responses; empty: its own name
-    lora_modules: Mapping[str, str] = field(default_factory=dict)  # adapter name -> directory
+    lora_modules: Mapping[str, str] = field(default_factory=dict)  # adapter name -> its files
     runtime_lora_dir: str | None = None  # adapters in it can be loaded over HTTP; None: none can
     model_idle_timeout_s: float | None = None  # several models: unload one idle for this long
     model_memory: int | None = None  # bytes that several models may use together; None: no limit
@@ -114,9 +114,8 @@ def has_opentelemetry() -> bool:
 
 
 def check_adapter(name: str, path: str) -> None:
-    """Raise ConfigError if there is no adapter at a path of `lora_modules`."""
-    if not (Path(path) / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"--lora-modules {name}={path}: there is no adapter_config.json in that "
-            "directory; pass one written by PEFT's save_pretrained"
-        )
+    """Download an adapter of `lora_modules` that is a hub id. ConfigError if there is none."""
+    try:
+        find_adapter(path)
+    except (CheckpointError, OSError) as error:
+        raise ConfigError(f"--lora-modules {name}={path}: {reason_of(error)}") from error

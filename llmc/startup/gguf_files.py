@@ -28,7 +28,7 @@ _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}  # pooling_type
 # The defaults of the format's own engine; small models write noise without them.
 _SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 _DENSE = re.compile(r"dense_(\d)\.weight")
-_LAYOUT = 16  # version of the directory layout; directories of other versions are not used
+_LAYOUT = 17  # version of the directory layout; directories of other versions are not used
 
 
 def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> Path:

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from llmc.errors import CheckpointError
+from llmc.errors import CheckpointError, reason_of
 from llmc.weights.gguf.files import PART, SUFFIX, around_number, name_of
+from llmc.weights.weight_files import ADAPTER, ADAPTER_CONFIG
 
 _SITES = ("hf.co/", "huggingface.co/")
 _PAGE = re.compile(  # of the main branch: another one is chosen by `revision`
@@ -114,6 +115,31 @@ def download_gguf(name: HubName, revision: str | None) -> Path | None:
     if missing:
         raise CheckpointError(f"{missing[0]} of {name.repo} is not in the hub's cache")
     return folder / chosen[0]
+
+
+def download_adapter(name: HubName) -> Path:
+    """A LoRA adapter in the hub's cache: a directory in PEFT's format, or a GGUF file; missing
+    files are downloaded. CheckpointError if there is none."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        if not name.is_gguf:
+            patterns = [ADAPTER_CONFIG, f"{ADAPTER}.safetensors"]
+            folder = Path(snapshot_download(name.repo, allow_patterns=patterns))
+            if (folder / ADAPTER_CONFIG).is_file():
+                if not (folder / patterns[1]).is_file():
+                    snapshot_download(name.repo, allow_patterns=[f"{ADAPTER}.bin"])
+                return folder
+        file = download_gguf(name, None)
+    except CheckpointError:
+        raise
+    except Exception as e:  # from the hub, the disk or the HTTP client
+        raise CheckpointError(
+            f"{str(name)!r} is not on this machine and could not be downloaded: {reason_of(e)}"
+        ) from e
+    if file is None:
+        raise CheckpointError(f"{name.repo} has no LoRA adapter: no {ADAPTER_CONFIG}, no GGUF file")
+    return file
 
 
 def _files(repo: str, revision: str | None) -> list[str]:

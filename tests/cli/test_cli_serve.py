@@ -41,7 +41,10 @@ def test_folders_that_cannot_be_used_are_known_before_the_model_is_loaded(
     nothing, batches = str(tmp_path / "nothing"), tmp_path / "batches"
     other = BatchStore(batches)
     for options, message in (
-        (["--enable-lora", "--lora-modules", f"a={nothing}"], "no adapter_config.json"),
+        (
+            ["--enable-lora", "--lora-modules", f"a={nothing}"],
+            "not a directory with an adapter_config.json",
+        ),
         (["--enable-lora", "--runtime-lora-dir", nothing], "is not a directory"),
         (["--batch-dir", str(batches)], "in use by another server"),
     ):

@@ -25,6 +25,12 @@ def hub() -> Iterator[Hub]:
 def llmc(
     hub: Hub, home: Path, *words: str, stdin: str = "", offline: bool = False
 ) -> subprocess.CompletedProcess[str]:
+    return python(hub, home, "-m", "llmc", *words, stdin=stdin, offline=offline)
+
+
+def python(
+    hub: Hub, home: Path, *words: str, stdin: str = "", offline: bool = False
+) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     env = {
         **kept,
@@ -35,7 +41,7 @@ def llmc(
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "NO_PROXY": "127.0.0.1",
     }
-    command = [sys.executable, "-P", "-m", "llmc", *words]
+    command = [sys.executable, "-P", *words]
     return subprocess.run(command, env=env, input=stdin, capture_output=True, text=True, timeout=60)
 
 
@@ -110,6 +116,38 @@ def test_pickled_weights_are_pulled_where_there_are_no_others(hub: Hub, tmp_path
         "pytorch_model-00002-of-00002.bin",
         "pytorch_model.bin.index.json",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "files"),
+    [
+        ("owner/poems", ".", ["adapter_config.json", "adapter_model.safetensors"]),
+        ("owner/poems-old", ".", ["adapter_config.json", "adapter_model.bin"]),
+        ("owner/poems-GGUF", "poems-f16.gguf", ["poems-f16.gguf"]),
+        ("https://hf.co/owner/poems-GGUF/blob/main/poems-f16.gguf", "poems-f16.gguf", None),
+    ],
+)
+def test_an_adapter_is_downloaded(
+    name: str, found: str, files: list[str] | None, hub: Hub, tmp_path: Path
+) -> None:
+    find = "import sys; from llmc.startup.adapter_files import find_adapter as find"
+    for offline in (False, True):
+        told = python(
+            hub, tmp_path, "-c", f"{find}; print(find(sys.argv[1]))", name, offline=offline
+        )
+        assert told.returncode == 0, told.stderr
+        [folder] = tmp_path.rglob("snapshots/*")
+        assert Path(told.stdout.strip()) == folder / found
+        assert sorted(file.name for file in folder.iterdir()) == (files or [found])
+
+
+def test_an_adapter_that_is_not_there_is_told_before_the_model_is_loaded(
+    hub: Hub, tmp_path: Path
+) -> None:
+    for name, why in ((MODEL, "has no LoRA adapter"), ("owner/none", "could not be downloaded")):
+        told = llmc(hub, tmp_path, "serve", "--enable-lora", "--lora-modules", f"a={name}")
+        assert told.returncode == 2 and not told.stdout
+        assert f"--lora-modules a={name}" in told.stderr and why in told.stderr, told.stderr
 
 
 @pytest.mark.parametrize(

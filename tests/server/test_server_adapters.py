@@ -143,7 +143,7 @@ def test_settings_that_cannot_be(tmp_path: Path) -> None:
         (
             make_scripted(adapters=Loader(1)),
             ServerSettings(lora_modules={"a": str(tmp_path)}),
-            "no adapter_config.json",
+            "not a directory with an adapter_config.json",
         ),
         (
             make_scripted(adapters=Loader(1)),

@@ -1,4 +1,4 @@
-"""A hub on 127.0.0.1 with three models, with what huggingface_hub needs; it can break downloads."""
+"""A hub on 127.0.0.1 with models and adapters, for huggingface_hub; it can break downloads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,17 @@ PICKLED_FILES = {
         *("pytorch_model-00002-of-00002.bin", "training_args.bin", "tf_model.h5"),
     )
 }
-REPOSITORIES = {MODEL: FILES, GGUF_MODEL: GGUF_FILES, PICKLED_MODEL: PICKLED_FILES}
+ADAPTERS = {  # a repository with an adapter -> its files
+    "owner/poems": ("README.md", "adapter_config.json", "adapter_model.safetensors"),
+    "owner/poems-old": ("adapter_config.json", "adapter_model.bin", "training_args.bin"),
+    "owner/poems-GGUF": ("README.md", "poems-f16.gguf"),
+}
+REPOSITORIES = {
+    MODEL: FILES,
+    GGUF_MODEL: GGUF_FILES,
+    PICKLED_MODEL: PICKLED_FILES,
+    **{name: {file: file.encode() for file in files} for name, files in ADAPTERS.items()},
+}
 
 
 class Hub(ThreadingHTTPServer):

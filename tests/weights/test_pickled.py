@@ -11,7 +11,7 @@ import torch
 
 from llmc.errors import CheckpointError, InvalidRequestError
 from llmc.lora_request import LoRARequest
-from llmc.startup.adapter_files import in_safetensors
+from llmc.startup.adapter_files import as_peft
 from llmc.weights.checkpoint import open_file
 from llmc.weights.tensors import open_tensors
 
@@ -44,15 +44,15 @@ def test_an_adapter_is_converted_once(tmp_path: Path, monkeypatch: pytest.Monkey
     weight = torch.randn(4, 6)
     torch.save({"base_model.model.q.lora_A.weight": weight}, folder / "adapter_model.bin")
     given = LoRARequest("old", 1, str(folder))
-    made = in_safetensors(given)
+    made = as_peft(given, tmp_path)
     assert (made.lora_name, made.lora_int_id) == ("old", 1) and made != given
     assert (Path(made.lora_path) / "adapter_config.json").read_text() == '{"r": 4}'
     (found,) = open_file(Path(made.lora_path) / "adapter_model.safetensors").values()
     assert torch.equal(found.read(), weight)
-    assert in_safetensors(given) == made == in_safetensors(made)
+    assert as_peft(given, tmp_path) == made == as_peft(made, tmp_path)
     (folder / "adapter_model.bin").write_bytes(b"xx")
     with pytest.raises(InvalidRequestError, match=r"'old' can't be used: adapter_model\.bin can't"):
-        in_safetensors(given)
+        as_peft(given, tmp_path)
 
 
 class Harmful:

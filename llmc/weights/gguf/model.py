@@ -70,7 +70,8 @@ def write_index(
                     for t in parts
                 ],
             }
-            for name, parts in parameters.parts.items()
+            for name in parameters.shapes  # in the model's order
+            if (parts := parameters.parts.get(name)) is not None
         },
         "numbers": {
             name: [parameters.shapes[name], value] for name, value in parameters.numbers.items()

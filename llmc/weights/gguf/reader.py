@@ -35,7 +35,10 @@ _LONGEST_NAME = 65535  # bytes, of a key or a tensor; the format's limit for a k
 _OTHERS = {
     "mmproj": ("the image or audio encoder of a model", "name the file of the language model"),
     "imatrix": ("an importance matrix, which is used to quantize a model", "name the model's file"),
-    "adapter": ("an adapter", "convert it to PEFT's format, and serve it with --enable-lora"),
+    "adapter": (
+        "an adapter",
+        "name the file of the model that it is for, with --enable-lora --lora-modules NAME=FILE",
+    ),
     "controlvector": ("a control vector, which llmc does not support", "name the model's file"),
 }
 _OTHERS["clip"] = _OTHERS["mmproj"]  # older ones state only the architecture
@@ -107,6 +110,16 @@ def read_header(path: Path) -> GgufHeader:
             f"{files[0].name} and its parts have {len(tensors)} tensors instead of {stated}"
         )
     return GgufHeader(files=files, metadata=metadata, tensors=tensors)
+
+
+def read_adapter(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensorInfo]]:
+    """The metadata and tensors of a LoRA adapter. CheckpointError if the file is another kind."""
+    metadata, tensors = _read_file(path)
+    kinds = {key: metadata.get(key) for key in ("general.type", "adapter.type")}
+    if tuple(kinds.values()) != ("adapter", "lora"):
+        stated = ", ".join(f"{key} is {shown(kind)}" for key, kind in kinds.items())
+        raise CheckpointError(f"{path.name} is not a LoRA adapter: {stated}")
+    return metadata, tensors
 
 
 def is_other_file(path: Path) -> bool:

@@ -320,6 +320,11 @@ def read_matrix(info: GgufTensorInfo) -> Tensor:
     """A stored matrix in float32."""
     if len(info.shape) != 2:
         raise CheckpointError(f"tensor {info.name!r} is not a matrix")
+    return read_values(info)
+
+
+def read_values(info: GgufTensorInfo) -> Tensor:
+    """A stored tensor in float32."""
     return torch.from_numpy(_widen(raw_rows(info), info).reshape(info.shape))
 
 
