@@ -326,7 +326,7 @@ OTHERS: tuple[tuple[dict[str, str], str], ...] = (
     ({"architecture": "clip", "type": "mmproj"}, "is the image or audio encoder of a model, and"),
     ({"architecture": "clip"}, "is the image or audio encoder .* name the file of the language"),
     ({"type": "imatrix"}, "is an importance matrix, .* and not a model; name the model's file"),
-    ({"architecture": "llama", "type": "adapter"}, "is an adapter, .* convert it to PEFT's format"),
+    ({"architecture": "llama", "type": "adapter"}, "is an adapter, .* --lora-modules NAME=FILE"),
     ({"architecture": "controlvector"}, "is a control vector, which llmc does not support"),
 )
 
