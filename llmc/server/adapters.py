@@ -34,11 +34,12 @@ class Adapters:
         self._names = names
         self._num_made = 0
         self.by_name: dict[str, LoRARequest] = {}
+        self.given_paths: dict[str, str] = {}  # before a download or conversion, by name
         if (settings.lora_modules or settings.runtime_lora_dir) and not llm.config.enable_lora:
             raise ConfigError("adapters need --enable-lora")
         for name, path in settings.lora_modules.items():
             try:
-                self.add(as_peft(self.make(name, path), llm.info.path))
+                self.add(as_peft(self.make(name, path), llm.info.path), path)
             except InvalidRequestError as error:
                 raise ConfigError(f"--lora-modules {name}={path}: {error}") from error
 
@@ -57,8 +58,14 @@ class Adapters:
         self._num_made += 1
         return LoRARequest(name, self._num_made, path)
 
-    def add(self, adapter: LoRARequest) -> None:
+    def add(self, adapter: LoRARequest, given_path: str) -> None:
         self.by_name[adapter.lora_name] = adapter
+        self.given_paths[adapter.lora_name] = given_path
+
+    def remove(self, name: str) -> bool:
+        """Whether there was one."""
+        self.given_paths.pop(name, None)
+        return self.by_name.pop(name, None) is not None
 
     async def load(self, llm: AsyncLLM, name: str, path: str, *, replaces: bool) -> None:
         """Load an adapter. InvalidRequestError if it can't be loaded or can't run.
@@ -69,7 +76,7 @@ class Adapters:
         await _try(llm, adapter)
         if name in self.by_name and not replaces:  # by another call meanwhile
             self.make(name, path)
-        self.add(adapter)
+        self.add(adapter, path)
 
 
 def adapter_named(request: Request, model: str) -> LoRARequest | None:
@@ -94,7 +101,7 @@ async def unload_lora_adapter(request: Request) -> Response:
     _runtime_dir(request)
     body = await read_body(request, UnloadAdapterBody)
     adapters: Adapters = request.app.state.adapters
-    if adapters.by_name.pop(body.lora_name, None) is None:
+    if not adapters.remove(body.lora_name):
         raise ApiError(
             404,
             f"no LoRA adapter is served as {body.lora_name!r:.80}",

@@ -88,14 +88,14 @@ def _anthropic_card(one: dict[str, Any]) -> dict[str, Any]:
 def card(state: Any, name: str) -> dict[str, Any]:
     """The model object of a model or adapter. `state` is the application's."""
     info = state.llm.info
-    adapter = state.adapters.by_name.get(name)
+    path = state.adapters.given_paths.get(name)
     return {
         "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "llmc",
-        "root": state.names[0] if adapter is None else adapter.lora_path,
-        "parent": None if adapter is None else state.names[0],
+        "root": path or state.names[0],
+        "parent": state.names[0] if path else None,
         "max_model_len": info.max_model_len,
         "task": "generate" if info.pooling is None else info.pooling.task,
         "state": "asleep" if state.sleeper.level else "loaded",

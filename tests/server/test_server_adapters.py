@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from fake_adapters import Loader
 from live_server import Live, live_server
 from scripted_engine import make_scripted
@@ -107,6 +108,16 @@ def test_an_adapter_is_replaced_on_request(live: Live, loader: Loader, tmp_path:
     assert names(live) == ["scripted", "poems", "new"]
     taken = live.post(LOAD, {**body, "lora_name": "scripted", "lora_path": "one"})
     assert taken.status_code == 400 and "already" in taken.json()["error"]["message"]
+
+
+def test_an_adapter_in_another_format_is_listed_as_it_was_given(live: Live, tmp_path: Path) -> None:
+    folder = tmp_path / "runtime" / "old"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    torch.save({"base_model.model.q.lora_A.weight": torch.ones(2, 2)}, folder / "adapter_model.bin")
+    assert live.post(LOAD, {"lora_name": "new", "lora_path": "old"}).status_code == 200
+    assert live.client.get("/v1/models/new").json()["root"] == str(folder)
+    assert live.post(UNLOAD, {"lora_name": "new"}).status_code == 200
 
 
 def test_an_adapter_that_the_engine_refuses_is_not_served(live: Live) -> None:
