@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from importlib.metadata import version
 from math import log2
@@ -208,11 +208,20 @@ def test_with_all_options_that_are_tried_kernels_compute_the_same(tmp_path: Path
     for key, works in tune.asked_options(makers).items():
         works = list({work.op: work for work in works}.values())
         calls = tune.Calls(works)
+        tried = {as_interpreted(key[2])}
         for options in option_search.neighbours(FUNCTIONS[key[0]], key[2], key[2]):
-            with tune.using({key: options}):
-                calls.check()
-                num_checked += len(works)
-    assert num_checked > 400
+            if as_interpreted(options) not in tried:
+                with tune.using({key: options}):
+                    calls.check()
+                    num_checked += len(works)
+            tried.add(as_interpreted(options))
+    assert num_checked > 200
+
+
+def as_interpreted(options: Any) -> Any:
+    """Without those that only the compiler reads."""
+    names = {field.name for field in fields(options)} & {"num_stages", "num_warps"}
+    return replace(options, **dict.fromkeys(names, 0))
 
 
 def test_what_was_found_is_what_kernels_use(
