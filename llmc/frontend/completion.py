@@ -6,12 +6,13 @@ its new text. A reader that falls behind gets the pieces merged; nothing queues 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmc.engine.messages import RequestUpdate
 from llmc.engine.plan import TokenLogprobs
-from llmc.frontend.inputs import Input
+from llmc.frontend.inputs import Input, LineLimits
 from llmc.outputs import CompletionOutput, FinishReason, Logprob
 from llmc.text.detokenizer import Detokenizer
 from llmc.text.tokenizer import Tokenizer
@@ -66,6 +67,7 @@ class Completion:
                 shown_ids=source.shown_ids,
                 min_tokens=sampling.min_tokens,
             )
+        self._lines = None if source.line_limits is None else _Lines(source.line_limits)
 
     def apply(self, update: RequestUpdate) -> None:
         """Apply an update. Afterwards `finish_reason` may be set, possibly by a stop string."""
@@ -80,13 +82,20 @@ class Completion:
         has_stop_token = update.finish_reason == "stop" and not update.is_whole
         if has_stop_token and not self._include_stop:
             tokens = tokens[:-1]  # the stop token is not part of the text
-        self._append(self._detokenizer.push(tokens))
+        text = self._detokenizer.push(tokens)
         if update.finish_reason is not None:
-            self._append(self._detokenizer.finish())
-        if self._detokenizer.stopped_by is not None:
+            text += self._detokenizer.finish()
+        if self._lines is not None:
+            text = self._lines.cut(text)
+        self._append(text)
+        if self._lines is not None and self._lines.ended:
+            self._end("length", None)
+        elif self._detokenizer.stopped_by is not None:
             self._end("stop", self._detokenizer.stopped_by)
         else:
             self._end(update.finish_reason, update.stop_reason)
+        if self.finish_reason is None and self._lines is not None and self._lines.is_late:
+            self._end("length", None)
 
     def abandon(self, reason: FinishReason) -> None:
         """End it on this side, after the caller aborted it or the engine died."""
@@ -142,6 +151,34 @@ class Completion:
         if reason is not None:
             self.finish_reason = reason
             self.stop_reason = stop_reason
+
+
+class _Lines:
+    """Applies LineLimits to an answer's text as it grows."""
+
+    def __init__(self, limits: LineLimits) -> None:
+        self._limits = limits
+        self._began: float | None = None  # with the first token
+        self._indent: int | None = None  # of a line with nothing else yet, after a line break
+        self.ended = False  # by a line's indentation
+        self.is_late = False  # the newest text has a line break, after the time is over
+
+    def cut(self, text: str) -> str:
+        """The new text, up to where `indent` ends the answer."""
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now
+        for i, char in enumerate(text):
+            if self._indent is not None and char in " \t":
+                self._indent += 1
+                continue
+            if self._indent is not None and self._indent < self._limits.indent:
+                self.ended = True
+                return text[:i]
+            self._indent = 0 if char == "\n" else None
+        seconds = self._limits.seconds
+        self.is_late = seconds is not None and "\n" in text and now - self._began > seconds
+        return text
 
 
 def position(item: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobs:

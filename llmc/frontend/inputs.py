@@ -48,6 +48,19 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LineLimits:
+    """What ends an answer at a line.
+
+    `indent`: after the first line break, a line that begins with fewer spaces and tabs, also an
+    empty one, ends the answer before its first other character. `seconds`: a line break so long
+    after the first token ends it.
+    """
+
+    indent: int = 0
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
     """A validated request. `sampling.max_tokens` is a number, not None."""
 
@@ -59,6 +72,7 @@ class Input:
     images: tuple[ImageInput, ...] = ()
     shown_ids: frozenset[int] = frozenset()  # special tokens always shown in the answer's text
     reasoning: Reasoning | None = None  # how the answer's text marks reasoning, if to be split off
+    line_limits: LineLimits | None = None
 
     def showing(self, token_ids: Iterable[int]) -> Input:
         """A copy that shows these special tokens in the answer's text."""
@@ -85,6 +99,9 @@ class Input:
         return dataclasses.replace(
             self, sampling=dataclasses.replace(self.sampling, max_tokens=most)
         )
+
+    def limited(self, limits: LineLimits) -> Input:
+        return dataclasses.replace(self, line_limits=limits)
 
     def with_adapter(self, adapter: LoRARequest | None) -> Input:
         """`adapter`: in PEFT's format on this machine."""

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from llmc import __version__
 from llmc.async_llm import AsyncLLM, Stream
 from llmc.frontend.completion import CompletionDelta, PositionLogprobs
-from llmc.frontend.inputs import Input, Prompt
+from llmc.frontend.inputs import Input, LineLimits, Prompt
 from llmc.frontend.outputs import ActiveRequest
 from llmc.frontend.pooling import check_params
 from llmc.outputs import CompletionOutput
@@ -107,6 +107,12 @@ async def _generation(
             sources = await llm.prepare.prompts(prompts, sampling)
     if not is_endless:
         sources = [source.with_most(body.n_predict or 0) for source in sources]
+    if body.n_indent or (body.t_max_predict_ms or 0) > 0:
+        most_ms = body.t_max_predict_ms or 0
+        limits = LineLimits(
+            indent=body.n_indent or 0, seconds=most_ms / 1e3 if most_ms > 0 else None
+        )
+        sources = [source.limited(limits) for source in sources]
     salt, adapter = cache_salt(request, None), adapter_named(request, model)
     sources = [source.salted(salt).with_adapter(adapter) for source in sources]
     call = GgmlCall(llm, body, model, sources, is_several=is_several)

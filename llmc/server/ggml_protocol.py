@@ -35,6 +35,7 @@ NAMES = {
 NO_SEED = (-1, 2**32 - 1)  # either stands for a random one
 BANNED = -100.0  # the bias of a token that is never to be sampled
 MAX_EXTRA = 256  # texts
+MAX_INDENT = 100_000  # spaces and tabs
 EUCLIDEAN: Literal[2] = 2  # the norm by which embeddings are divided; -1: none
 # Samplers by the names in `samplers`, with the fields that turn them off.
 SAMPLERS: Mapping[str, Mapping[str, Any]] = {
@@ -78,6 +79,8 @@ class OptionsBody(Body):
     seed: Int64 | None = None
     stop: str | list[str] | None = None
     ignore_eos: bool | None = None
+    n_indent: Annotated[int, Field(ge=0, le=MAX_INDENT)] | None = None
+    t_max_predict_ms: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     logit_bias: dict[str, float] | list[Any] | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | bool | None = None
@@ -91,11 +94,9 @@ class OptionsBody(Body):
     n_keep: Any = None
     n_discard: Any = None
     n_cache_reuse: Any = None
-    n_indent: Any = None
     min_keep: Any = None
     penalize_nl: Any = None
     t_max_prompt_ms: Any = None
-    t_max_predict_ms: Any = None
     timings_per_token: Any = None
     return_progress: Any = None
     sse_ping_interval: Any = None

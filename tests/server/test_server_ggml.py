@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from live_server import Live, live_server
 from scripted_engine import make_scripted
 from tiny_chat import start_tiny_chat
 
+from llmc.frontend import completion as completion_module
 from llmc.server.ggml_protocol import bias_pairs, split_prompts
 from llmc.server.settings import ServerSettings
 
@@ -32,6 +34,8 @@ def shared() -> Iterator[Live]:
         INFILL: "two<|fim_pad|>four",
         "count": "one two three",
         "other": "1\n2",
+        "indented": "if x:\n    one\n\t   two\n  three\n    four",
+        "empty": "    x\n\n    y",
     }
     with live_server(over=scripted) as live:
         yield live
@@ -101,6 +105,39 @@ def test_how_it_ends(
     whole = completion(live, **fields)
     assert content is None or whole["content"] == content
     assert (whole["stop_type"], whole["stopping_word"]) == (stop_type, word)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "indent", "content"),
+    [
+        ("indented", 4, "if x:\n    one\n\t   two\n  "),
+        ("indented", 2, None),
+        ("empty", 1, "    x\n"),
+        ("empty", 0, None),
+    ],
+)
+def test_a_line_with_less_indentation_ends_it(
+    prompt: str, indent: int, content: str | None, live: Live
+) -> None:
+    whole = completion(live, prompt=prompt, n_indent=indent)
+    script = live.complete(prompt=prompt, max_tokens=60).json()["choices"][0]["text"]
+    assert whole["content"] == (script if content is None else content)
+    assert whole["stop_type"] == ("eos" if content is None else "limit")
+    body = {"prompt": prompt, "n_indent": indent}
+    *parts, last = streamed(live, "/completion", body)
+    assert "".join(one["content"] for one in parts) == whole["content"]
+    assert last["stop_type"] == whole["stop_type"]
+    live.wait_idle()
+
+
+def test_a_line_break_after_the_time_is_over_ends_it(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(1000))  # seconds; with each text that arrives
+    monkeypatch.setattr(completion_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    whole = completion(live, prompt="indented", t_max_predict_ms=8_000)
+    assert whole["content"] == "if x:\n    one\n" and whole["stop_type"] == "limit"
+    assert completion(live, prompt="indented", t_max_predict_ms=-1)["stop_type"] == "eos"
 
 
 def test_several_prompts_and_completions(live: Live) -> None:
@@ -204,6 +241,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("/completion", {"lora": [{"id": 0, "scale": 1.0}]}, "lora"),
     ("/completion", {"n_probs": 21}, "n_probs"),
     ("/completion", {"n_predict": -3}, "n_predict"),
+    ("/completion", {"n_indent": -1}, "n_indent"),
+    ("/completion", {"t_max_predict_ms": "5"}, "t_max_predict_ms"),
     ("/completion", {"temperature": 3.0}, "temperature"),
     ("/completion", {"repeat_penalty": 0.0}, "repeat_penalty"),
     ("/completion", {"prompt": []}, "prompt"),
