@@ -1,9 +1,9 @@
 """LoRA adapters as users have them -> a directory in PEFT's format, with safetensors.
 
-owner/name                    a repository of the hub, downloaded: PEFT's files, or a GGUF file
-owner/name/FILE.gguf          this file
-DIR with adapter_model.bin    converted in the cache once, as older versions of PEFT saved them
-FILE.gguf, or DIR with one    converted in the cache once, for a model that is a GGUF file, too
+owner/name                  a repository of the hub, downloaded: PEFT's files, or a GGUF file
+owner/name/FILE.gguf        this file
+DIR with adapter_model.bin  converted in the cache once, as older versions of PEFT saved them
+FILE.gguf, or DIR with one  converted in the cache once, for a model that is a GGUF file, too
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 from llmc.errors import CheckpointError, reason_of
@@ -117,6 +118,7 @@ def download_gguf(name: HubName, revision: str | None) -> Path | None:
     return folder / chosen[0]
 
 
+@cache  # the hub is asked once, not for each request with the adapter
 def download_adapter(name: HubName) -> Path:
     """A LoRA adapter in the hub's cache: a directory in PEFT's format, or a GGUF file; missing
     files are downloaded. CheckpointError if there is none."""

@@ -15,6 +15,15 @@ from fake_hub import FILES, GGUF_FILES, GGUF_MODEL, MODEL, PICKLED_MODEL, Hub, f
 from llmc.cli.hub import _ago, _size
 from llmc.startup.hub import HubName
 
+FIND = """
+import sys
+from llmc.startup.adapter_files import find_adapter
+
+for _ in range(int(sys.argv[2])):
+    found = find_adapter(sys.argv[1])
+print(found)
+"""
+
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
@@ -130,15 +139,21 @@ def test_pickled_weights_are_pulled_where_there_are_no_others(hub: Hub, tmp_path
 def test_an_adapter_is_downloaded(
     name: str, found: str, files: list[str] | None, hub: Hub, tmp_path: Path
 ) -> None:
-    find = "import sys; from llmc.startup.adapter_files import find_adapter as find"
     for offline in (False, True):
-        told = python(
-            hub, tmp_path, "-c", f"{find}; print(find(sys.argv[1]))", name, offline=offline
-        )
+        told = python(hub, tmp_path, "-c", FIND, name, "1", offline=offline)
         assert told.returncode == 0, told.stderr
         [folder] = tmp_path.rglob("snapshots/*")
         assert Path(told.stdout.strip()) == folder / found
         assert sorted(file.name for file in folder.iterdir()) == (files or [found])
+
+
+def test_the_hub_is_asked_for_an_adapter_once(hub: Hub, tmp_path: Path) -> None:
+    asked = []
+    for times in (1, 3):
+        hub.num_asked = 0
+        assert not python(hub, tmp_path / str(times), "-c", FIND, "owner/poems", str(times)).stderr
+        asked.append(hub.num_asked)
+    assert asked[0] == asked[1] > 0
 
 
 def test_an_adapter_that_is_not_there_is_told_before_the_model_is_loaded(

@@ -47,6 +47,7 @@ REPOSITORIES = {
 class Hub(ThreadingHTTPServer):
     breaks_at: int | None = None  # bytes of the large file, after which the connection ends
     ranges: list[str]
+    num_asked = 0
 
     @property
     def url(self) -> str:
@@ -67,6 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=True)
 
     def _answer(self, *, with_body: bool) -> None:
+        self.server.num_asked += 1
         path = unquote(self.path.partition("?")[0])
         for model, files in REPOSITORIES.items():
             if path.startswith(f"/api/models/{model}/tree/"):
