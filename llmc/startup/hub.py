@@ -11,7 +11,8 @@ Each may follow `hf.co/`; the address of a repository's or a file's page is a na
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -100,6 +101,19 @@ class HubName:
         return f"{self.repo} {what}; name one as {self.repo}:FORMAT or by its file: {names}"
 
 
+@contextmanager
+def downloading(name: str) -> Iterator[None]:
+    """Inside, what the hub, the disk or the HTTP client raises becomes a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as e:
+        raise CheckpointError(
+            f"{name!r} is not on this machine and could not be downloaded: {reason_of(e)}"
+        ) from e
+
+
 def download_gguf(name: HubName, revision: str | None) -> Path | None:
     """The first or only file of a GGUF model in the hub's cache; missing parts are downloaded.
 
@@ -124,7 +138,7 @@ def download_adapter(name: HubName) -> Path:
     files are downloaded. CheckpointError if there is none."""
     from huggingface_hub import snapshot_download
 
-    try:
+    with downloading(str(name)):
         if not name.is_gguf:
             patterns = [ADAPTER_CONFIG, f"{ADAPTER}.safetensors"]
             folder = Path(snapshot_download(name.repo, allow_patterns=patterns))
@@ -133,12 +147,6 @@ def download_adapter(name: HubName) -> Path:
                     snapshot_download(name.repo, allow_patterns=[f"{ADAPTER}.bin"])
                 return folder
         file = download_gguf(name, None)
-    except CheckpointError:
-        raise
-    except Exception as e:  # from the hub, the disk or the HTTP client
-        raise CheckpointError(
-            f"{str(name)!r} is not on this machine and could not be downloaded: {reason_of(e)}"
-        ) from e
     if file is None:
         raise CheckpointError(f"{name.repo} has no LoRA adapter: no {ADAPTER_CONFIG}, no GGUF file")
     return file

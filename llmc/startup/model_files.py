@@ -14,7 +14,7 @@ from llmc.errors import CheckpointError, ConfigError, reason_of
 from llmc.startup.config_overrides import new_fields, with_overrides
 from llmc.startup.default_model import default_model, default_model_path
 from llmc.startup.gguf_files import is_new, model_directory
-from llmc.startup.hub import HubName, download_gguf
+from llmc.startup.hub import HubName, download_gguf, downloading
 from llmc.text.tokenizer import TOKENIZER_FILES
 from llmc.weights.gguf.files import first_part, is_gguf, is_gguf_file, name_of
 from llmc.weights.quantized.quantization_config import (
@@ -185,7 +185,7 @@ def download(config: EngineConfig) -> Path:
     """The model's directory or GGUF file in the hub's cache; what is missing is downloaded."""
     name = HubName.parse(config.model or "")
     assert name is not None, "paths are not downloaded"
-    try:
+    with downloading(str(config.model)):
         folder = None if name.is_gguf else _download_safetensors(name.repo, config)
         if folder is not None and (config.load_format == "dummy" or _has_weights(folder)):
             return folder
@@ -195,12 +195,6 @@ def download(config: EngineConfig) -> Path:
         assert folder is not None, "a name that asks for a file has one"
         _download(name.repo, config, _PICKLED_WEIGHTS)
         return folder
-    except CheckpointError:
-        raise
-    except Exception as e:  # from the hub, the disk or the HTTP client
-        raise CheckpointError(
-            f"{config.model!r} is not a local directory and could not be downloaded: {reason_of(e)}"
-        ) from e
 
 
 def _has_weights(folder: Path) -> bool:
