@@ -11,6 +11,7 @@ from llmc.cli.options import changed, engine_options, option, parse_size
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
 from llmc.logs import FORMATS
+from llmc.lora_request import HIGHEST_RAISED_RANK
 
 SERVER_PANEL = "Server"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -125,7 +126,8 @@ def command(
         option(
             "--lora-modules",
             help="LoRA adapter to serve as the model NAME: a directory in PEFT format, a GGUF file "
-            "or a hub id; can be repeated. Needs --enable-lora.",
+            "or a hub id; can be repeated. Sets --enable-lora, and raises --max-lora-rank to "
+            f"its rank (up to {HIGHEST_RAISED_RANK}).",
             metavar="NAME=DIR",
             panel=SERVER_PANEL,
         ),
@@ -135,7 +137,7 @@ def command(
         option(
             "--runtime-lora-dir",
             help="Allow clients to load adapters from directories inside this one, and to "
-            "unload them (/v1/load_lora_adapter). Default: not allowed.",
+            "unload them (/v1/load_lora_adapter); sets --enable-lora. Default: not allowed.",
             metavar="DIR",
             panel=SERVER_PANEL,
         ),
@@ -331,8 +333,8 @@ def command(
             raise ConfigError(f"{flag} must be at least 1, got {number}")
     if salt_by_api_key and not api_key:
         raise ConfigError("--salt-by-api-key needs at least one --api-key")
-    if (lora_modules or runtime_lora_dir) and not config.enable_lora:
-        raise ConfigError("--lora-modules and --runtime-lora-dir need --enable-lora")
+    if lora_modules or runtime_lora_dir:
+        config = replace(config, enable_lora=True)
     if api_workers > 1 and not engine_process:
         raise ConfigError("--api-workers needs the engine in a separate process")
     if config.data_parallel_size > 1 and not engine_process:

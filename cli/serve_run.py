@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,9 @@ from llmc.cli.loading import load_async_llm
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
 from llmc.logs import set_up_logging
+from llmc.lora_request import HIGHEST_RAISED_RANK
 from llmc.server.run import Companions, bind_socket, check_certificates, serve
-from llmc.server.settings import ServerSettings, check_adapter
+from llmc.server.settings import ServerSettings, rank_of_adapter
 from llmc.server.unix_socket import unix_socket
 from llmc.startup.architecture_certificate import ArchitectureCertificate
 
@@ -49,15 +50,15 @@ def run_server(
     engine_process: bool,
 ) -> None:
     set_up_logging(log_level, log_format)
+    check_certificates(settings)
+    _check_folders(settings)
     run = _Run(
-        config=config,
+        config=_with_ranks(config, settings),
         settings=settings,
         log_level=log_level,
         log_format=log_format,
         console=stderr_console(),
     )
-    check_certificates(settings)
-    _check_folders(settings)
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(listening(settings))
         companions: Companions | None = None
@@ -67,14 +68,12 @@ def run_server(
             if llm.shared is not None:
                 companions = _more_workers(run, engines, sock, stack, llm.shared)
         else:
-            llm = load_async_llm(config, run.console)
+            llm = load_async_llm(run.config, run.console)
         _serve(run, llm, engines, sock, companions)
 
 
 def _check_folders(settings: ServerSettings) -> None:
     """Report folders that can't be used, before the model is loaded."""
-    for name, path in settings.lora_modules.items():
-        check_adapter(name, path)
     adapters = settings.runtime_lora_dir
     if adapters is not None and not Path(adapters).is_dir():
         raise ConfigError(f"--runtime-lora-dir {adapters!r} is not a directory")
@@ -82,6 +81,16 @@ def _check_folders(settings: ServerSettings) -> None:
         from llmc.server.batch_store import BatchStore
 
         BatchStore(Path(settings.batch_dir).expanduser()).close()
+
+
+def _with_ranks(config: EngineConfig, settings: ServerSettings) -> EngineConfig:
+    """The config with room for the ranks of the server's adapters, which are downloaded before."""
+    ranks = [rank_of_adapter(name, path) for name, path in settings.lora_modules.items()]
+    most = min(max(ranks, default=0), HIGHEST_RAISED_RANK)
+    if most <= config.max_lora_rank:
+        return config
+    log.info("max_lora_rank is %d, for --lora-modules, instead of %d", most, config.max_lora_rank)
+    return replace(config, max_lora_rank=most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from llmc.errors import InvalidRequestError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,199}", re.ASCII)
 _MAX_PATH = 4096  # characters
+HIGHEST_RAISED_RANK = 512  # up to which `llmc serve` raises max_lora_rank for its adapters
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ _NODES = "use --distributed-executor-backend ray for ranks on several machines"
 _ENGINES = "all engines of --data-parallel-size run on this machine"
 _DRAFTS = 'give --speculative-config \'{"method":"draft_model","model":...}\''
 _CACHE_SIZE = "set the cache size in bytes with --kv-cache-memory"
-_ADAPTERS = "give --enable-lora --lora-modules NAME=DIR, and NAME as the model of requests"
+_ADAPTERS = "give --lora-modules NAME=DIR, and NAME as the model of requests"
 _ONE_CACHE = "all requests share one cache: --kv-cache-memory"
 
 # The same value under another name.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llmc.errors import CheckpointError, ConfigError, reason_of
-from llmc.startup.adapter_files import find_adapter
+from llmc.startup.adapter_files import find_adapter, rank_of
 
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+")
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
@@ -113,9 +113,10 @@ def has_opentelemetry() -> bool:
         return False
 
 
-def check_adapter(name: str, path: str) -> None:
-    """Download an adapter of `lora_modules` that is a hub id. ConfigError if there is none."""
+def rank_of_adapter(name: str, path: str) -> int:
+    """The largest rank of an adapter of `lora_modules`; a hub id is downloaded. ConfigError if
+    there is none."""
     try:
-        find_adapter(path)
+        return rank_of(find_adapter(path))
     except (CheckpointError, OSError) as error:
         raise ConfigError(f"--lora-modules {name}={path}: {reason_of(error)}") from error

@@ -8,6 +8,7 @@ FILE.gguf, or DIR with one  converted in the cache once, for a model that is a G
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +60,22 @@ def find_adapter(path: str) -> Path:
         f"{path!r:.200} is not a directory with an {ADAPTER_CONFIG}, a GGUF file or a hub id; give "
         "a directory written by PEFT's save_pretrained, or one of the others"
     )
+
+
+def rank_of(files: Path) -> int:
+    """The largest rank that an adapter's files state, of what `find_adapter` found. 0: none, which
+    is an error once the adapter is used. CheckpointError for a GGUF file that can't be read."""
+    if files.is_file():
+        from llmc.weights.gguf.reader import read_adapter
+
+        tensors = read_adapter(files)[1]
+        return max((t.shape[-1] for n, t in tensors.items() if n.endswith(".lora_b")), default=0)
+    try:
+        config = json.loads((files / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        stated = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return 0
+    return max((rank for rank in stated if type(rank) is int), default=0)
 
 
 def _from_pickled(folder: Path) -> Path:

@@ -37,5 +37,5 @@ def no_weights(path: Path) -> CheckpointError:
 def only_an_adapter(path: Path) -> CheckpointError:
     return CheckpointError(
         f"{str(path)!r} has an adapter, not a model: give the model that it was trained for, and "
-        "the adapter with --enable-lora --lora-modules NAME=DIR; or merge it into the model"
+        "the adapter with --lora-modules NAME=DIR; or merge it into the model"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ pytest.importorskip("uvicorn", reason="the server's dependencies are not install
 from llmc.cli import serve_run
 from llmc.cli.main import main
 from llmc.config import EngineConfig
+from llmc.errors import ConfigError
 from llmc.server.batch_store import BatchStore
 from llmc.server.settings import ServerSettings
 
@@ -42,15 +44,45 @@ def test_folders_that_cannot_be_used_are_known_before_the_model_is_loaded(
     other = BatchStore(batches)
     for options, message in (
         (
-            ["--enable-lora", "--lora-modules", f"a={nothing}"],
+            ["--lora-modules", f"a={nothing}"],
             "not a directory with an adapter_config.json",
         ),
-        (["--enable-lora", "--runtime-lora-dir", nothing], "is not a directory"),
+        (["--runtime-lora-dir", nothing], "is not a directory"),
         (["--batch-dir", str(batches)], "in use by another server"),
     ):
         assert main(["serve", "--port", "0", *options]) == 2
         assert message in capsys.readouterr().err
     other.close()
+
+
+@pytest.mark.parametrize(
+    ("stated", "options", "want"),
+    [
+        ({"r": 64}, [], 64),
+        ({"r": 8, "rank_pattern": {"q_proj": 20, "v_proj": 4}}, [], 20),
+        ({"r": 4}, [], 16),
+        ({"r": 64}, ["--max-lora-rank", "100"], 100),
+        ({"r": 10**6}, [], 512),
+        ({"r": "64", "rank_pattern": [1]}, [], 16),
+        ([64], [], 16),
+    ],
+)
+def test_adapters_of_the_server_set_its_options(
+    stated: Any, options: list[str], want: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps(stated))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "adapter_config.json").write_text('{"r": 2}')
+    seen: list[EngineConfig] = []
+
+    def load(run: Any, stack: Any) -> None:
+        seen.append(run.config)
+        raise ConfigError("that is enough")
+
+    monkeypatch.setattr(serve_run, "_load_in_process", load)
+    adapters = [f"a={tmp_path / 'other'}", "--lora-modules", f"b={tmp_path}"]
+    assert main(["serve", "--port", "0", "--lora-modules", *adapters, *options]) == 2
+    assert [(one.enable_lora, one.max_lora_rank) for one in seen] == [(True, want)]
 
 
 @pytest.mark.parametrize("command", [["serve", "--port", "0"], ["chat", "hi", "--model"],

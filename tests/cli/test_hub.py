@@ -160,7 +160,7 @@ def test_an_adapter_that_is_not_there_is_told_before_the_model_is_loaded(
     hub: Hub, tmp_path: Path
 ) -> None:
     for name, why in ((MODEL, "has no LoRA adapter"), ("owner/none", "could not be downloaded")):
-        told = llmc(hub, tmp_path, "serve", "--enable-lora", "--lora-modules", f"a={name}")
+        told = llmc(hub, tmp_path, "serve", "--lora-modules", f"a={name}")
         assert told.returncode == 2 and not told.stdout
         assert f"--lora-modules a={name}" in told.stderr and why in told.stderr, told.stderr
 

@@ -21,7 +21,7 @@ from tiny_gguf import write_gguf
 
 from llmc import LLM, LoRARequest, SamplingParams
 from llmc.errors import InvalidRequestError
-from llmc.startup.adapter_files import as_peft
+from llmc.startup.adapter_files import as_peft, rank_of
 from llmc.startup.gguf_files import model_directory
 from llmc.weights.gguf.model import open_gguf
 from llmc.weights.gguf.reader import read_header
@@ -123,6 +123,8 @@ def test_a_parameter_gets_what_is_added_to_its_tensors(name: str, tmp_path: Path
     adapter = write_adapter(tmp_path / "a.gguf", case.architecture, drawn)
     model = model_directory(file)
     found = deltas(Path(as_peft(adapter, model).lora_path))
+    ranks = {half.shape[-1] for tensor, half in drawn.items() if tensor.endswith("b")}
+    assert rank_of(tmp_path / "a.gguf") == max(ranks)
     merged = open_gguf(model_directory(merge(file, tmp_path / "merged.gguf", drawn)))
     for parameter, tensor in open_gguf(model).items():
         added = merged[parameter].read() - tensor.read()

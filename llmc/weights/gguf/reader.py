@@ -37,7 +37,7 @@ _OTHERS = {
     "imatrix": ("an importance matrix, which is used to quantize a model", "name the model's file"),
     "adapter": (
         "an adapter",
-        "name the file of the model that it is for, with --enable-lora --lora-modules NAME=FILE",
+        "name the file of the model that it is for, with --lora-modules NAME=FILE",
     ),
     "controlvector": ("a control vector, which llmc does not support", "name the model's file"),
 }
