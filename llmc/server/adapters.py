@@ -31,6 +31,7 @@ class Adapters:
     """The served adapters, by name. An adapter's number is never reused."""
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings, names: tuple[str, ...]) -> None:
+        self._llm = llm
         self._names = names
         self._num_made = 0
         self.by_name: dict[str, LoRARequest] = {}
@@ -67,13 +68,22 @@ class Adapters:
         self.given_paths.pop(name, None)
         return self.by_name.pop(name, None) is not None
 
-    async def load(self, llm: AsyncLLM, name: str, path: str, *, replaces: bool) -> None:
+    async def check(self) -> None:
+        """Generate a token with each adapter. ConfigError for one that can't be used."""
+        for name, adapter in self.by_name.items():
+            try:
+                await _try(self._llm, adapter)
+            except InvalidRequestError as error:
+                where = f"--lora-modules {name}={self.given_paths[name]}"
+                raise ConfigError(f"{where}: {error}") from error
+
+    async def load(self, name: str, path: str, *, replaces: bool) -> None:
         """Load an adapter. InvalidRequestError if it can't be loaded or can't run.
 
         `replaces`: the one of this name, whose requests that have begun finish with it."""
         adapter = self.make(name, path, replaces=replaces)
-        adapter = await asyncio.to_thread(as_peft, adapter, llm.info.path)
-        await _try(llm, adapter)
+        adapter = await asyncio.to_thread(as_peft, adapter, self._llm.info.path)
+        await _try(self._llm, adapter)
         if name in self.by_name and not replaces:  # by another call meanwhile
             self.make(name, path)
         self.add(adapter, path)
@@ -91,8 +101,7 @@ async def load_lora_adapter(request: Request) -> Response:
     body = await read_body(request, LoadAdapterBody)
     adapters: Adapters = request.app.state.adapters
     path = _inside(folder, body.lora_path)
-    llm: AsyncLLM = request.app.state.llm
-    await adapters.load(llm, body.lora_name, path, replaces=body.load_inplace)
+    await adapters.load(body.lora_name, path, replaces=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 

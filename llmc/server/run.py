@@ -38,6 +38,7 @@ from llmc.server.settings import ServerSettings
 from llmc.server.throughput import log_throughput
 
 if TYPE_CHECKING:  # importing these reads the environment, which --api-workers must set first
+    from llmc.server.adapters import Adapters
     from llmc.server.model_manager import ModelManager
     from llmc.server.tracing import Tracer
 
@@ -128,7 +129,7 @@ class Companions(Protocol):
 class Server(uvicorn.Server):
     """uvicorn's server with draining and our limits."""
 
-    _logs_throughput = True  # the whole engine's, so only one process logs it
+    _is_first = True  # of the processes that serve an engine; checks adapters and logs throughput
 
     def __init__(
         self,
@@ -160,6 +161,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._llm: AsyncLLM | ModelManager = app.state.llm
+        self._adapters: Adapters | None = app.state.adapters
         self._tracer: Tracer | None = app.state.tracer
         self._settings = settings
         self._batches: BatchRunner | None = app.state.batch_runner
@@ -171,6 +173,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._llm.open()
+        if self._is_first and self._adapters is not None:
+            await self._adapters.check()
         try:
             await super().startup(sockets)
         except OSError as exc:  # another server took the port while the model was loading
@@ -179,7 +183,7 @@ class Server(uvicorn.Server):
             sock.listen(BACKLOG)
         if self._batches is not None:
             self._batches.start()
-        if self._logs_throughput:
+        if self._is_first:
             self._throughput = asyncio.create_task(log_throughput(self._llm.stats))
         if self._on_ready is not None:
             self._on_ready()

@@ -39,7 +39,7 @@ def create_several_models_app(manager: ModelManager, settings: ServerSettings) -
     state.metrics = metrics
     state.names = tuple(manager.models)
     state.created = int(time.time())
-    state.tracer = state.batch_runner = None
+    state.tracer = state.batch_runner = state.adapters = None
     return made
 
 

@@ -126,7 +126,7 @@ def _serve(order: WorkerOrder, llm: AsyncLLM, parent: MainProcess) -> None:
     from llmc.server.run import Server
 
     class WorkerServer(Server):
-        _logs_throughput = False
+        _is_first = False
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             """Ignore signals: uvicorn has replaced our handlers with this one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ from fake_adapters import Loader
 from live_server import Live, live_server
 from scripted_engine import make_scripted
 
+from llmc.async_llm import AsyncLLM
 from llmc.errors import ConfigError
+from llmc.server.app import create_app
+from llmc.server.run import Server, bind_socket
 from llmc.server.settings import ServerSettings
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -49,11 +53,13 @@ def test_an_adapter_is_a_model(live: Live, loader: Loader) -> None:
     assert (card["id"], card["parent"]) == ("poems", "scripted")
     assert card["root"].endswith("fixed")
     assert live.client.get("/v1/models/scripted").json()["parent"] is None
+    assert len(loader.begun) == 1, "before requests are accepted"
     for send in (live.complete, live.chat):
+        loader.asked_for.clear()
         assert send(model="scripted").json()["model"] == "scripted"
-        assert len(loader.begun) == (send != live.complete)
+        assert not loader.asked_for
         assert send(model="poems").json()["model"] == "poems"
-        assert len(loader.begun) == 1
+        assert loader.asked_for == ["poems"] and len(loader.begun) == 1
     wrong = live.complete(model="prose")
     assert wrong.status_code == 404
     assert "available: scripted, poems" in wrong.json()["error"]["message"]
@@ -67,9 +73,10 @@ def test_ollamas_clients_find_the_adapters(live: Live) -> None:
 
 def test_raw_prompts_of_ollamas_clients_use_the_adapter_too(live: Live, loader: Loader) -> None:
     body = {"prompt": "count", "raw": True, "stream": False, "options": {"num_predict": 2}}
-    for model, num_loads in (("scripted", 0), ("poems", 1)):
+    for model, adapters in (("scripted", []), ("poems", ["poems"])):
+        loader.asked_for.clear()
         answer = live.post("/api/generate", {**body, "model": model}).json()
-        assert answer["model"] == model and len(loader.begun) == num_loads
+        assert answer["model"] == model and loader.asked_for == adapters
 
 
 def test_prefixes_are_not_shared_between_models(live: Live) -> None:
@@ -101,7 +108,7 @@ def test_an_adapter_is_replaced_on_request(live: Live, loader: Loader, tmp_path:
     """It is another adapter for the engine, which keeps neither its weights nor its prefixes."""
     directory(tmp_path / "runtime" / "two")
     body = {"lora_name": "new", "load_inplace": True}
-    for number, path in enumerate(("one", "two"), 1):
+    for number, path in enumerate(("one", "two"), 2):  # after the one that is served
         assert live.post(LOAD, {**body, "lora_path": path}).status_code == 200
         assert len(loader.begun) == number
         assert live.client.get("/v1/models/new").json()["root"].endswith(path)
@@ -145,6 +152,17 @@ def test_off_unless_it_is_asked_for(shared: Live) -> None:
         answer = shared.post(path, {"lora_name": "a", "lora_path": "b"})
         assert answer.status_code == 404
         assert "--runtime-lora-dir" in answer.json()["error"]["message"]
+
+
+def test_an_adapter_that_the_engine_refuses_ends_the_start(tmp_path: Path) -> None:
+    scripted = make_scripted(adapters=Loader(2))
+    given = {name: directory(tmp_path / name) for name in ("good", "refused")}
+    settings = ServerSettings(lora_modules=given)
+    llm = AsyncLLM.from_started(scripted, scripted.config, scripted.tokenizer)  # type: ignore[arg-type]
+    server = Server(create_app(llm, settings), settings)
+    why = r"--lora-modules refused=.*refused: no such adapter"
+    with closing(bind_socket("127.0.0.1", 0)) as sock, pytest.raises(ConfigError, match=why):
+        server.run([sock])
 
 
 def test_settings_that_cannot_be(tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ class Loader:
     def __init__(self, num_slots: int, *, at_once: bool = True) -> None:
         self.num_slots = num_slots
         self.at_once = at_once
+        self.asked_for: list[str] = []  # names
         self.begun: list[tuple[LoRARequest, LoRARequest | None]] = []
         self.loading: dict[LoRARequest, Future[Any]] = {}
 
     def check(self, adapter: LoRARequest) -> None:
+        self.asked_for.append(adapter.lora_name)
         if adapter.lora_name == "refused":
             raise InvalidRequestError("no such adapter", param="lora_request")
 

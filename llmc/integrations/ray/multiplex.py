@@ -36,7 +36,7 @@ def add_multiplexing(
 
     async def load_adapter(name: str) -> str:
         if name not in adapters.by_name:
-            await adapters.load(app.state.llm, name, str(folder / name), replaces=False)
+            await adapters.load(name, str(folder / name), replaces=False)
         return name
 
     app.user_middleware.append(
