@@ -37,6 +37,7 @@ ADAPTED = {
     "linear attention, experts": "ssm_out attn_qkv attn_gate ffn_up_exps ffn_gate_inp.weight",
     "groups of heads": "attn_qkv attn_output",
     "kinds of layers": "ssm_in attn_q. attn_k. ffn_up",
+    "projections of several inputs": "token_embd per_layer_token_embd attn_q.",
 }
 
 

@@ -2,7 +2,7 @@
 
     <tensor>.lora_a [r, K], .lora_b [N, r] of a tensor [N, K] of the model's file; for E experts
     [E, r, K] and [E, N, r]
-    token_embd.weight.lora_a [V, r], .lora_b [H, r] of the embedding
+    token_embd.weight.lora_a [V, r], .lora_b [H, r] of an embedding
     adapter.lora.alpha: the output gets alpha / r * B A x, or B A x if it is 0
 
 The model must come from a GGUF file too: its index says which parameter a tensor belongs to. What
@@ -29,7 +29,7 @@ from llmc.weights.gguf.tensors import GgufTensor, read_values
 from llmc.weights.weight_files import ADAPTER, ADAPTER_CONFIG
 
 _A, _B = ".lora_a", ".lora_b"
-_EMBEDDING = "token_embd.weight"
+_EMBEDDING = "token_embd.weight"  # ends the names of them all
 _INVOCATION = "adapter.alora.invocation_tokens"  # the adapter applies only behind these
 _STACKED_SINCE = "0.20.0"  # of PEFT: A of stacked experts is over inputs
 
@@ -63,8 +63,9 @@ def convert_adapter(file: Path, model: Path, out: Path) -> None:
     for parameter in parameters:
         own = {part.name: pairs.pop(part.name) for part in parameter.parts if part.name in pairs}
         name = parameter.name.removesuffix(".weight")
-        if _EMBEDDING in own:
-            embeddings[name] = _of_embedding(own[_EMBEDDING], alpha)
+        table = next((own[part] for part in own if part.endswith(_EMBEDDING)), None)
+        if table is not None:
+            embeddings[name] = _of_embedding(table, alpha)
         elif own and len(parameter.shape) == 3:
             module = name.rpartition(".")[0]
             experts.setdefault(module, {})[name] = _of_weight(parameter, own, alpha)
