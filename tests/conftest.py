@@ -1,4 +1,4 @@
-"""Distributes the suite over processes if pytest-xdist is installed: one worker more than cores.
+"""Distributes the suite over processes if pytest-xdist is installed: one worker per core.
 
 A file's tests stay on one worker, which creates its fixtures once. Tests with an `xdist_group`
 (tests/parity: one per model family) share fixtures across files.
@@ -45,8 +45,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     if config.option.numprocesses is None:
         are_files = all(".py" in argument for argument in config.args)
-        # one more than cores, since tests of servers and processes often wait
-        config.option.numprocesses = 0 if are_files else min(MAX_WORKERS, _num_cores() + 1)
+        config.option.numprocesses = 0 if are_files else min(MAX_WORKERS, _num_cores())
         config.option.dist = "loadgroup"
         config.option.loadscopereorder = False  # the hook below determines the order
 
