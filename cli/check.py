@@ -14,8 +14,6 @@ from llmc.cli.options import engine_options, option
 from llmc.config import EngineConfig
 from llmc.errors import CompileError, ConfigError
 from llmc.lora_request import LoRARequest
-from llmc.startup.adapter_files import as_peft
-from llmc.startup.model_files import resolve_model
 
 CHECK_PANEL = "Check"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
@@ -108,9 +106,7 @@ def with_lora(
     slots = max(config.max_loras, len(folders))
     in_memory = None if config.max_cpu_loras is None else max(config.max_cpu_loras, slots)
     made = replace(config, enable_lora=True, max_loras=slots, max_cpu_loras=in_memory)
-    asked = [
+    return made, [
         LoRARequest(f"{number}-{_NOT_IN_NAMES.sub('-', Path(folder).name)}"[:200], number, folder)
         for number, folder in enumerate(folders, start=1)
     ]
-    model = resolve_model(config).path
-    return made, [as_peft(adapter, model) for adapter in asked]

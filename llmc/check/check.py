@@ -32,6 +32,7 @@ from llmc.lora_request import LoRARequest
 from llmc.model_info import OnPhase
 from llmc.passes.layers import find_layers
 from llmc.runner.adapter_store import lora_targets, target_sizes
+from llmc.startup.adapter_files import as_peft
 from llmc.startup.compile import build_as_stored, for_parameters, weights_of
 from llmc.startup.phase_clock import PhaseClock
 from llmc.startup.resolve import ModelSource
@@ -73,6 +74,7 @@ def check_model(
     with clock.phase("read config") as detail:
         identity = identify(config)
         source = identity.source
+        adapters = [as_peft(adapter, source.files.path) for adapter in adapters]
         detail += [source.files.name, source.dtype_name, str(source.device)]
     with clock.phase("capture") as detail:
         identity.options.check()

@@ -145,12 +145,8 @@ def test_what_can_not_be_checked(config: EngineConfig, adapters: list[LoRAReques
         with_lora(config, [adapters[0].lora_path] * 4)
 
 
-def test_the_command_makes_a_slot_for_each(config: EngineConfig, tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("poems v2", "other", "third")]
-    for folder in folders:
-        folder.mkdir()
-        (folder / "adapter_config.json").write_text("{}")
-    made, asked = with_lora(config, [str(folders[0]), str(folders[1]), f"{folders[2]}/"])
+def test_the_command_makes_a_slot_for_each(config: EngineConfig) -> None:
+    made, asked = with_lora(config, ["some/poems v2", "other", "third/"])
     assert made.enable_lora and made.max_loras == 3
     assert [(one.lora_name, one.lora_int_id) for one in asked] == [
         ("1-poems-v2", 1),
