@@ -141,7 +141,7 @@ def _of_embedding(pair: _Pair, alpha: float) -> _Lora:
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise _misfit(pair)
     rank = a.shape[1]
-    return _Lora(a.mT, b * (alpha / rank if alpha else 1.0), rank)
+    return _Lora(a.mT, b * _scale(alpha, rank), rank)
 
 
 def _of_weight(parameter: GgufTensor, pairs: Mapping[str, _Pair], alpha: float) -> _Lora:
@@ -169,13 +169,17 @@ def _of_weight(parameter: GgufTensor, pairs: Mapping[str, _Pair], alpha: float) 
             raise _misfit(pair)
         rank = a.shape[-2]
         whole = torch.zeros(experts, sum(rows), rank)
-        whole[:, start - count : start] = b * (alpha / rank if alpha else 1.0)
+        whole[:, start - count : start] = b * _scale(alpha, rank)
         a_parts.append(a.reshape(experts, rank, -1))
         b_parts.append(whole)
     a, b = torch.cat(a_parts, 1), torch.cat(b_parts, 2)[:, order]
     if parameter.columns is not None:
         a = a[:, :, parameter.columns]
     return _Lora(a.flatten(0, 1), b.permute(1, 2, 0).flatten(1), a.shape[1])
+
+
+def _scale(alpha: float, rank: int) -> float:
+    return alpha / rank if alpha else 1.0
 
 
 def _misfit(pair: _Pair) -> CheckpointError:
