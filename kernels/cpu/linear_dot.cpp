@@ -13,14 +13,11 @@ namespace llmc {
 namespace {
 
 constexpr int kToL2 = 2;          // the locality argument of __builtin_prefetch
-constexpr int64_t kAhead = 3072;  // bytes; chosen by measurement on a Xeon with AMX: docs/cpu.md
+constexpr int64_t kAhead = kNative == 8 ? 1024 : 3072;  // bytes; chosen by measurement: docs/cpu.md
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kPart = 512;  // inputs at a time of more than four rows of x: they fit in L1
 constexpr int64_t kMostGroups = 8;  // of rows, whose sums of a part are kept on the stack
-// Whether one or two rows of x are multiplied by the weight row by row. With registers of eight
-// floats, several weight rows side by side are faster; so they are for two rows of x that fill too
-// much of L1.
-constexpr bool kStreams = kNative != 8;
+// Two rows of x that fill more than this of L1 are multiplied by several weight rows side by side.
 template <class Words>
 constexpr int64_t kStreamedTwice = 4096 / sizeof(typename Words::X);  // elements
 
@@ -93,14 +90,23 @@ struct Words<bf16> {  // a register of bf16 becomes two of floats: even elements
 };
 #endif
 
+bool is_amd() {
+#ifdef __x86_64__
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
+// Whether one or two rows of x are multiplied by the weight row by row. With registers of eight
+// floats, several weight rows side by side are faster on Intel's processors.
+bool streams_rows() { return kNative != 8 || is_amd(); }
+
 // Whether a row of the weight is read with prefetches. Loads that convert are a tenth slower with
-// them on AMD's processors.
+// them on AMD's processors with AVX-512.
 template <class T>
 bool prefetches() {
-#ifdef __x86_64__
-  if constexpr (std::is_same_v<T, f16>) return !__builtin_cpu_is("amd");
-#endif
-  return true;
+  return !(std::is_same_v<T, f16> && kNative == 16 && is_amd());
 }
 
 template <class Words>
@@ -278,7 +284,7 @@ void channels(const Product<Words>& p, int64_t rows, int64_t begin, int64_t end)
   // Groups of four, and of three if that divides kSums, so that few rows are computed twice.
   constexpr bool kThrees = kSums % 3 == 0;
   constexpr int kAtOnce = kThrees ? 6 : 4;
-  const bool streams = kStreams && (rows == 1 || (rows == 2 && p.stride < kStreamedTwice<Words>));
+  const bool streams = streams_rows() && (rows == 1 || (rows == 2 && p.stride < kStreamedTwice<Words>));
   const bool fetches = prefetches<typename Words::T>();
   const bool at_once = rows > 4 && rows <= kAtOnce;
   const int64_t groups = at_once ? 1 : (rows + 3) / 4;
