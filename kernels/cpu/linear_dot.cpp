@@ -284,7 +284,8 @@ void channels(const Product<Words>& p, int64_t rows, int64_t begin, int64_t end)
   // Groups of four, and of three if that divides kSums, so that few rows are computed twice.
   constexpr bool kThrees = kSums % 3 == 0;
   constexpr int kAtOnce = kThrees ? 6 : 4;
-  const bool streams = streams_rows() && (rows == 1 || (rows == 2 && p.stride < kStreamedTwice<Words>));
+  const bool are_few = rows == 1 || (rows == 2 && p.stride < kStreamedTwice<Words>);
+  const bool streams = are_few && streams_rows();
   const bool fetches = prefetches<typename Words::T>();
   const bool at_once = rows > 4 && rows <= kAtOnce;
   const int64_t groups = at_once ? 1 : (rows + 3) / 4;
