@@ -213,7 +213,7 @@ void multiply(const LowBitArgs& a, const Input<Reader, kMost>& x, int64_t row, i
       scale[b] = scales[b].scale;
       offset[b] = scales[b].minimum;
       if (middle_of(a.format))
-        offset[b] -= scale[b] * zero_of(a, block + b * next, group);
+        offset[b] -= scale[b] * (zero_of(a, block + b * next, group) + added);
       else if (added != 0)
         offset[b] -= scale[b] * added;
     }

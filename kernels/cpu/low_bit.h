@@ -245,6 +245,11 @@ LLMC_INLINE void write_block(const LowBitArgs& a, int64_t row, int64_t block, v1
   });
 }
 
+// In double, since float would lose as much as the product itself.
+inline float sum_of(const float* x, int64_t count) {
+  return float(std::accumulate(x, x + count, 0.0));
+}
+
 struct Packed {  // a packed stretch of x: values are words times `scale` and add up to `sum`
   float scale, sum;
 };
@@ -299,10 +304,10 @@ LLMC_INLINE v16f floats_of(const Codebook& book) {
 }
 
 // A reader unpacks a line, or each part of it that fits in a register, in kSteps steps; a step is
-// multiplied by one word of x. Values of int4 are used as stored: the zero point times the sum of x
-// is subtracted for a whole stretch at once. Stretches have at most kMaxStretch inputs. If a
+// multiplied by one word of x. Zero points are not subtracted from the values: for a whole stretch
+// at once, they are multiplied by the sum of x. Stretches have at most kMaxStretch inputs. If a
 // product depends on the previous one, few rows need kSums sums each to hide the latency. offset():
-// what get() adds to every value, besides int4's zero point. A reader of codes holds their table.
+// what get() adds to every value as stored. A reader of codes holds their table.
 template <Format kFormat>
 struct FloatReader {  // any CPU
   static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs, kSums = 4;
@@ -316,36 +321,40 @@ struct FloatReader {  // any CPU
   };
   static Packed pack(const float* x, int64_t count, X* to) {
     std::copy(x, x + count, to);
-    return {1.0f, std::accumulate(x, x + count, 0.0f)};
+    return {1.0f, sum_of(x, count)};
   }
 #ifdef LLMC_AVX512
   v16f table = {};
   LLMC_METHOD explicit FloatReader(const LowBitArgs& a) {
-    if (kFormat == Format::table)
-      table = floats_of(a.book);
+    if (kFormat == Format::table) table = floats_of(a.book);
+    if (kFormat == Format::int4)
+      for (int i = 0; i < 16; ++i) table[i] = i + offset();
   }
 #else
   vu table;
   LLMC_METHOD explicit FloatReader(const LowBitArgs& a) : table(table_of(a.book.integers)) {}
 #endif
   LLMC_METHOD V get(v16u line, int step) const {
-    if (kFormat == Format::int4)
-      return convert<v16f>((v16i)(line >> (4 * step) & 15u));
     if (kFormat == Format::int8)
       return convert<v16f>((v16i)(line << (24 - 8 * step)) >> 24);
-    if constexpr (kFormat == Format::table) {
 #ifdef LLMC_AVX512
+    if constexpr (is_4_bit(kFormat))
       return (v16f)_mm512_permutexvar_ps((__m512i)(line >> (4 * step)), (__m512)table);
 #else
+    if (kFormat == Format::int4)
+      return convert<v16f>((v16i)((line ^ 0x88888888u) << (28 - 4 * step)) >> 28);
+    if constexpr (kFormat == Format::table) {
       const v16u four = look_up(table, (step % 2 ? line >> 4 : line) & 0x0f0f0f0fu);
       return convert<v16f>((v16i)(four << (24 - step / 2 * 8)) >> 24);
-#endif
     }
+#endif
     return fp8_floats<v16f, v16i>(line >> (8 * step));
   }
   LLMC_INLINE void add(Sum& sum, V w, const X& x) { sum.value += w * x; }
   LLMC_INLINE v16f total(const Sum& sum) { return sum.value; }
-  static constexpr float offset() { return 0; }
+  // Codes around 0, since with those as stored, rounding errors of up to eight times the sum of x
+  // would remain after the zero point is subtracted.
+  static constexpr float offset() { return kFormat == Format::int4 ? -middle_of(kFormat) : 0; }
 };
 
 #ifdef LLMC_AVX512_BF16
@@ -425,7 +434,7 @@ struct PairReader {
   }
   static Packed pack(const float* x, int64_t count, X* to) {
     for (int64_t k = 0; k < count; ++k) reinterpret_cast<bf16*>(to)[place(k)] = to_bf16(x[k]);
-    return {1.0f, std::accumulate(x, x + count, 0.0f)};
+    return {1.0f, sum_of(x, count)};
   }
   __m512i table;  // of codes, twice
   LLMC_METHOD explicit PairReader(const LowBitArgs& a) {

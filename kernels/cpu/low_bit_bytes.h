@@ -44,7 +44,7 @@ struct FourReader {
     for (int64_t k = 0; k < count; k += kInputs)
       for (int step = 0; step < kSteps; ++step, ++to)
         for (int i = 0; i < 4; ++i) to->value[i] = x[k + input(step, i)];
-    return {1.0f, std::accumulate(x, x + count, 0.0f)};
+    return {1.0f, sum_of(x, count)};
   }
   vu table;
   LLMC_METHOD explicit FourReader(const LowBitArgs& a) : table(table_of(a.book.integers)) {}

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kWordBytes = kLineBytes / kChannels;
 
-// Sixteen inputs from the lines that begin at `word`, with int4 as stored.
+// Sixteen inputs from the lines that begin at `word`, plus the reader's offset().
 template <Format kFormat>
 LLMC_INLINE v16f values_at(const FloatReader<kFormat>& reader, const uint8_t* word) {
   using Reader = FloatReader<kFormat>;
@@ -57,7 +57,8 @@ void widen_row(const LowBitArgs& a, int64_t channel, T* to) {
   const FloatReader<kFormat> reader(a);
   for (int64_t group = 0; group < a.groups; ++group) {
     const float scale = scale_of(a, block, group)[lane];
-    const float offset = kFormat == Format::int4 ? zero_of(a, block, group)[lane] : 0.0f;
+    const float zero = kFormat == Format::int4 ? zero_of(a, block, group)[lane] : 0.0f;
+    const float offset = zero + reader.offset();
     const float minimum = minimum_of(a, block, group)[lane];
     for (int64_t k = 0; k < a.group; k += kLanes, to += kLanes, word += kStep)
       store(to, (values_at<kFormat>(reader, word) - offset) * scale + minimum);

@@ -53,7 +53,7 @@ struct LowBit {
         line = int8_lines(a, block, k + i, std::min(kUnpacked, depth - i), room);
       if (i == next) {
         scale = scale_of(a, block, group);
-        if (kFormat == Format::int4) offset = zero_of(a, block, group);
+        if (kFormat == Format::int4) offset = zero_of(a, block, group) + Reader::offset();
         minimum = minimum_of(a, block, group);
         next = ++group * a.group - k;
       }

@@ -25,6 +25,7 @@ from llmc.kernels.quantized_linear import (
     _to_blocks,
     dequantize,
     mxfp4_draw,
+    pack_groups,
     pack_weight,
     quantization_of,
     quantize,
@@ -227,6 +228,22 @@ def test_an_input_far_larger_than_the_others(format: Format, rows: int) -> None:
     x[:, 5] = 2000.0
     x = x.bfloat16()
     assert_near(run(x, weight, scale), x, weight, scale)
+
+
+@pytest.mark.parametrize("group", [32, 256])
+@pytest.mark.parametrize("rows", [1, 2, 4, 6, 8, 16, 40])
+def test_what_zero_points_cancel_leaves_no_error(rows: int, group: int) -> None:
+    """Of ternary weights, whose codes 7 to 9 times inputs of one sign add up to far more than the
+    result. The bound is on errors relative to the sum of magnitudes, in roundings of float32."""
+    gen = torch.Generator().manual_seed(0)
+    to = Quantization(format="int4", group=group, scale="float16", zero=False)
+    codes = torch.randint(7, 10, (64, 256), generator=gen, dtype=torch.uint8)
+    weight = pack_weight(codes, to)
+    scale = pack_groups(torch.full((64, 256 // group), 0.05, dtype=torch.float16))
+    x = 1 + 0.1 * torch.randn(rows, 256, generator=gen)
+    w = dequantize(weight, scale).double()
+    error = (run(x, weight, scale) - x.double() @ w.T).abs() / (x.double().abs() @ w.abs().T)
+    assert float(error.max()) * 2**24 < (16 if rows == 1 else 4)
 
 
 @pytest.mark.parametrize("format", FORMATS)
