@@ -99,7 +99,7 @@ void join(const Plan& plan, const Joined& j) {
       l += part[1] * factor;
       for (int64_t i = 0; i < plan.a.v_dim; ++i) acc[i] += part[2 + i] * factor;
     }
-    finish_row<T>(plan, j.item, row, m, l, acc.data());
+    finish_row(plan, j.item, row, m, l, acc.data());
   }
 }
 

@@ -124,27 +124,27 @@ __attribute__((noinline)) inline float sink_weight(const AttentionArgs& a, int64
 }
 
 // Writes acc / l to the output, rounded, after adding the sink to the softmax.
-template <class T>
-void write_output(const AttentionArgs& a, int64_t token, int64_t head, float m, float l,
-                  const float* acc) {
+inline void write_output(const AttentionArgs& a, int64_t token, int64_t head, float m, float l,
+                         const float* acc) {
   if (a.sinks != nullptr) l += sink_weight(a, token, head, m);
   const float scale = a.scales.value_of(head / (a.heads / a.kv_heads));
   const float factor = l > 0 ? scale / l : 0.0f;
-  T* out = static_cast<T*>(a.out) + (token * a.heads + head) * a.v_dim;
-  int64_t i = 0;
-  for (; i + kLanes <= a.v_dim; i += kLanes) store(out + i, load(acc + i) * factor);
-  if (i < a.v_dim) store_n(out + i, load_n(acc + i, a.v_dim - i) * factor, a.v_dim - i);
+  with_type(a.dtype, [&](auto t) {
+    auto* out = static_cast<decltype(t)*>(a.out) + (token * a.heads + head) * a.v_dim;
+    int64_t i = 0;
+    for (; i + kLanes <= a.v_dim; i += kLanes) store(out + i, load(acc + i) * factor);
+    if (i < a.v_dim) store_n(out + i, load_n(acc + i, a.v_dim - i) * factor, a.v_dim - i);
+  });
 }
 
 // `row` counts the item's rows: KV heads slowest, then tokens, then heads of the group.
-template <class T>
-void finish_row(const Plan& plan, const Item& item, int64_t row, float m, float l,
-                const float* acc) {
+inline void finish_row(const Plan& plan, const Item& item, int64_t row, float m, float l,
+                       const float* acc) {
   const AttentionArgs& a = plan.a;
   if (item.part < 0) {
     const int64_t of_head = item.num_tokens * plan.group, in_head = row % of_head;
-    write_output<T>(a, item.token + in_head / plan.group,
-                    (item.kv_head + row / of_head) * plan.group + in_head % plan.group, m, l, acc);
+    write_output(a, item.token + in_head / plan.group,
+                 (item.kv_head + row / of_head) * plan.group + in_head % plan.group, m, l, acc);
     return;
   }
   float* to = plan.partials + item.part * plan.partial_stride + row * (2 + a.v_dim);

@@ -120,7 +120,7 @@ void attend(const AttentionArgs& a, const Row& row) {
       add_scaled(acc + g * v_dim, scores[g * most + i], value, v_dim);
   }
   for (int64_t g = 0; g < group; ++g)
-    write_output<T>(a, row.token, row.kv_head * group + g, top[g], sum[g], acc + g * v_dim);
+    write_output(a, row.token, row.kv_head * group + g, top[g], sum[g], acc + g * v_dim);
 }
 
 }  // namespace

@@ -11,7 +11,8 @@ namespace llmc {
 namespace {
 
 // How rows of a cache are multiplied by queries, `kStep` elements at a time, and by weights. T: of
-// the cache's elements, or what FP8 is converted to. pack_query returns a factor for the products.
+// the cache's elements, or what FP8 is converted to. pack_query reads the query at an index of
+// `a.query`, and returns a factor for the products.
 template <class T>
 struct PlainRows {
   using Element = T;
@@ -23,17 +24,15 @@ struct PlainRows {
   LLMC_INLINE vf dot(vf acc, const T* key, const float* query, Tables) {
     return acc + load_lanes<vf>(key) * load_lanes<vf>(query);
   }
-  LLMC_INLINE vf dot_rest(vf acc, const T* key, const float* query, int64_t left) {
-    T rest[kNative] = {};
-    std::memcpy(rest, key, left * sizeof(T));
-    return acc + load_lanes<vf>(rest) * load_lanes<vf>(query);
+  // Of elements that fill no step; not inline, since few models have them.
+  [[gnu::noinline]] static float dot_rest(const T* key, const float* query, int64_t left) {
+    float sum = 0;
+    for (int64_t i = 0; i < left; ++i) sum += to_float(key[i]) * query[i];
+    return sum;
   }
-  template <class Input>
-  static float pack_query(const Input* query, int64_t dim, float* to) {
-    if constexpr (std::is_same_v<T, int8_t>)
-      rotate_row(query, dim, to);  // as the keys are
-    else
-      for (int64_t i = 0; i < dim; ++i) to[i] = to_float(query[i]);
+  static float pack_query(const AttentionArgs& a, int64_t at, float* to) {
+    widen_row(a.dtype, a.query, at, a.head_dim, to);
+    if constexpr (std::is_same_v<T, int8_t>) rotate_row(to, a.head_dim);  // as the keys are
     return 1;
   }
   template <int G>
@@ -72,7 +71,7 @@ struct WholeRows : Rows {  // sizes are multiples of kStep
     for (int g = 0; g < G; ++g) round_weights(scores[g], weights[g]);
     add_pairs<Rows, G>(tile, v_dim, weights, acc, tables);
   }
-  LLMC_INLINE v16f dot_rest(v16f acc, const Element*, const bf16*, int64_t) { return acc; }
+  static float dot_rest(const Element*, const bf16*, int64_t) { return 0; }
   static void order(float* acc, int64_t dim) { order_sums<Rows>(acc, dim); }
   template <class Body>
   static void walk(const AttentionArgs& a, const Item& item, const Body& body) {
@@ -110,16 +109,11 @@ void tile_scores(const typename Rows::Element* const* keys,
         for (int g = 0; g < G; ++g)
           acc[g * kKeys + j] =
               Rows::dot(acc[g * kKeys + j], row[j] + d, query + g * padded + d, tables);
-    if (d < dim)
-#pragma GCC unroll 16
-      for (int j = 0; j < kKeys; ++j)
-#pragma GCC unroll 8
-        for (int g = 0; g < G; ++g) {
-          auto& sum = acc[g * kKeys + j];
-          sum = Rows::dot_rest(sum, row[j] + d, query + g * padded + d, dim - d);
-        }
     float sums[kSums];
     sum_each(acc, sums);
+    if (d < dim)
+      for (int i = 0; i < G * kKeys; ++i)
+        sums[i] += Rows::dot_rest(row[i % kKeys] + d, query + i / kKeys * padded + d, dim - d);
 #pragma GCC unroll 8
     for (int g = 0; g < G; ++g) std::memcpy(scores[g] + k, sums + g * kKeys, kKeys * sizeof(float));
   }
@@ -181,7 +175,7 @@ LLMC_INLINE void each_heads(const Tile<typename Rows::Element>& tile, int64_t gr
   }
 }
 
-template <class T, class Rows>
+template <class Rows>
 void stream(const Plan& plan, const Item& item) {
   using Query = typename Rows::Query;
   const AttentionArgs& a = plan.a;
@@ -199,9 +193,8 @@ void stream(const Plan& plan, const Item& item) {
   std::fill(l, l + rows, 0.0f);
   for (int64_t row = 0; row < rows; ++row)
     factor_of[row] = Rows::pack_query(
-        static_cast<const T*>(a.query) + item.token * a.query_stride[0] +
-            (item.kv_head * group + row) * a.query_stride[1],
-        a.head_dim, query + row * dim);
+        a, item.token * a.query_stride[0] + (item.kv_head * group + row) * a.query_stride[1],
+        query + row * dim);
   const typename Rows::Tables tables = Rows::tables(a.cache);
   alignas(64) float scores[kMaxStreamRows][kTile];
   using Keys = Tile<typename Rows::Element>;
@@ -229,38 +222,33 @@ void stream(const Plan& plan, const Item& item) {
   });
   for (int64_t row = 0; row < rows; ++row) {
     Rows::order(acc + row * v_dim, a.v_dim);
-    finish_row<T>(plan, item, row, m[row], l[row], acc + row * v_dim);
+    finish_row(plan, item, row, m[row], l[row], acc + row * v_dim);
   }
 }
 
 }  // namespace
 
 void run_stream(const Plan& plan, const Item& item) {
-  if (plan.a.cache == Dtype::i8) {
-    return with_type(plan.a.dtype, [&](auto t) {
-      using T = decltype(t);
+  const Dtype dtype = plan.a.dtype, cache = plan.a.cache;
+  if (cache == Dtype::i8) {
 #ifdef __AVX2__
-      if (IntegerRows::are_whole(plan.a)) return stream<T, IntegerRows>(plan, item);
+    if (IntegerRows::are_whole(plan.a)) return stream<IntegerRows>(plan, item);
 #endif
-      stream<T, PlainRows<int8_t>>(plan, item);
-    });
+    return stream<PlainRows<int8_t>>(plan, item);
   }
-  if (plan.a.dtype == Dtype::f32) {
-    if (is_fp8(plan.a.cache)) return stream<float, PlainRows<float>>(plan, item);
-    return with_type(plan.a.cache, [&](auto e) {
-      stream<float, PlainRows<decltype(e)>>(plan, item);
-    });
-  }
-  if (plan.a.dtype == Dtype::f16) return stream<f16, PlainRows<f16>>(plan, item);
-#if defined(LLMC_FP8_BYTES) && defined(LLMC_AVX512_BF16)
-  if (is_fp8(plan.a.cache) && are_whole<CodeRows>(plan.a))
-    return stream<bf16, WholeRows<CodeRows>>(plan, item);
-#endif
 #ifdef LLMC_AVX512_BF16
-  if (!is_fp8(plan.a.cache) && are_whole<PairRows>(plan.a))
-    return stream<bf16, WholeRows<PairRows>>(plan, item);
+  if (dtype == Dtype::bf16) {
+#ifdef LLMC_FP8_BYTES
+    if (is_fp8(cache) && are_whole<CodeRows>(plan.a))
+      return stream<WholeRows<CodeRows>>(plan, item);
 #endif
-  stream<bf16, PlainRows<bf16>>(plan, item);
+    if (!is_fp8(cache) && are_whole<PairRows>(plan.a))
+      return stream<WholeRows<PairRows>>(plan, item);
+  }
+#endif
+  with_type(is_fp8(cache) ? dtype : cache, [&](auto element) {
+    stream<PlainRows<decltype(element)>>(plan, item);
+  });
 }
 
 }  // namespace llmc

@@ -148,7 +148,7 @@ void run_stream_amx(const Plan& plan, const Item& item) {
   for (int64_t row = 0; row < heads * group; ++row) {
     const HeadState& h = state[row / group];
     unpermute(acc + row * v_dim, v_dim);
-    finish_row<bf16>(plan, item, row, h.m[row % group], h.l[row % group], acc + row * v_dim);
+    finish_row(plan, item, row, h.m[row % group], h.l[row % group], acc + row * v_dim);
   }
 }
 

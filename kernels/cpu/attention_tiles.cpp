@@ -113,7 +113,7 @@ void finish(const Plan& plan, const Item& item, const Panel& p, int64_t row, int
             const float* acc, float* lines, int64_t v_dim) {
   columns_to_rows(acc, plan.a.v_dim, lines, v_dim);
   for (int lane = 0; lane < kLanes && row + lane < rows; ++lane)
-    finish_row<typename E::T>(plan, item, row + lane, p.m[lane], p.l[lane], lines + lane * v_dim);
+    finish_row(plan, item, row + lane, p.m[lane], p.l[lane], lines + lane * v_dim);
 }
 
 // Copies the rows of a panel, rotated as the keys of an int8 cache are.

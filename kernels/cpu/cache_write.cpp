@@ -46,87 +46,62 @@ float quantize_row(const Input* row, int64_t n, int8_t* to) {
   return largest / 127;
 }
 
-// How rows are stored in a cache with the inputs' type, or with 16 bits for float32...
-template <class T>
-struct PlainCache {
-  using Element = T;
-  template <class Input>
-  LLMC_METHOD void value(const Input* row, int64_t n, float, const Slot<T>& to) const {
-    copy(row, n, to.row());
+// to[0, n) = the row, as another 16-bit or 32-bit float.
+template <class T, class Input>
+void convert_row(const Input* row, int64_t n, T* to) {
+  if constexpr (std::is_same_v<Input, T>) {
+    std::memcpy(to, row, n * sizeof(T));
+  } else {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(to + i, load(row + i));
+    for (; i < n; ++i) assign(to[i], to_float(row[i]));
   }
-  template <class Input>
-  LLMC_METHOD void key(const Input* row, int64_t n, float, const Slot<T>& to) const {
-    copy(row, n, to.row());
-  }
-  template <class Input>
-  LLMC_METHOD static void copy(const Input* row, int64_t n, T* to) {
-    if constexpr (std::is_same_v<Input, T>) {
-      std::memcpy(to, row, n * sizeof(T));
+}
+
+// Writes a row of a head's keys or values to a slot of its cache, in the cache's type. `kIsKey`:
+// an int8 cache has keys rotated.
+template <bool kIsKey, class Input>
+[[gnu::noinline]] void write_row(const WriteArgs& w, int64_t slot, int64_t h, const Input* row) {
+  void* const cache = kIsKey ? w.key_cache : w.value_cache;
+  const int64_t* const stride = kIsKey ? w.key_cache_stride : w.value_cache_stride;
+  const int64_t n = kIsKey ? w.head_dim : w.v_dim;
+  with_element<Input>(w.cache, [&](auto e) {
+    using E = decltype(e);
+    const Slot<E> to = slot_of<E>(cache, stride, w.block_size, slot, h);
+    if constexpr (std::is_same_v<E, uint8_t>) {
+      const float scale = kIsKey ? w.scales.key_of(h) : w.scales.value_of(h);
+      encode_row(row, n, scale, fp8_format(w.cache), to.row());
+    } else if constexpr (!std::is_same_v<E, int8_t>) {
+      convert_row(row, n, to.row());
+    } else if constexpr (kIsKey) {
+      static thread_local std::vector<float> rotated;
+      rotated.resize(n);
+      rotate_row(row, n, rotated.data());
+      *to.scale() = quantize_row(rotated.data(), n, to.row());
     } else {
-      int64_t i = 0;
-      for (; i + kLanes <= n; i += kLanes) store(to + i, load(row + i));
-      for (; i < n; ++i) assign(to[i], to_float(row[i]));
+      *to.scale() = quantize_row(row, n, to.row());
     }
-  }
-};
+  });
+}
 
-// ... of an FP8 cache...
-struct Fp8Cache {
-  using Element = uint8_t;
-  Fp8Format format;
-  template <class Input>
-  LLMC_METHOD void value(const Input* row, int64_t n, float scale, const Slot<uint8_t>& to) const {
-    encode_row(row, n, scale, format, to.row());
-  }
-  template <class Input>
-  LLMC_METHOD void key(const Input* row, int64_t n, float scale, const Slot<uint8_t>& to) const {
-    value(row, n, scale, to);
-  }
-};
-
-// ... and of an int8 cache.
-struct Int8Cache {
-  using Element = int8_t;
-  template <class Input>
-  LLMC_METHOD void value(const Input* row, int64_t n, float, const Slot<int8_t>& to) const {
-    *to.scale() = quantize_row(row, n, to.row());
-  }
-  template <class Input>
-  LLMC_METHOD void key(const Input* row, int64_t n, float, const Slot<int8_t>& to) const {
-    static thread_local std::vector<float> rotated;
-    rotated.resize(n);
-    rotate_row(row, n, rotated.data());
-    *to.scale() = quantize_row(rotated.data(), n, to.row());
-  }
-};
-
-template <class T, class Cache>
-void write_value(const WriteArgs& w, const Cache& cache, int64_t t, int64_t slot) {
+template <class T>
+void write_values(const WriteArgs& w, int64_t t, int64_t slot) {
   const T* value = static_cast<const T*>(w.value) + t * w.value_stride[0];
   for (int64_t h = 0; h < w.kv_heads; ++h)
-    cache.value(value + h * w.value_stride[1], w.v_dim, w.scales.value_of(h),
-                slot_of<typename Cache::Element>(w.value_cache, w.value_cache_stride, w.block_size,
-                                                 slot, h));
+    write_row<false>(w, slot, h, value + h * w.value_stride[1]);
 }
 
-template <class T, class Cache>
-void write_key(const WriteArgs& w, const Cache& cache, int64_t t, int64_t slot) {
-  const T* key = static_cast<const T*>(w.key) + t * w.key_stride[0];
-  for (int64_t h = 0; h < w.kv_heads; ++h)
-    cache.key(key + h * w.key_stride[1], w.head_dim, w.scales.key_of(h),
-              slot_of<typename Cache::Element>(w.key_cache, w.key_cache_stride, w.block_size, slot,
-                                               h));
-}
-
-template <class T, class Cache>
-void write_rows(const WriteArgs& w, const Cache& cache) {
+template <class T>
+void write_rows(const WriteArgs& w) {
   const int64_t cost = w.kv_heads * (w.head_dim + w.v_dim);
   parallel_rows(w.tokens, cost, w.threads, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const int64_t slot = w.slots[t];
       if (slot < 0) continue;
-      write_key<T>(w, cache, t, slot);
-      write_value<T>(w, cache, t, slot);
+      const T* key = static_cast<const T*>(w.key) + t * w.key_stride[0];
+      for (int64_t h = 0; h < w.kv_heads; ++h)
+        write_row<true>(w, slot, h, key + h * w.key_stride[1]);
+      write_values<T>(w, t, slot);
     }
   });
 }
@@ -229,38 +204,40 @@ template <class T>
 }
 
 // Asks for the lines of a token's keys and values, whose addresses no hardware predicts.
-template <class E>
-void prefetch_slot(const WriteArgs& w, int64_t slot) {
-  constexpr int64_t kLine = 64 / sizeof(E);
+[[gnu::noinline]] void prefetch_slot(const WriteArgs& w, int64_t slot) {
   if (slot < 0) return;
-  for (int64_t h = 0; h < w.kv_heads; ++h) {
-    const auto key = slot_of<E>(w.key_cache, w.key_cache_stride, w.block_size, slot, h);
-    const auto value = slot_of<E>(w.value_cache, w.value_cache_stride, w.block_size, slot, h);
-    for (int64_t i = 0; i < w.head_dim; i += kLine) __builtin_prefetch(key.row() + i, 1, 3);
-    for (int64_t i = 0; i < w.v_dim; i += kLine) __builtin_prefetch(value.row() + i, 1, 3);
-    if (!std::is_same_v<E, int8_t>) continue;
-    __builtin_prefetch(key.scale(), 1, 3);
-    __builtin_prefetch(value.scale(), 1, 3);
-  }
+  with_element<float>(w.cache, [&](auto e) {
+    using E = decltype(e);
+    constexpr int64_t kLine = 64 / sizeof(E);
+    for (int64_t h = 0; h < w.kv_heads; ++h) {
+      const auto key = slot_of<E>(w.key_cache, w.key_cache_stride, w.block_size, slot, h);
+      const auto value = slot_of<E>(w.value_cache, w.value_cache_stride, w.block_size, slot, h);
+      for (int64_t i = 0; i < w.head_dim; i += kLine) __builtin_prefetch(key.row() + i, 1, 3);
+      for (int64_t i = 0; i < w.v_dim; i += kLine) __builtin_prefetch(value.row() + i, 1, 3);
+      if (!std::is_same_v<E, int8_t>) continue;
+      __builtin_prefetch(key.scale(), 1, 3);
+      __builtin_prefetch(value.scale(), 1, 3);
+    }
+  });
 }
 
-template <class T, class Cache>
-void rope_rows(const RopeArgs& a, const Cache& cache) {
+template <class T>
+void rope_rows(const RopeArgs& a) {
   const WriteArgs& w = a.write;
   const int64_t cost = (a.heads + w.kv_heads) * w.head_dim * 3 + w.kv_heads * w.v_dim;
   parallel_rows(w.tokens, cost, w.threads, [&](int64_t begin, int64_t end) {
     std::vector<float> scratch(2 * (w.head_dim + kLanes));
     float *x = scratch.data(), *y = x + w.head_dim + kLanes;
-    prefetch_slot<typename Cache::Element>(w, w.slots[begin]);
+    prefetch_slot(w, w.slots[begin]);
     for (int64_t t = begin; t < end; ++t) {
-      if (t + 1 < end) prefetch_slot<typename Cache::Element>(w, w.slots[t + 1]);
+      if (t + 1 < end) prefetch_slot(w, w.slots[t + 1]);
       const T* query = static_cast<const T*>(a.query) + t * a.query_stride[0];
       T* out = static_cast<T*>(a.out) + t * a.heads * w.head_dim;
       const HeadNorm<T> query_norm(a, a.query_norm, a.query_together, query, a.heads,
                                    a.query_stride[1]);
       for (int64_t h = 0; h < a.heads; ++h) {
         turn_head<T>(a, t, query + h * a.query_stride[1], query_norm, h, x, y);
-        PlainCache<T>::copy(y, w.head_dim, out + h * w.head_dim);
+        convert_row(y, w.head_dim, out + h * w.head_dim);
       }
       const int64_t slot = w.slots[t];
       if (slot < 0) continue;
@@ -268,18 +245,15 @@ void rope_rows(const RopeArgs& a, const Cache& cache) {
       const HeadNorm<T> key_norm(a, a.key_norm, a.key_together, key, w.kv_heads, w.key_stride[1]);
       for (int64_t h = 0; h < w.kv_heads; ++h) {
         turn_head<T>(a, t, key + h * w.key_stride[1], key_norm, h, x, y);
-        cache.key(y, w.head_dim, w.scales.key_of(h),
-                  slot_of<typename Cache::Element>(w.key_cache, w.key_cache_stride, w.block_size,
-                                                   slot, h));
+        write_row<true>(w, slot, h, y);
       }
-      write_value<T>(w, cache, t, slot);
+      write_values<T>(w, t, slot);
     }
   });
 }
 
-template <class T, class Cache>
-void latent_rows(const LatentWriteArgs& a, const Cache& cache) {
-  using E = typename Cache::Element;
+template <class T>
+void latent_rows(const LatentWriteArgs& a) {
   const WriteArgs& w = a.write;
   const int64_t width = a.rotation.width, plain = a.dim - width, rank = w.head_dim - width;
   const int64_t cost = a.heads * (a.dim + 4 * width) + 2 * w.head_dim;
@@ -294,7 +268,7 @@ void latent_rows(const LatentWriteArgs& a, const Cache& cache) {
         std::memcpy(out + h * a.dim, head, plain * sizeof(T));
         widen_normed<T>(head + plain, width, nullptr, 0, 0, x);
         rotate(a.rotation, t, x, y);
-        PlainCache<T>::copy(y, width, out + h * a.dim + plain);
+        convert_row(y, width, out + h * a.dim + plain);
       }
       const int64_t slot = w.slots[t];
       if (slot < 0) continue;
@@ -303,46 +277,23 @@ void latent_rows(const LatentWriteArgs& a, const Cache& cache) {
       const T* shared = static_cast<const T*>(a.shared) + t * a.shared_stride;
       widen_normed<T>(shared, width, nullptr, 0, 0, x);
       rotate(a.rotation, t, x, row + rank);
-      cache.key(row, w.head_dim, w.scales.key_of(0),
-                slot_of<E>(w.key_cache, w.key_cache_stride, w.block_size, slot, 0));
+      write_row<true>(w, slot, 0, row);
     }
-  });
-}
-
-// Calls run(cache) with the class for the cache's type.
-template <class T, class Run>
-void with_cache(const WriteArgs& w, const Run& run) {
-  with_element<T>(w.cache, [&](auto e) {
-    if constexpr (std::is_same_v<decltype(e), uint8_t>)
-      run(Fp8Cache{fp8_format(w.cache)});
-    else if constexpr (std::is_same_v<decltype(e), int8_t>)
-      run(Int8Cache());
-    else
-      run(PlainCache<decltype(e)>());
   });
 }
 
 }  // namespace
 
 void write_kv(const WriteArgs& w) {
-  with_type(w.dtype, [&](auto t) {
-    using T = decltype(t);
-    with_cache<T>(w, [&](const auto& cache) { write_rows<T>(w, cache); });
-  });
+  with_type(w.dtype, [&](auto t) { write_rows<decltype(t)>(w); });
 }
 
 void rope_write(const RopeArgs& a) {
-  with_type(a.write.dtype, [&](auto t) {
-    using T = decltype(t);
-    with_cache<T>(a.write, [&](const auto& cache) { rope_rows<T>(a, cache); });
-  });
+  with_type(a.write.dtype, [&](auto t) { rope_rows<decltype(t)>(a); });
 }
 
 void rope_write_latent(const LatentWriteArgs& a) {
-  with_type(a.write.dtype, [&](auto t) {
-    using T = decltype(t);
-    with_cache<T>(a.write, [&](const auto& cache) { latent_rows<T>(a, cache); });
-  });
+  with_type(a.write.dtype, [&](auto t) { latent_rows<decltype(t)>(a); });
 }
 
 }  // namespace llmc

@@ -26,4 +26,14 @@ inline void widen_row(Dtype dtype, const void* from, int64_t at, int64_t n, floa
   });
 }
 
+// to[at, at + n) = from[0, n), rounded; `from` has a whole last vector.
+inline void narrow_row(Dtype dtype, const float* from, int64_t n, void* to, int64_t at) {
+  with_type(dtype, [&](auto t) {
+    auto* p = static_cast<decltype(t)*>(to) + at;
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(p + i, load(from + i));
+    if (i < n) store_n(p + i, load(from + i), n - i);
+  });
+}
+
 }  // namespace llmc

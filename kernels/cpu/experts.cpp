@@ -98,29 +98,6 @@ void choose_for(const ChooseExpertsArgs& a, int64_t token, const float* correcti
   if (a.slots && a.slots[token] < 0) std::fill_n(chosen, all, a.experts + a.shared);
 }
 
-template <class T, class Out>
-void sum_typed(const SumExpertsArgs& a) {
-  constexpr int64_t kPart = 1024;
-  const int64_t parts = (a.width + kPart - 1) / kPart;
-  parallel_rows(a.tokens * parts, kPart * a.choices, a.threads, [&](int64_t begin, int64_t end) {
-    thread_local std::vector<float> weight;
-    weight.resize(a.choices + kLanes);  // widen_row writes whole vectors
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t token = item / parts, first = item % parts * kPart;
-      const T* rows = static_cast<const T*>(a.rows) + token * a.choices * a.width + first;
-      const int64_t at = token * a.width + first;
-      widen_row(a.weight_dtype, a.weight, token * a.choices, a.choices, weight.data());
-      each_vector(std::min(kPart, a.width - first), [&](int64_t i, int64_t count) LLMC_LAMBDA {
-        v16f sum = {};
-        for (int64_t c = 0; c < a.choices; ++c)
-          sum += weight[c] * load_up_to(rows + c * a.width + i, count);
-        if (a.residual) sum += load_up_to(static_cast<const Out*>(a.residual) + at + i, count);
-        store_up_to(static_cast<Out*>(a.out) + at + i, sum, count);
-      });
-    }
-  });
-}
-
 int64_t size_of(Dtype dtype) {
   return dtype == Dtype::f32 ? 4 : 2;
 }
@@ -209,8 +186,33 @@ void choose_experts(const ChooseExpertsArgs& a) {
 }
 
 void sum_experts(const SumExpertsArgs& a) {
-  with_type(a.dtype, [&](auto t) {
-    with_type(a.out_dtype, [&](auto out) { sum_typed<decltype(t), decltype(out)>(a); });
+  constexpr int64_t kPart = 1024;
+  const int64_t parts = (a.width + kPart - 1) / kPart;
+  parallel_rows(a.tokens * parts, kPart * a.choices, a.threads, [&](int64_t begin, int64_t end) {
+    thread_local std::vector<float> weight;
+    weight.resize(a.choices + kLanes);  // widen_row writes whole vectors
+    alignas(64) float sums[kPart], residual[kPart];
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t token = item / parts, first = item % parts * kPart;
+      const int64_t n = std::min(kPart, a.width - first), at = token * a.width + first;
+      widen_row(a.weight_dtype, a.weight, token * a.choices, a.choices, weight.data());
+      with_type(a.dtype, [&](auto t) {
+        const auto* rows = static_cast<const decltype(t)*>(a.rows);
+        rows += token * a.choices * a.width + first;
+        each_vector(n, [&](int64_t i, int64_t count) LLMC_LAMBDA {
+          v16f sum = {};
+          for (int64_t c = 0; c < a.choices; ++c)
+            sum += weight[c] * load_up_to(rows + c * a.width + i, count);
+          store(sums + i, sum);
+        });
+      });
+      if (a.residual) {
+        widen_row(a.out_dtype, a.residual, at, n, residual);
+        for (int64_t i = 0; i < n; i += kLanes)
+          store(sums + i, load(sums + i) + load(residual + i));
+      }
+      narrow_row(a.out_dtype, sums, n, a.out, at);
+    }
   });
 }
 

@@ -51,7 +51,9 @@ void piece(const LinearArgs& a, int64_t m, int64_t begin, int64_t end, float* su
     int64_t k = begin;
     for (; k + kInputs <= end; k += kInputs)
       add_inputs<M, kInputs, T>(a, m, n, width, k, sums + n);
-    for (; k < end; ++k) add_inputs<M, 1, T>(a, m, n, width, k, sums + n);
+    for (; k < end; ++k)
+      for (int64_t r = 0; r < M; ++r)
+        add_inputs<1, 1, T>(a, m + r, n, width, k, sums + r * a.channels + n);
   }
 }
 

@@ -48,13 +48,13 @@ struct IntegerRows {
   LLMC_INLINE vi dot(vi acc, const int8_t* key, const int16_t* query, Tables) {
     return (vi)add_pairs((Register)acc, widen_words(key), load_as<Register>(query));
   }
-  LLMC_INLINE vi dot_rest(vi acc, const int8_t*, const int16_t*, int64_t) { return acc; }
-  template <class Input>
-  static float pack_query(const Input* query, int64_t dim, int16_t* to) {
+  static float dot_rest(const int8_t*, const int16_t*, int64_t) { return 0; }
+  static float pack_query(const AttentionArgs& a, int64_t at, int16_t* to) {
     static thread_local std::vector<float> rotated;
-    rotated.resize(dim);
-    rotate_row(query, dim, rotated.data());  // as the keys are
-    return round_to_words(rotated.data(), dim, to);
+    rotated.resize(a.head_dim);
+    widen_row(a.dtype, a.query, at, a.head_dim, rotated.data());
+    rotate_row(rotated.data(), a.head_dim);  // as the keys are
+    return round_to_words(rotated.data(), a.head_dim, to);
   }
 
   // Two rows, as pairs of the same channel: in each half of a line of 32 channels, those of its

@@ -25,8 +25,8 @@ struct PairRows {  // rows of bf16
     out[0] = _mm512_unpacklo_epi16(x, y);
     out[1] = _mm512_unpackhi_epi16(x, y);
   }
-  static float pack_query(const bf16* query, int64_t dim, bf16* to) {
-    std::memcpy(to, query, dim * sizeof(bf16));
+  static float pack_query(const AttentionArgs& a, int64_t at, bf16* to) {
+    std::memcpy(to, static_cast<const bf16*>(a.query) + at, a.head_dim * sizeof(bf16));
     return 1;
   }
 };
@@ -61,8 +61,9 @@ struct CodeRows {  // rows of FP8 codes
     return (__m512bh)_mm512_loadu_si512(query);
   }
   // In the order in which 64 codes are unpacked: the low halves of each 16 first.
-  static float pack_query(const bf16* query, int64_t dim, bf16* to) {
-    for (int64_t d = 0; d < dim; d += 64)
+  static float pack_query(const AttentionArgs& a, int64_t at, bf16* to) {
+    const bf16* query = static_cast<const bf16*>(a.query) + at;
+    for (int64_t d = 0; d < a.head_dim; d += 64)
       for (int64_t i = 0; i < 64; i += 8)
         std::memcpy(to + d + i % 16 * 4 + i / 16 * 8, query + d + i, 8 * sizeof(bf16));
     return 1;

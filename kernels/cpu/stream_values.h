@@ -83,6 +83,23 @@ LLMC_INLINE void add_columns(const T* const* values, const T* const* next, int64
     for (int i = 0; i < N; ++i) store_as(acc + g * padded + d + i * kNative, sum[g][i]);
 }
 
+// The columns from d on that fill no vector, for G heads. Not inline, since few models have them.
+template <class T>
+[[gnu::noinline]] void add_last_columns(int G, const T* const* values, int64_t begin, int64_t end,
+                                        int64_t d, int64_t dim, const Weights& weights, float* acc,
+                                        int64_t padded) {
+  for (; d < dim; d += kLanes) {
+    const int64_t left = std::min<int64_t>(kLanes, dim - d);
+    for (int64_t k = begin; k < end; ++k) {
+      const v16f value = load_n(values[k] + d, left);
+      for (int g = 0; g < G; ++g) {
+        float* to = acc + g * padded + d;
+        store(to, load(to) + weights(g, k) * value);
+      }
+    }
+  }
+}
+
 template <class T, int G>
 void add_values(const T* const* values, const T* const* next, int64_t begin, int64_t end, int64_t dim,
                 const Weights& weights, float* acc, int64_t padded) {
@@ -96,16 +113,7 @@ void add_values(const T* const* values, const T* const* next, int64_t begin, int
     add_columns<T, G, kWide>(values, next, begin, end, d, weights, acc, padded);
   for (; d + kLeast * kNative <= dim; d += kLeast * kNative)
     add_columns<T, G, kLeast>(values, next, begin, end, d, weights, acc, padded);
-  for (; d < dim; d += kLanes) {
-    const int64_t left = std::min<int64_t>(kLanes, dim - d);
-    for (int64_t k = begin; k < end; ++k) {
-      const v16f value = load_n(values[k] + d, left);
-      for (int g = 0; g < G; ++g) {
-        float* to = acc + g * padded + d;
-        store(to, load(to) + weights(g, k) * value);
-      }
-    }
-  }
+  if (d < dim) add_last_columns(G, values, begin, end, d, dim, weights, acc, padded);
 }
 
 LLMC_INLINE void scale_row(float* row, int64_t n, float factor) {
