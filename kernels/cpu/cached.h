@@ -24,7 +24,7 @@ LLMC_INLINE decltype(auto) with_element(Dtype cache, const Run& run) {
 template <class T, class E>
 void widen_cached(const E* from, int64_t n, Dtype cache, T* to, float scale = 1) {
   if constexpr (std::is_same_v<E, uint8_t>) {
-    decode_row(from, n, fp8_table(cache), to);
+    decode_row(cache, from, n, to);
   } else if constexpr (std::is_same_v<E, T>) {
     std::memcpy(to, from, n * sizeof(T));
   } else {

@@ -1,7 +1,7 @@
 // FP8 formats of the KV cache: e4m3 (no infinities, maximum 448) and e5m2 (maximum 57344).
 //
-// All their values are exact in bfloat16, so reads use a table of the 128 magnitudes. Writes
-// saturate and round to nearest, ties to even, with integer arithmetic.
+// All their values are exact in bfloat16, so AVX-512 looks magnitudes up in a table of 128; others
+// compute them. Writes saturate and round to nearest, ties to even, with integer arithmetic.
 #pragma once
 
 #include "kernels.h"
@@ -10,13 +10,27 @@
 namespace llmc {
 
 struct Fp8Format {
-  int mantissa, bias;
-  uint8_t nan;
-  float largest;
+  int mantissa, bias;     // bits, and of the exponent
+  uint8_t nan, infinite;  // codes: from `infinite` on, magnitudes are not finite
+  float largest, least;   // normal values
 };
 
+constexpr Fp8Format kE4m3{3, 7, 0x7f, 0x7f, 448.0f, 0x1p-6f};
+constexpr Fp8Format kE5m2{2, 15, 0x7f, 0x7c, 57344.0f, 0x1p-14f};
+
 inline Fp8Format fp8_format(Dtype dtype) {
-  return dtype == Dtype::e4m3 ? Fp8Format{3, 7, 0x7f, 448.0f} : Fp8Format{2, 15, 0x7f, 57344.0f};
+  return dtype == Dtype::e4m3 ? kE4m3 : kE5m2;
+}
+
+// The floats of the codes in the lowest byte of each lane. All are read as if they were normal:
+// twice that minus the least normal value is smaller only for subnormal codes, whose value it is.
+template <class Floats, class Integers, class Lanes>
+LLMC_INLINE Floats decode_lanes(const Lanes& codes, const Fp8Format& f) {
+  const Lanes size = codes & 0x7fu, sign = codes << 24 & 0x80000000u;
+  const Floats normal = (Floats)((size << (23 - f.mantissa)) + (uint32_t(127 - f.bias) << 23));
+  const Floats value = vmin(normal, 2.0f * normal - f.least);
+  const Lanes infinite = (Lanes)((Integers)size > f.infinite - 1) & 0x7f800000u;
+  return (Floats)((Lanes)value | infinite | sign);
 }
 
 // The codes of sixteen floats.
@@ -54,6 +68,7 @@ inline void encode_row(const T* from, int64_t n, float scale, const Fp8Format& f
   }
 }
 
+#ifdef LLMC_AVX512
 struct Fp8Table {  // bfloat16 bits of the codes 0 to 127
   alignas(64) uint16_t bits[128];
 
@@ -80,23 +95,7 @@ inline const Fp8Table& fp8_table(Dtype dtype) {
   return dtype == Dtype::e4m3 ? e4m3 : e5m2;
 }
 
-inline uint16_t decode(const Fp8Table& table, uint8_t code) {
-  return table.bits[code & 0x7f] | uint16_t(code & 0x80) << 8;
-}
-
-LLMC_INLINE void put(bf16* to, uint16_t bits) {
-  to->bits = bits;
-}
-
-LLMC_INLINE void put(float* to, uint16_t bits) {
-  *to = to_float(bf16{bits});
-}
-
-LLMC_INLINE void put(f16* to, uint16_t bits) {
-  assign(*to, to_float(bf16{bits}));
-}
-
-#if defined(LLMC_AVX512) && defined(__AVX512VBMI__)
+#ifdef __AVX512VBMI__
 #define LLMC_FP8_BYTES 1
 // The table split into low and high bytes, so that one lookup handles 64 codes.
 struct Fp8Bytes {
@@ -124,7 +123,6 @@ struct Fp8Bytes {
 };
 #endif
 
-#ifdef LLMC_AVX512
 LLMC_INLINE void put_line(bf16* to, __m512i words) {
   _mm512_storeu_si512(to, words);
 }
@@ -135,9 +133,7 @@ LLMC_INLINE void put_line(float* to, __m512i words) {
   _mm512_storeu_si512(to, _mm512_slli_epi32(low, 16));
   _mm512_storeu_si512(to + kLanes, _mm512_slli_epi32(high, 16));
 }
-#endif
 
-#ifdef LLMC_AVX512
 LLMC_INLINE void put_line(f16* to, __m512i words) {
   float wide[2 * kLanes];
   put_line(wide, words);
@@ -146,12 +142,22 @@ LLMC_INLINE void put_line(f16* to, __m512i words) {
 }
 #endif
 
+LLMC_INLINE void store_exact(bf16* to, v16f x) {
+  narrow_to<uint16_t>(to, (v16u)x >> 16);
+}
+
+template <class T>
+LLMC_INLINE void store_exact(T* to, v16f x) {
+  store(to, x);
+}
+
 // Decodes n codes to T, exactly.
 template <class T>
-inline void decode_row(const uint8_t* from, int64_t n, const Fp8Table& table, T* to) {
+inline void decode_row(Dtype dtype, const uint8_t* from, int64_t n, T* to) {
+  const Fp8Format format = fp8_format(dtype);
   int64_t i = 0;
 #ifdef LLMC_AVX512
-  const __m512i* magnitudes = reinterpret_cast<const __m512i*>(table.bits);
+  const __m512i* magnitudes = reinterpret_cast<const __m512i*>(fp8_table(dtype).bits);
   const __m512i t0 = magnitudes[0], t1 = magnitudes[1], t2 = magnitudes[2], t3 = magnitudes[3];
   for (; i + 32 <= n; i += 32) {
     const __m512i code = _mm512_cvtepu8_epi16(
@@ -163,7 +169,15 @@ inline void decode_row(const uint8_t* from, int64_t n, const Fp8Table& table, T*
     put_line(to + i, _mm512_or_si512(_mm512_mask_mov_epi16(small, upper, large), sign));
   }
 #endif
-  for (; i < n; ++i) put(to + i, decode(table, from[i]));
+  const auto decode = [&](const uint8_t* codes) LLMC_LAMBDA {
+    return decode_lanes<v16f, v16i>(widen_from<v16u, uint8_t>(codes), format);
+  };
+  for (; i + kLanes <= n; i += kLanes) store_exact(to + i, decode(from + i));
+  if (i < n) {
+    uint8_t rest[kLanes] = {};
+    std::memcpy(rest, from + i, n - i);
+    store_n(to + i, decode(rest), n - i);
+  }
 }
 
 }  // namespace llmc

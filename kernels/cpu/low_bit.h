@@ -3,6 +3,7 @@
 #pragma once
 
 #include "dtypes.h"
+#include "fp8.h"
 #include "kernels.h"
 #include "vec.h"
 
@@ -254,17 +255,6 @@ struct Packed {  // a packed stretch of x: values are words times `scale` and ad
   float scale, sum;
 };
 
-// The fp8 in the lowest byte of each lane: twice the normal value minus the smallest normal one is
-// smaller only for subnormal codes, and there it is their value.
-template <class Floats, class Integers, class Lanes>
-LLMC_INLINE Floats fp8_floats(const Lanes& bits) {
-  const Lanes size = bits & 0x7fu;
-  const Floats normal = (Floats)((size << 20) + (120u << 23));
-  const Floats value = vmin(normal, 2.0f * normal - 0.015625f);
-  const Lanes nan = (Lanes)((Integers)size > 0x7e);
-  return (Floats)((Lanes)value | nan | (bits << 24 & 0x80000000u));
-}
-
 // Sixteen bytes, repeated to fill a register: a table for look_up().
 template <class Byte>
 LLMC_INLINE vu table_of(const std::array<Byte, 16>& bytes) {
@@ -348,7 +338,7 @@ struct FloatReader {  // any CPU
       return convert<v16f>((v16i)(four << (24 - step / 2 * 8)) >> 24);
     }
 #endif
-    return fp8_floats<v16f, v16i>(line >> (8 * step));
+    return decode_lanes<v16f, v16i>(line >> (8 * step), kE4m3);
   }
   LLMC_INLINE void add(Sum& sum, V w, const X& x) { sum.value += w * x; }
   LLMC_INLINE v16f total(const Sum& sum) { return sum.value; }

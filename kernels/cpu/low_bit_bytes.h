@@ -94,7 +94,7 @@ struct FourReader {
   }
   LLMC_INLINE V any_floats(Register codes) {
     V w;
-    for (int i = 0; i < 4; ++i) w.value[i] = fp8_floats<vf, vi>((vu)codes >> (8 * i));
+    for (int i = 0; i < 4; ++i) w.value[i] = decode_lanes<vf, vi>((vu)codes >> (8 * i), kE4m3);
     return w;
   }
 };

@@ -121,10 +121,8 @@ void norm_rows(const NormArgs& a) {
   });
 }
 
-// One group of a row, whose `factors` are already in float; y is overwritten.
-template <class Out>
-void gated_norm_group(const GatedNormArgs& a, float* y, const float* factors, const float* weight,
-                      Out* out) {
+// One group of a row, in place, whose `factors` are already in float.
+void gated_norm_group(const GatedNormArgs& a, float* y, const float* factors, const float* weight) {
   const int64_t n = a.group;
   v16f squares = {};
   for (int64_t i = 0; i < n; i += kLanes) {
@@ -137,30 +135,8 @@ void gated_norm_group(const GatedNormArgs& a, float* y, const float* factors, co
     v16f x = load(y + i) * factor;
     if (weight) x = x * (load(weight + i) + a.offset);
     if (!a.gate_first) x = x * load(factors + i);
-    n - i < kLanes ? store_n(out + i, x, n - i) : store(out + i, x);
+    store(y + i, x);
   }
-}
-
-template <class Out>
-void gated_norm_rows(const GatedNormArgs& a) {
-  const int64_t groups = a.width / a.group, room = (a.group + kLanes - 1) / kLanes * kLanes;
-  parallel_rows(count(a.x) * groups, a.group * 16, a.threads, [&](int64_t begin, int64_t end) {
-    thread_local std::vector<float> lines;
-    lines.resize(3 * room);
-    float *y = lines.data(), *factors = y + room, *weight = factors + room;
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t row = item / groups, first = item % groups * a.group;
-      widen_row(a.x_dtype, row_of(a.x, a.x_dtype, row), first, a.group, y);
-      widen_row(a.gate_dtype, row_of(a.gate, a.gate_dtype, row), first, a.group, factors);
-      if (a.weight) widen_row(a.weight_dtype, a.weight, first, a.group, weight);
-      for (int64_t i = 0; i < a.group; i += kLanes) {
-        const v16f gate = load(factors + i), open = sigmoid_lanes(gate);
-        store(factors + i, a.silu ? gate * open : open);
-      }
-      gated_norm_group(a, y, factors, a.weight ? weight : nullptr,
-                       static_cast<Out*>(a.out) + row * a.width + first);
-    }
-  });
 }
 
 LLMC_INLINE v16f erf_lanes(v16f x) {  // Abramowitz and Stegun 7.1.26, absolute error 1.5e-7
@@ -183,92 +159,65 @@ LLMC_INLINE v16f activate(Act act, v16f x) {
   return 0.5f * x * (1.0f + tanh_lanes(0.79788456080286536f * (x + 0.044715f * x * x * x)));
 }
 
-// How act_rows reads up to kLanes gates and what they multiply, from gate i on of a row.
+constexpr int64_t kActBlock = 1024;  // outputs of a row that are computed at a time
 
-template <class T>
-struct Halves {
-  const T *gates, *ups;
-  LLMC_METHOD Halves(const ActArgs& a, const T* row) : gates(row), ups(row + a.width) {}
-  LLMC_METHOD void read(int64_t i, int64_t count, v16f& gate, v16f& up) const {
-    gate = load_up_to(gates + i, count);
-    up = load_up_to(ups + i, count);
+// Activates n floats and those that fill their last vector, in place.
+[[gnu::noinline]] void activate_row(Act act, float* x, int64_t n) {
+  const auto all = [&](auto constant) LLMC_LAMBDA {
+    for (int64_t i = 0; i < n; i += kLanes) store(x + i, activate(constant(), load(x + i)));
+  };
+  switch (act) {
+    case Act::silu: return all(std::integral_constant<Act, Act::silu>());
+    case Act::gelu: return all(std::integral_constant<Act, Act::gelu>());
+    case Act::gelu_tanh: return all(std::integral_constant<Act, Act::gelu_tanh>());
+    case Act::quick_gelu: return all(std::integral_constant<Act, Act::quick_gelu>());
+    case Act::relu: return all(std::integral_constant<Act, Act::relu>());
+    case Act::relu2: return all(std::integral_constant<Act, Act::relu2>());
   }
-};
+}
 
-template <class T>
-struct Ungated {
-  const T* row;
-  LLMC_METHOD Ungated(const ActArgs&, const T* row) : row(row) {}
-  LLMC_METHOD void read(int64_t i, int64_t count, v16f& x, v16f& up) const {
-    x = load_up_to(row + i, count);
-    up = splat(1);
-  }
-};
-
-template <class T>
-struct Any {  // also in turns; clamped and shifted
-  const ActArgs& a;
-  const T* row;
-  LLMC_METHOD Any(const ActArgs& a, const T* row) : a(a), row(row) {}
-  LLMC_METHOD void read(int64_t i, int64_t n, v16f& gate, v16f& up) const {
-    if (a.interleaved) {
-      T from[2 * kLanes] = {};
-      std::memcpy(from, row + 2 * i, 2 * n * sizeof(T));
-      float turns[2 * kLanes], gates[kLanes], ups[kLanes];  // of floats, the compiler shuffles lanes
-      store(turns, load(from));
-      store(turns + kLanes, load(from + kLanes));
-      for (int lane = 0; lane < kLanes; ++lane) {
-        gates[lane] = turns[2 * lane];
-        ups[lane] = turns[2 * lane + 1];
-      }
-      gate = load(gates);
-      up = load(ups);
-    } else {
-      Halves<T>(a, row).read(i, n, gate, up);
+// Splits 2 n floats, gates and what they multiply in turns: the gates move to the front.
+void split_turns(float* turns, int64_t n, float* ups) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    float gates[kLanes], own[kLanes];  // of fixed sizes, so that the compiler shuffles vectors
+    for (int lane = 0; lane < kLanes; ++lane) {
+      gates[lane] = turns[2 * (i + lane)];
+      own[lane] = turns[2 * (i + lane) + 1];
     }
-    const v16f limit = splat(a.limit);
-    gate = select(gate > limit, limit, gate);  // NaN stays
-    up = select(up > limit, limit, select(up < -limit, -limit, up)) + a.shift;
+    store(turns + i, load(gates));
+    store(ups + i, load(own));
   }
-};
+}
 
-// `act` is constant, for the fastest code, or an Act.
-template <class T, class Reader, class WhichAct>
-void act_rows(const ActArgs& a, WhichAct act) {
-  const int64_t n = a.width, blocks = (n + 1023) / 1024;
-  // a decode step has one long row: split rows into blocks, so that it also runs in parallel
-  parallel_rows(count(a.x) * blocks, 1024 * 12, a.threads, [&](int64_t begin, int64_t end) {
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t r = item / blocks, first = item % blocks * 1024;
-      const int64_t last = first + 1024 < n ? first + 1024 : n;
-      const Reader row(a, row_pointer<T>(a.x, r));
-      T* out = static_cast<T*>(a.out) + r * n;
-      each_vector(last - first, [&](int64_t i, int64_t count) LLMC_LAMBDA {
-        v16f gate, up;
-        row.read(first + i, count, gate, up);
-        store_up_to(out + first + i, activate(act, gate) * up, count);
-      });
-    }
+// Outputs [first, first + n) of a row of any kind, in float; n is at most kActBlock.
+void act_block(const ActArgs& a, const void* row, int64_t first, int64_t n, void* out, int64_t at) {
+  alignas(64) float gates[2 * kActBlock], ups[kActBlock];
+  if (a.interleaved) {
+    widen_row(a.dtype, row, 2 * first, 2 * n, gates);
+    split_turns(gates, n, ups);
+  } else {
+    widen_row(a.dtype, row, first, n, gates);
+    if (a.gated) widen_row(a.dtype, row, a.width + first, n, ups);
+  }
+  const v16f limit = splat(a.limit);
+  for (int64_t i = 0; a.gated && i < n; i += kLanes) {
+    const v16f gate = load(gates + i), up = load(ups + i);
+    store(gates + i, select(gate > limit, limit, gate));  // NaN stays
+    store(ups + i, select(up > limit, limit, select(up < -limit, -limit, up)) + a.shift);
+  }
+  activate_row(a.act, gates, n);
+  for (int64_t i = 0; a.gated && i < n; i += kLanes)
+    store(gates + i, load(gates + i) * load(ups + i));
+  narrow_row(a.dtype, gates, n, out, at);
+}
+
+// The same in one pass, of rows whose first half are gates.
+template <Act kAct, class T>
+void act_halves(const T* gates, const T* ups, int64_t n, T* out) {
+  each_vector(n, [&](int64_t i, int64_t count) LLMC_LAMBDA {
+    const v16f y = activate(kAct, load_up_to(gates + i, count)) * load_up_to(ups + i, count);
+    store_up_to(out + i, y, count);
   });
-}
-
-template <class T, Act kAct>
-void act_halves(const ActArgs& a) {
-  act_rows<T, Halves<T>>(a, std::integral_constant<Act, kAct>{});
-}
-
-template <class T>
-void act_typed(const ActArgs& a) {
-  if (!a.gated) return act_rows<T, Ungated<T>>(a, a.act);
-  const bool is_limited = a.limit != std::numeric_limits<float>::infinity();
-  if (a.interleaved || a.shift != 0 || is_limited) return act_rows<T, Any<T>>(a, a.act);
-  switch (a.act) {
-    case Act::silu: return act_halves<T, Act::silu>(a);
-    case Act::gelu: return act_halves<T, Act::gelu>(a);
-    case Act::gelu_tanh: return act_halves<T, Act::gelu_tanh>(a);
-    case Act::quick_gelu: return act_halves<T, Act::quick_gelu>(a);
-    default: return act_rows<T, Halves<T>>(a, a.act);  // rare with a gate
-  }
 }
 
 template <class T>
@@ -284,31 +233,20 @@ void add_typed(const AddArgs& a) {
   });
 }
 
-// Rounds a group as e4m3 codes times its largest magnitude over 448; to NaN if that is not finite.
-template <class T>
-void round_group(const T* x, int64_t n, const Fp8Format& format, const Fp8Table& table, T* out) {
+// Rounds a group as e4m3 codes times its largest magnitude over 448, in place; to NaN if that is
+// not finite.
+void round_group(float* x, int64_t n) {
   const float largest = largest_magnitude(x, n);
   const float scale = largest <= std::numeric_limits<float>::max()
-                          ? largest / format.largest
+                          ? largest / kE4m3.largest
                           : std::numeric_limits<float>::quiet_NaN();
   for (int64_t i = 0; i < n; i += kLanes) {
     uint8_t codes[kLanes];
     float values[kLanes];
-    encode_row(x + i, kLanes, scale, format, codes);
-    decode_row(codes, kLanes, table, values);
-    store(out + i, largest <= 1e-30f ? v16f{} : load(values) * scale);
+    encode_row(x + i, kLanes, scale, kE4m3, codes);
+    decode_row(Dtype::e4m3, codes, kLanes, values);
+    store(x + i, largest <= 1e-30f ? v16f{} : load(values) * scale);
   }
-}
-
-template <class T>
-void round_typed(const RoundArgs& a) {
-  const Fp8Format format = fp8_format(Dtype::e4m3);
-  const Fp8Table& table = fp8_table(Dtype::e4m3);
-  parallel_rows(a.count / a.group, a.group, a.threads, [&](int64_t begin, int64_t end) {
-    for (int64_t at = begin * a.group; at < end * a.group; at += a.group)
-      round_group(static_cast<const T*>(a.x) + at, a.group, format, table,
-                  static_cast<T*>(a.out) + at);
-  });
 }
 
 template <class T>
@@ -334,11 +272,51 @@ void norm(const NormArgs& a) {
 }
 
 void gated_rms_norm(const GatedNormArgs& a) {
-  with_type(a.dtype, [&](auto t) { gated_norm_rows<decltype(t)>(a); });
+  const int64_t groups = a.width / a.group, room = (a.group + kLanes - 1) / kLanes * kLanes;
+  parallel_rows(count(a.x) * groups, a.group * 16, a.threads, [&](int64_t begin, int64_t end) {
+    thread_local std::vector<float> lines;
+    lines.resize(3 * room);
+    float *y = lines.data(), *factors = y + room, *weight = factors + room;
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t row = item / groups, first = item % groups * a.group;
+      widen_row(a.x_dtype, row_of(a.x, a.x_dtype, row), first, a.group, y);
+      widen_row(a.gate_dtype, row_of(a.gate, a.gate_dtype, row), first, a.group, factors);
+      if (a.weight) widen_row(a.weight_dtype, a.weight, first, a.group, weight);
+      for (int64_t i = 0; i < a.group; i += kLanes) {
+        const v16f gate = load(factors + i), open = sigmoid_lanes(gate);
+        store(factors + i, a.silu ? gate * open : open);
+      }
+      gated_norm_group(a, y, factors, a.weight ? weight : nullptr);
+      narrow_row(a.dtype, y, a.group, a.out, row * a.width + first);
+    }
+  });
 }
 
 void act_mul(const ActArgs& a) {
-  with_type(a.dtype, [&](auto t) { act_typed<decltype(t)>(a); });
+  const int64_t n = a.width, blocks = (n + kActBlock - 1) / kActBlock;
+  const bool is_limited = a.limit != std::numeric_limits<float>::infinity();
+  const bool is_plain = a.gated && !a.interleaved && a.shift == 0 && !is_limited;
+  const bool in_one_pass = is_plain && (a.act == Act::silu || a.act == Act::gelu_tanh);
+  // a decode step has one long row: split rows into blocks, so that it also runs in parallel
+  parallel_rows(count(a.x) * blocks, kActBlock * 12, a.threads, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t r = item / blocks, first = item % blocks * kActBlock;
+      const int64_t width = std::min(kActBlock, n - first);
+      const void* const row = row_of(a.x, a.dtype, r);
+      if (!in_one_pass) {
+        act_block(a, row, first, width, a.out, r * n + first);
+        continue;
+      }
+      with_type(a.dtype, [&](auto t) {
+        using T = decltype(t);
+        const T* const gates = static_cast<const T*>(row) + first;
+        T* const out = static_cast<T*>(a.out) + r * n + first;
+        const bool is_silu = a.act == Act::silu;
+        (is_silu ? act_halves<Act::silu, T> : act_halves<Act::gelu_tanh, T>)(gates, gates + n,
+                                                                             width, out);
+      });
+    }
+  });
 }
 
 void add_to(const AddArgs& a) {
@@ -346,7 +324,15 @@ void add_to(const AddArgs& a) {
 }
 
 void round_to_fp8(const RoundArgs& a) {
-  with_type(a.dtype, [&](auto t) { round_typed<decltype(t)>(a); });
+  parallel_rows(a.count / a.group, a.group, a.threads, [&](int64_t begin, int64_t end) {
+    thread_local std::vector<float> x;
+    x.resize(a.group);
+    for (int64_t at = begin * a.group; at < end * a.group; at += a.group) {
+      widen_row(a.dtype, a.x, at, a.group, x.data());
+      round_group(x.data(), a.group);
+      narrow_row(a.dtype, x.data(), a.group, a.out, at);
+    }
+  });
 }
 
 void copy_rows(const CopyArgs& a) {
