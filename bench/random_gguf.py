@@ -3,8 +3,8 @@
     python -m bench.random_gguf NAME FILE.gguf [--type Q8_0]
 
 Only the default model is at hand as a file. This makes models of other kinds: experts, recurrent
-layers, windows. bench/configs/random_gguf.json lists them; tests/support writes files as
-llama.cpp's converter does.
+layers, windows, and one whose matrices K-quants fit. bench/configs/random_gguf.json lists them;
+tests/support writes files as llama.cpp's converter does.
 """
 
 from __future__ import annotations

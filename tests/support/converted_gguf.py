@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import quantize
-from tiny_gguf import add_words
+from tiny_gguf import FACTORS, add_words, random_superblocks
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -273,7 +273,10 @@ def write_converted(
     types: Mapping[str, GGMLQuantizationType] = MappingProxyType({}),
     merges: Sequence[str] = (),
 ) -> Path:
-    """`types` of matrices by the first pattern that their name matches; all others are float32."""
+    """`types` of matrices by the first pattern that their name matches; all others are float32.
+
+    Matrices of a type that the gguf package does not write have random bits.
+    """
     config: Any = module.config
     writer = GGUFWriter(path, case.architecture)
     metadata = dict(case.metadata)
@@ -306,11 +309,14 @@ def write_converted(
         if found:
             writer.add_array(f"xielu.{number}", found)
     add_words(writer, config.vocab_size, merges)
+    rng = np.random.default_rng(0)
     for name, value in _stored(case, module):
         numbers = np.ascontiguousarray(value.numpy())
         to = next((to for pattern, to in types.items() if re.search(pattern, name)), None)
         if to is None:
             writer.add_tensor(name, numbers)
+        elif to in FACTORS:
+            writer.add_tensor(name, random_superblocks(to, numbers.shape, rng), raw_dtype=to)
         else:
             writer.add_tensor(name, quantize(numbers, to), raw_dtype=to)
     writer.write_header_to_file()
