@@ -20,10 +20,9 @@ struct Joined {  // rows whose keys were split into `parts` parts, from `part` o
   int64_t part, parts;
 };
 
-template <class T>
 void zero_rows(const AttentionArgs& a, int64_t first, int64_t last) {
-  const int64_t width = a.heads * a.v_dim;
-  if (last > first) std::memset(static_cast<T*>(a.out) + first * width, 0, (last - first) * width * sizeof(T));
+  const int64_t row = a.heads * a.v_dim * size_of(a.dtype);
+  if (last > first) std::memset(static_cast<char*>(a.out) + first * row, 0, (last - first) * row);
 }
 
 bool is_stream(const AttentionArgs& a, const Item& item) {
@@ -83,7 +82,6 @@ void cut(const Item& whole, int64_t n, int64_t min_keys, std::vector<Item>& out,
     }
 }
 
-template <class T>
 void join(const Plan& plan, const Joined& j) {
   const int64_t width = 2 + plan.a.v_dim;
   std::vector<float> acc(plan.a.v_dim);
@@ -103,12 +101,13 @@ void join(const Plan& plan, const Joined& j) {
   }
 }
 
-template <class T>
-void attend(const AttentionArgs& a) {
+}  // namespace
+
+void paged_attention(const AttentionArgs& a) {
   const int64_t group = a.heads / a.kv_heads;
   for (int64_t r = 0; r < a.requests; ++r)
-    if (a.context_len[r] <= 0) zero_rows<T>(a, a.query_start[r], a.query_start[r + 1]);
-  zero_rows<T>(a, a.query_start[a.requests], a.tokens);
+    if (a.context_len[r] <= 0) zero_rows(a, a.query_start[r], a.query_start[r + 1]);
+  zero_rows(a, a.query_start[a.requests], a.tokens);
   if (a.chosen != nullptr) return run_chosen(a);
 
   static thread_local std::vector<Item> items;
@@ -142,13 +141,7 @@ void attend(const AttentionArgs& a) {
     if (!is_stream(a, item)) return run_tiles(plan, item);
     amx ? run_stream_amx(plan, item) : run_stream(plan, item);
   });
-  for (const Joined& j : joined) join<T>(plan, j);
-}
-
-}  // namespace
-
-void paged_attention(const AttentionArgs& a) {
-  with_type(a.dtype, [&](auto t) { attend<decltype(t)>(a); });
+  for (const Joined& j : joined) join(plan, j);
 }
 
 }  // namespace llmc

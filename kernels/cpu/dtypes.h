@@ -16,6 +16,10 @@ LLMC_INLINE decltype(auto) with_type(Dtype dtype, const Run& run) {
   }
 }
 
+inline int64_t size_of(Dtype dtype) {  // in bytes, of a dtype for which with_type() is
+  return with_type(dtype, [](auto t) { return int64_t(sizeof t); });
+}
+
 // to[0, n) = from[at, at + n), and zeros up to a whole vector.
 inline void widen_row(Dtype dtype, const void* from, int64_t at, int64_t n, float* to) {
   with_type(dtype, [&](auto t) {

@@ -98,10 +98,6 @@ void choose_for(const ChooseExpertsArgs& a, int64_t token, const float* correcti
   if (a.slots && a.slots[token] < 0) std::fill_n(chosen, all, a.experts + a.shared);
 }
 
-int64_t size_of(Dtype dtype) {
-  return dtype == Dtype::f32 ? 4 : 2;
-}
-
 struct Group {  // results of one expert, as positions in the order of experts
   int64_t expert, first, count;
 };
